@@ -1,0 +1,164 @@
+"""Tunes over configs that crash, hang, starve, vanish, flood, fork and scribble: the best still wins."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import quarantune
+
+
+def fail() -> None:
+    """Raises."""
+    raise ArithmeticError("this config is no good")
+
+
+def segfault() -> None:
+    """Writes to address 0."""
+    ctypes.memset(0, 1, 1)
+
+
+def hang() -> None:
+    """Sleeps in C without letting go of the GIL, so that no Python thread can end it."""
+    while True:
+        ctypes.PyDLL(None).pause()
+
+
+def starve() -> None:
+    """Takes memory as fast as the kernel gives it, up to 8 GB in case nobody stops it."""
+    how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    taken = []
+    for _ in range(128):
+        taken.append(mmap.mmap(-1, 64 << 20, flags=how))
+
+
+def vanish() -> None:
+    """Ends the process as if all were well."""
+    os._exit(0)
+
+
+def flood() -> None:
+    """Prints 64 MB."""
+    for _ in range(1024):
+        os.write(1, b"blah" * (16 << 10))
+
+
+def flood_forever() -> None:
+    """Never stops printing."""
+    while True:
+        flood()
+
+
+def scribble() -> None:
+    """Writes garbage to every descriptor it finds."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            os.write(int(name), b"\xff" * 4096)
+
+
+def leave_a_grandchild(name: str) -> None:
+    """Forks twice, so that a process of a session of its own is left that holds every descriptor open."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME, to find it by
+    while True:
+        time.sleep(60)
+
+
+TRACING, RUNNING = "while JAX traces it", "while it runs"
+# What each mode does, when, and which outcomes are right for it.
+MODES = {
+    "good": (None, "", {"ok"}),
+    "slow": (None, "", {"ok", "slow"}),
+    "raise": (fail, TRACING, {"error"}),
+    "raise late": (fail, RUNNING, {"error"}),
+    "segfault": (segfault, TRACING, {"crashed"}),
+    "segfault late": (segfault, RUNNING, {"crashed"}),
+    "abort": (os.abort, RUNNING, {"crashed"}),
+    "hang": (hang, TRACING, {"timeout"}),
+    "hang late": (hang, RUNNING, {"timeout"}),
+    "starve": (starve, TRACING, {"oom"}),
+    "vanish": (vanish, TRACING, {"crashed"}),
+    "vanish late": (vanish, RUNNING, {"crashed"}),
+    "scribble": (scribble, TRACING, {"crashed"}),
+    "scribble late": (scribble, RUNNING, {"crashed"}),
+    "flood": (flood, TRACING, {"ok", "slow"}),
+    "flood forever": (flood_forever, RUNNING, {"timeout"}),
+    "grandchild": (leave_a_grandchild, TRACING, {"ok", "slow"}),
+    "good again": (None, "", {"ok", "slow"}),
+}
+
+
+@quarantune.autotune({"mode": list(MODES)}, timeout=2, compile_timeout=2, memory_limit="1GB")
+@functools.partial(jax.jit, static_argnames=["mode", "grandchild"])
+def kernel(x, mode: str = "good", grandchild: str = "unnamed"):
+    """Sums a matrix; every mode but `good` takes a detour, so that `good` is the fastest."""
+    act, when, _ = MODES[mode]
+    if act is leave_a_grandchild:
+        act = functools.partial(act, grandchild)
+    if when == TRACING:
+        act()
+    if when == RUNNING:
+
+        def call_back(value):
+            act()
+            return value
+
+        x = jax.pure_callback(call_back, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    for _ in range(0 if mode == "good" else 16):
+        x = x @ x / x.shape[0]
+    return x.sum()
+
+
+def processes_named(name: str) -> list[str]:
+    """Returns the process ids of those that carry the name."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            if file.read_text().strip() == name:
+                found.append(file.parent.name)
+    return found
+
+
+def main() -> None:
+    """Tunes, prints what became of every config, and checks that each was called by its right name."""
+    x = jnp.ones((256, 256))
+    grandchild = f"left-{os.getpid()}"
+
+    result = kernel.tune(x, grandchild=grandchild)
+    print(result.table())
+
+    complaints = [
+        f"{trial.config['mode']!r} ended as {trial.outcome}, not {' or '.join(sorted(expected))}"
+        for trial in result.trials
+        if trial.outcome not in (expected := MODES[trial.config["mode"]][2])
+    ]
+    if result.best_config != {"mode": "good"}:
+        complaints.append(f"the best config is {result.best_config}, not 'good'")
+    if len(result.trials) != len(MODES):
+        complaints.append(f"{len(result.trials)} configs have an outcome, not {len(MODES)}")
+    if survivors := processes_named(grandchild):
+        complaints.append(f"the grandchild lives on as {', '.join(survivors)}")
+    if kernel(x, grandchild=grandchild) != x.size:
+        complaints.append("the winner's result is wrong")
+    if complaints:
+        sys.exit("\n".join(complaints))
+    print(f"all {len(MODES)} outcomes are right; the best config is {result.best_config}")
+
+
+if __name__ == "__main__":
+    main()

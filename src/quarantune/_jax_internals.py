@@ -1,0 +1,328 @@
+"""The only place that touches names JAX does not promise, each with the reason it has to."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+def backends_initialized() -> bool:
+    """Returns whether this process has initialised a JAX backend.
+
+    Private because every public way to ask (`jax.devices`, `jax.default_backend`) initialises one.
+    """
+    from jax._src import xla_bridge
+
+    return bool(xla_bridge.backends_are_initialized())
+
+
+# --- jitted functions ---------------------------------------------------------------------------------------
+
+
+def is_jitted(fn: object) -> bool:
+    """Returns whether `fn` is what `jax.jit` returns, or something that behaves like it."""
+    return isinstance(fn, jax.stages.Wrapped)
+
+
+@functools.cache
+def pjit_type() -> Any:
+    """Returns the class of the objects `jax.jit` returns; creating one of them initialises nothing."""
+    return type(jax.jit(_nothing))
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JitOptions:
+    """What `jax.jit` was told about a function, as values that can travel.
+
+    Attributes:
+        static_names: the names of all static parameters, those given by position included.
+        static_argnums: positions of static parameters, resolved by jit.
+        static_argnames: names of static parameters, resolved by jit.
+        donate_argnums: positions of donated parameters.
+        donate_argnames: names of donated parameters.
+        keep_unused: as for `jax.jit`.
+        inline: as for `jax.jit`.
+        compiler_options: as for `jax.jit`, as pairs.
+        cannot_travel: the options given that are tied to devices of this process.
+    """
+
+    static_names: frozenset[str] = frozenset()
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+    keep_unused: bool = False
+    inline: Any = False
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+    cannot_travel: tuple[str, ...] = ()
+
+    def check_can_travel(self, name: str) -> None:
+        """Raises where the function cannot be rebuilt elsewhere from these options.
+
+        Args:
+            name: the function's name, for the message.
+
+        Raises:
+            TypeError: the options hold devices, shardings or layouts of this process.
+        """
+        if self.cannot_travel:
+            raise TypeError(
+                f"jax.jit was given {' and '.join(self.cannot_travel)} for {name!r}, and these are tied to "
+                f"the devices of this process. Move {name!r} into a module that can be imported (it then "
+                f"travels by name), or leave them out and put shardings on the arguments instead."
+            )
+
+    def rebuild(self, plain: Callable[..., Any]) -> Any:
+        """Returns `plain` jitted with these options.
+
+        Args:
+            plain: the function inside the jitted one.
+        """
+        # Both spellings as jit itself resolved them: given one alone it would infer the other from a
+        # signature that, for a function still being unpickled, has no defaults yet.
+        options: dict[str, Any] = {}
+        if self.static_argnums or self.static_argnames:
+            options |= {"static_argnums": self.static_argnums, "static_argnames": self.static_argnames}
+        if self.donate_argnums or self.donate_argnames:
+            options |= {"donate_argnums": self.donate_argnums, "donate_argnames": self.donate_argnames}
+        if self.keep_unused:
+            options["keep_unused"] = True
+        if self.inline is not False:
+            options["inline"] = self.inline
+        if self.compiler_options:
+            options["compiler_options"] = dict(self.compiler_options)
+        return jax.jit(plain, **options)
+
+
+def jit_options(fn: Any) -> JitOptions:
+    """Returns the options of a jitted function.
+
+    Private (`_jit_info`) because a jitted function has no public record of them.
+
+    Args:
+        fn: what `jax.jit` returned.
+
+    Raises:
+        TypeError: `fn` carries no such record.
+    """
+    info = getattr(fn, "_jit_info", None)
+    if info is None:
+        raise TypeError(f"expected a function wrapped by jax.jit, got {fn!r}; put @jax.jit directly on it")
+    return JitOptions(
+        static_names=_static_names(fn, info),
+        static_argnums=tuple(info.static_argnums),
+        static_argnames=tuple(info.static_argnames),
+        donate_argnums=tuple(info.donate_argnums),
+        donate_argnames=tuple(info.donate_argnames),
+        keep_unused=bool(info.keep_unused),
+        inline=info.inline,
+        compiler_options=tuple(info.compiler_options_kvs),
+        cannot_travel=_device_bound_options(info),
+    )
+
+
+def _static_names(fn: Any, info: Any) -> frozenset[str]:
+    signature = info.fun_signature or inspect.signature(fn)
+    parameters = list(signature.parameters)
+    by_position = {
+        parameters[index] for index in info.static_argnums if -len(parameters) <= index < len(parameters)
+    }
+    return frozenset(info.static_argnames) | by_position
+
+
+def _device_bound_options(info: Any) -> tuple[str, ...]:
+    from jax._src.named_sharding import UnspecifiedValue
+
+    def given(leaves: tuple[Any, ...]) -> bool:
+        return any(leaf is not None and not isinstance(leaf, UnspecifiedValue) for leaf in leaves)
+
+    groups = {
+        "in_shardings": info.in_shardings_leaves,
+        "out_shardings": info.out_shardings_leaves,
+        "input layouts": info.in_layouts_leaves,
+        "output layouts": info.out_layouts_leaves,
+        "device": (info.device,),
+        "backend": (info.backend,),
+    }
+    return tuple(name for name, leaves in groups.items() if given(leaves))
+
+
+# --- custom derivative rules --------------------------------------------------------------------------------
+
+
+@functools.cache
+def custom_rule_types() -> tuple[type, ...]:
+    """Returns the classes of functions with custom rules (`jax.custom_vjp` and its kin).
+
+    Private because JAX's list of them is; each keeps all it knows in its `__dict__`.
+    """
+    # The last two only have to be imported: they add themselves to the first one's list.
+    from jax._src import custom_api_util, custom_batching, custom_partitioning  # noqa: F401
+
+    return (jax.custom_vjp, jax.custom_jvp, *custom_api_util._custom_wrapper_types)
+
+
+@functools.cache
+def primitive_type() -> type:
+    """Returns the class of JAX's primitives; the public `jax.extend` that also shows it is slow to import."""
+    from jax._src import core
+
+    return core.Primitive
+
+
+# --- pytree classes -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PytreeRegistration:
+    """How a class was registered as a pytree, as values that can be pickled.
+
+    Attributes:
+        data_fields: for a dataclass registration, its data fields; None for the other kinds.
+        meta_fields: for a dataclass registration, its static fields.
+        flatten: to children and static data; None where `flatten_with_keys` says it all.
+        unflatten: from static data and children; None for a dataclass registration.
+        flatten_with_keys: like `flatten`, with a key for each child; None where JAX kept no reference to it.
+    """
+
+    data_fields: tuple[str, ...] | None = None
+    meta_fields: tuple[str, ...] = ()
+    flatten: Callable[..., Any] | None = None
+    unflatten: Callable[..., Any] | None = None
+    flatten_with_keys: Callable[..., Any] | None = None
+
+
+def pytree_registration(cls: type) -> PytreeRegistration | None:
+    """Returns how `cls` was registered as a pytree, or None if it was not.
+
+    Private (`tree_util._registry`, and the closures of what it holds) because JAX has no way to read a
+    registration back. Keys given as a function of their own to `register_pytree_node` are kept by JAX in C++
+    alone: for such a class the worker's key paths show positions instead of names, and nothing else differs.
+
+    Args:
+        cls: any class.
+    """
+    from jax._src import tree_util
+
+    entry = tree_util._registry.get(cls)
+    if entry is None:
+        return None
+    hidden = _closure(entry.to_iter)
+    if "data_fields" in hidden and "meta_fields" in hidden:
+        return PytreeRegistration(
+            data_fields=tuple(hidden["data_fields"]), meta_fields=tuple(hidden["meta_fields"])
+        )
+    if "flatten_with_keys" in hidden:
+        return PytreeRegistration(flatten_with_keys=hidden["flatten_with_keys"], unflatten=entry.from_iter)
+    keyed = (
+        operator.methodcaller("tree_flatten_with_keys") if hasattr(cls, "tree_flatten_with_keys") else None
+    )
+    return PytreeRegistration(flatten=entry.to_iter, unflatten=entry.from_iter, flatten_with_keys=keyed)
+
+
+def register_pytree(cls: type, registration: PytreeRegistration) -> None:
+    """Registers `cls` as `registration` says, unless it is registered already.
+
+    Args:
+        cls: a class that arrived by value.
+        registration: what `pytree_registration` returned where it came from.
+    """
+    from jax._src import tree_util
+
+    if cls in tree_util._registry:
+        return
+    if registration.data_fields is not None:
+        jax.tree_util.register_dataclass(cls, registration.data_fields, registration.meta_fields)
+    elif registration.flatten is None:
+        assert registration.flatten_with_keys is not None
+        assert registration.unflatten is not None
+        jax.tree_util.register_pytree_with_keys(cls, registration.flatten_with_keys, registration.unflatten)
+    else:
+        assert registration.unflatten is not None
+        jax.tree_util.register_pytree_node(
+            cls, registration.flatten, registration.unflatten, registration.flatten_with_keys
+        )
+
+
+def _closure(function: Any) -> Mapping[str, Any]:
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    if code is None:
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+
+
+# --- arrays -------------------------------------------------------------------------------------------------
+
+
+def as_weak(array: jax.Array) -> jax.Array:
+    """Returns the same buffer as a weakly typed array.
+
+    Private because the public ways to a weakly typed array that is not a scalar compile a program for it.
+
+    Args:
+        array: an array on one device.
+    """
+    from jax._src.array import ArrayImpl
+
+    buffer: Any = array
+    weak: jax.Array = ArrayImpl(
+        buffer.aval.update(weak_type=True), buffer.sharding, [buffer], committed=buffer.committed
+    )
+    return weak
+
+
+def key_impl(dtype: Any) -> str:
+    """Returns the name of the implementation behind the dtype of a PRNG key array.
+
+    Private because `jax.random.key_impl` wants an array, and a `ShapeDtypeStruct` or a tracer may be all
+    there is.
+    """
+    return str(dtype._impl.name)
+
+
+def key_dtype(impl: str) -> Any:
+    """Returns the dtype of PRNG key arrays of an implementation, without making a key.
+
+    Private because `jax.random.key(...).dtype` initialises a backend.
+    """
+    from jax._src.random import prng
+
+    return prng.KeyTy(prng.prngs[impl])
+
+
+def key_data_shape(impl: str) -> tuple[int, ...]:
+    """Returns the shape of the data of one PRNG key of an implementation."""
+    return tuple(key_dtype(impl)._impl.key_shape)
+
+
+# --- configuration ------------------------------------------------------------------------------------------
+
+
+def config_values() -> dict[str, Any]:
+    """Returns every JAX option by name, as it stands in this thread (`with jax.enable_x64():` included).
+
+    Private-ish because `jax.config` publishes `update` and single attributes, not the list of them.
+    """
+    return dict(jax.config.values)
+
+
+@functools.cache
+def array_type() -> type:
+    """Returns the concrete class of JAX arrays.
+
+    `isinstance(x, jax.Array)` is true of tracers too and several times slower than comparing types, which would
+    be half of a cached call's cost; making an array to ask for its type would initialise a backend.
+    """
+    from jax._src.array import ArrayImpl
+
+    return ArrayImpl

@@ -1,0 +1,34 @@
+"""The cache on disk: shared by jobs and hosts, never torn, never lost, never stale in silence."""
+
+from quarantune.cache.claims import Claim, Holder, wait
+from quarantune.cache.errors import CacheWarning, CacheWriteError, report_once
+from quarantune.cache.fingerprint import Fingerprint, fingerprint
+from quarantune.cache.journal import Journal, remember_trouble, troublesome
+from quarantune.cache.keys import canonical_json, plain, safe_name, short_hash
+from quarantune.cache.store import SCHEMA, Contents, Entry, Store
+from quarantune.cache.tuning_cache import CacheKey, CacheRecord, TuningCache
+
+__all__ = [
+    "SCHEMA",
+    "CacheKey",
+    "CacheRecord",
+    "CacheWarning",
+    "CacheWriteError",
+    "Claim",
+    "Contents",
+    "Entry",
+    "Fingerprint",
+    "Holder",
+    "Journal",
+    "Store",
+    "TuningCache",
+    "canonical_json",
+    "fingerprint",
+    "plain",
+    "remember_trouble",
+    "report_once",
+    "safe_name",
+    "short_hash",
+    "troublesome",
+    "wait",
+]

@@ -1,0 +1,319 @@
+"""Single flight: one job tunes a problem, the others see who, and take over when it dies or falls silent."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from quarantune.cache.errors import CacheWriteError
+from quarantune.cache.journal import problem_hash, trials_directory
+from quarantune.cache.owners import Owner, boot_id
+from quarantune.cache.turns import NO_FLOCK
+
+T = TypeVar("T")
+
+_GRACE_S = 2.0
+"""Added to every worst case: the coarsest clock of a filesystem ticks once in two seconds."""
+_serial = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who holds a claim, as its file says.
+
+    Attributes:
+        token: unlike that of any other claim ever made.
+        host_name: its machine, for people.
+        owner: its process.
+        boot: its kernel.
+        locked: whether it also holds the lock, which its kernel releases when it dies.
+        worst_case_s: it means to show life at least this often.
+    """
+
+    token: str
+    host_name: str
+    owner: Owner
+    boot: str
+    locked: bool
+    worst_case_s: float
+
+    def __str__(self) -> str:
+        """Returns the holder for a person to read."""
+        return f"process {self.owner.pid} on {self.host_name}"
+
+
+class Claim:
+    """The right to tune one problem.
+
+    The claim is a file that says who holds it, made in one step that fails if there is one. It has lost its
+    meaning when its holder is dead, known by the lock on a side file, which the kernel releases with the
+    process, or by the process being gone; or when it has not been refreshed for longer than the worst case
+    its holder stated, which also serves hosts that cannot see each other's processes or locks. Should a
+    holder thought dead go on, two jobs measure the same trials, and nothing is lost.
+
+    Use it as a context manager to release it, or let it die with the process.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, device: str, key: str, *, worst_case_s: float = 60.0
+    ) -> None:
+        """Names a claim; nothing is touched on disk until `try_acquire`.
+
+        Args:
+            directory: the cache directory.
+            name: the function.
+            device: the kind of device.
+            key: the key of the problem.
+            worst_case_s: the holder will call `refresh` at least this often, in seconds.
+        """
+        stem = trials_directory(directory, name) / problem_hash(device, key)
+        self._lock_path = stem.with_suffix(".lock")
+        self._path = stem.with_suffix(".claim")
+        self._worst_case_s = worst_case_s
+        self._fd: int | None = None
+        self._lock_fd: int | None = None
+        self._locked = False
+
+    def __enter__(self) -> Claim:
+        """Returns the claim, acquired or not."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Releases the claim."""
+        self.release()
+
+    @property
+    def held(self) -> bool:
+        """Whether this object acquired the claim, and has not released or lost it as far as it knows."""
+        return self._fd is not None
+
+    def try_acquire(self) -> bool:
+        """Takes the claim if nobody has it, or if whoever has it is dead or silent for too long; never waits.
+
+        Raises:
+            CacheWriteError: the directory cannot be written to, so that nobody can be told; the message says
+                why.
+        """
+        if self.held:
+            return True
+        try:
+            self._lock_path.parent.mkdir(parents=True, exist_ok=True)
+            locked = self._try_lock()
+            try:
+                return self._take(locked=locked)
+            finally:
+                if not self.held:
+                    self._unlock()
+        except OSError as error:
+            raise CacheWriteError(
+                f"other jobs cannot be told what is being tuned: {str(self._path)!r} cannot be written "
+                f"({error.strerror}); make the directory writable, or set QUARANTUNE_CACHE_DIR to one that is"
+            ) from error
+
+    def refresh(self, *, worst_case_s: float | None = None) -> bool:
+        """Shows the others that the holder lives; takes microseconds, so call it whenever something happened.
+
+        Args:
+            worst_case_s: a new bound on the seconds until the next call; None leaves it as it is.
+
+        Returns:
+            False if the claim is not ours, or no longer because this process was silent for too long.
+        """
+        if self._fd is None:
+            return False
+        if not self._is_ours(self._fd):
+            self.release()
+            return False
+        with contextlib.suppress(OSError):
+            if worst_case_s is not None and worst_case_s != self._worst_case_s:
+                self._worst_case_s = worst_case_s
+                self._describe(self._fd)
+            os.utime(self._fd)
+        return True
+
+    def release(self) -> None:
+        """Gives the claim up; does nothing if it is not held."""
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            with contextlib.suppress(OSError):
+                if self._is_ours(fd):
+                    self._path.unlink()
+            os.close(fd)
+        self._unlock()
+
+    def holder(self) -> Holder | None:
+        """Returns who holds the claim, dead or alive, or None."""
+        return _read_holder(self._path)
+
+    def silent_s(self) -> float | None:
+        """Returns the seconds since the claim was last refreshed; None if there is none."""
+        try:
+            # Both times come from the filesystem's clock, so that hosts need not agree on the time.
+            os.utime(self._lock_path)
+            return self._lock_path.stat().st_mtime - self._path.stat().st_mtime
+        except OSError:
+            return None
+
+    def is_stale(self) -> bool:
+        """Returns whether the claim is held by somebody who is dead, or has been silent for too long."""
+        return self._is_stale(lock_is_free=False)
+
+    def _is_stale(self, *, lock_is_free: bool) -> bool:
+        silent_s = self.silent_s()
+        if silent_s is None:
+            return False
+        holder = self.holder()
+        if holder is None:
+            return silent_s > _GRACE_S
+        if holder.owner.is_dead() or (lock_is_free and holder.locked and holder.boot == boot_id()):
+            return True
+        return silent_s > holder.worst_case_s + _GRACE_S
+
+    def _take(self, *, locked: bool | None) -> bool:
+        if not self._path.exists():
+            return locked is not False and self._create()
+        holder = self.holder()
+        return self._is_stale(lock_is_free=bool(locked)) and self._remove(holder) and self._create()
+
+    def _create(self) -> bool:
+        # Made in one step that fails if it is there; what it says is written, and later changed, through the
+        # same descriptor, so that a holder which was taken for dead cannot write into its successor's claim.
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            return False
+        try:
+            self._describe(fd)
+        except OSError:
+            self._path.unlink(missing_ok=True)
+            os.close(fd)
+            raise
+        self._fd = fd
+        for grave in self._path.parent.glob(f"{self._path.name}.*.tmp"):
+            grave.unlink(missing_ok=True)
+        return True
+
+    def _describe(self, fd: int) -> None:
+        owner = Owner.this_process()
+        holder = Holder(
+            token=f"{owner.host}-{owner.pid}-{owner.started}-{os.fstat(fd).st_ino}-{time.monotonic_ns()}",
+            host_name=platform.node(),
+            owner=owner,
+            boot=boot_id(),
+            locked=self._locked,
+            worst_case_s=self._worst_case_s,
+        )
+        text = json.dumps(dataclasses.asdict(holder)).encode()
+        os.pwrite(fd, text, 0)
+        os.ftruncate(fd, len(text))
+
+    def _is_ours(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _remove(self, expected: Holder | None) -> bool:
+        grave = self._path.with_name(f"{self._path.name}.{os.getpid()}-{next(_serial)}.tmp")
+        try:
+            self._path.rename(grave)
+        except FileNotFoundError:
+            return True
+        mistaken = _read_holder(grave) != expected
+        if mistaken:
+            # Another waiter was quicker, and this is its fresh claim: it goes back.
+            with contextlib.suppress(OSError):
+                os.link(grave, self._path)
+        grave.unlink(missing_ok=True)
+        return not mistaken
+
+    def _try_lock(self) -> bool | None:
+        """Returns whether the lock was free and is now ours; None where locks do nothing."""
+        self._lock_fd = self._open_lock()
+        rival_fd = self._open_lock()
+        try:
+            if not _flock(self._lock_fd):
+                return False
+            # A second descriptor must now be refused; a filesystem that grants it has locks in name only.
+            self._locked = not _flock(rival_fd)
+            return self._locked or None
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+            return None
+        finally:
+            os.close(rival_fd)
+
+    def _open_lock(self) -> int:
+        return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def _unlock(self) -> None:
+        self._locked = False
+        if self._lock_fd is not None:
+            fd, self._lock_fd = self._lock_fd, None
+            with contextlib.suppress(OSError):
+                # By name, not by closing alone: a forked child may still hold the same lock open.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+
+def wait(
+    claim: Claim,
+    done: Callable[[], T | None],
+    on_wait: Callable[[str, float], None],
+    *,
+    poll_s: float = 0.1,
+) -> T | Claim:
+    """Waits until another job has the answer, or this one must find it.
+
+    A signal interrupts it as it does any sleep. Its length is bounded by the holders' own worst cases.
+
+    Args:
+        claim: the claim on the problem.
+        done: looks for the answer; None while there is none.
+        on_wait: told at every look who holds the claim, and for how many seconds we have waited.
+        poll_s: seconds between two looks.
+
+    Returns:
+        The answer, or `claim` once it is acquired and there still is no answer.
+
+    Raises:
+        CacheWriteError: the claim cannot be made; the message says why.
+    """
+    started = time.monotonic()
+    while True:
+        if (answer := done()) is not None:
+            return answer
+        if claim.try_acquire():
+            # The holder may have saved its answer and let go between our two looks.
+            if (answer := done()) is None:
+                return claim
+            claim.release()
+            return answer
+        on_wait(str(claim.holder() or "another job"), time.monotonic() - started)
+        time.sleep(poll_s)
+
+
+def _read_holder(path: Path) -> Holder | None:
+    try:
+        data = json.loads(path.read_bytes())
+        return Holder(**data | {"owner": Owner(**data["owner"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _flock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,322 @@
+"""What a tuned result depends on, as short hashes part by part: code, closure, defaults, helpers, options."""
+
+from __future__ import annotations
+import __future__
+
+import ast
+import contextlib
+import dataclasses
+import dis
+import enum
+import functools
+import hashlib
+import inspect
+import operator
+import re
+import sysconfig
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from quarantune.cache.keys import canonical_json, short_hash
+
+_LARGEST_HASHED_BYTES = 1 << 24
+"""Larger arrays count by shape and dtype alone: hashing model weights would cost more than it tells."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """The parts that a tuned result depends on.
+
+    Attributes:
+        parts: a short hash for each part: `code`, `defaults`, `closure:x`, `helper:f`, `global:X`,
+            `option:o`.
+    """
+
+    parts: dict[str, str]
+
+    @property
+    def digest(self) -> str:
+        """A short hash of all parts."""
+        return short_hash(canonical_json(self.parts))
+
+    def differences(self, other: Fingerprint | Mapping[str, str]) -> list[str]:
+        """Returns the names of the parts that differ, or that only one of the two has."""
+        theirs = other.parts if isinstance(other, Fingerprint) else other
+        return sorted(
+            name for name in self.parts.keys() | theirs.keys() if self.parts.get(name) != theirs.get(name)
+        )
+
+
+def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> Fingerprint:
+    """Returns the fingerprint of a function and the options that decide which config wins.
+
+    It covers the function's code, its defaults and closure by value, and from its own module, transitively,
+    the functions, classes and constants that its code names. Comments, docstrings, whitespace, the decorators
+    of `fn` itself and its place in the file do not count. It is the same in every process. Values count as
+    they are now: take it once, before the function has run.
+
+    Args:
+        fn: the function or other callable, wrapped or not.
+        options: the options, by name; values may be functions too.
+    """
+    return Fingerprint(
+        parts=_Walk(fn).parts | {f"option:{k}": _hash(_describe(v)) for k, v in (options or {}).items()}
+    )
+
+
+class _Walk:
+    """Collects the parts of one callable, and of what it names in its own module."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.parts: dict[str, str] = {}
+        self._seen: set[int] = set()
+        function = _plain_function(fn) or _plain_function(inspect.getattr_static(type(fn), "__call__", None))
+        self._module = function.__globals__ if function else {}
+        if function is None:
+            self.parts["code"] = _hash(_describe(fn))
+            return
+        if not isinstance(fn, types.FunctionType):
+            self.parts["bound"] = _hash(_describe_wrapping(fn))
+        self._seen.add(id(function))
+        self.parts["code"] = _hash(_code_text(function, with_decorators=False))
+        self.parts["defaults"] = _hash(_describe_defaults(function))
+        self._visit_surroundings("closure", function)
+
+    def _visit(self, kind: str, name: str, value: Any) -> None:
+        function = _plain_function(value)
+        if function is not None and function.__globals__ is self._module:
+            self._visit_helper(f"helper:{name}", value, function)
+        elif isinstance(value, type) and value.__module__ == self._module.get("__name__"):
+            self._visit_class(value)
+        else:
+            self.parts[f"{kind}:{name}"] = _hash(_describe(value))
+
+    def _visit_helper(self, part: str, value: Any, function: types.FunctionType) -> None:
+        if id(function) in self._seen:
+            return
+        self._seen.add(id(function))
+        description = [_code_text(function), _describe_defaults(function), _describe_wrapping(value)]
+        self.parts[part] = _hash(description)
+        self._visit_surroundings(f"{part}:closure", function)
+
+    def _visit_class(self, cls: type) -> None:
+        if id(cls) in self._seen:
+            return
+        self._seen.add(id(cls))
+        self.parts[f"class:{cls.__qualname__}"] = _hash([_type_name(base) for base in cls.__mro__])
+        for name, member in vars(cls).items():
+            if name not in _CLASS_MACHINERY:
+                self._visit("class", f"{cls.__qualname__}.{name}", getattr(member, "fget", None) or member)
+
+    def _visit_surroundings(self, kind: str, function: types.FunctionType) -> None:
+        for name, value in _closure(function):
+            self._visit(kind, name, value)
+        for name in sorted(set(_global_names(function.__code__))):
+            if name in self._module:
+                self._visit("global", name, self._module[name])
+
+
+_CLASS_MACHINERY = frozenset(
+    {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__", "__firstlineno__"}
+    | {"__static_attributes__", "__abstractmethods__", "_abc_impl"}
+)
+
+
+def _plain_function(value: Any) -> types.FunctionType | None:
+    """Returns the Python function inside jit wrappers, decorators, methods and partials, or None."""
+    # Bounded, as an odd object may have any attribute, which has any attribute, and so on.
+    for _ in range(32):
+        inner = _inside(value)
+        if inner is None:
+            return value if isinstance(value, types.FunctionType) else None
+        value = inner
+    return None
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+        return value.__func__
+    if isinstance(value, functools.partial):
+        return value.func
+    try:
+        return None if isinstance(value, type) else getattr(value, "__wrapped__", None)
+    except Exception:
+        return None
+
+
+def _describe_wrapping(value: Any) -> Any:
+    """Returns what the layers around a plain function add to it."""
+    if isinstance(value, functools.partial):
+        return ["partial", _describe(value.args), _describe(value.keywords), _describe_wrapping(value.func)]
+    if isinstance(value, types.MethodType):
+        return ["method", _describe(value.__self__)]
+    if isinstance(value, (types.FunctionType, staticmethod, classmethod)):
+        return None
+    return ["wrapper", _type_name(type(value))] if _plain_function(value) else ["callable", _describe(value)]
+
+
+def _describe_defaults(function: types.FunctionType) -> Any:
+    return _describe([function.__defaults__, function.__kwdefaults__])
+
+
+def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        # A cell is empty while the variable has not been assigned yet.
+        with contextlib.suppress(ValueError):
+            yield name, cell.cell_contents
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for nested in _nested(code):
+        yield from _global_names(nested)
+
+
+def _nested(code: types.CodeType) -> list[types.CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def _code_text(function: types.FunctionType, *, with_decorators: bool = True) -> str:
+    """Returns a text for what a function's code does.
+
+    The source, normalised, is the same for all versions of Python. It counts only if it compiles to what is
+    loaded: a file edited since then shows the wrong one, and the lines of a lambda may show several. Else it
+        is the compiled code.
+    """
+    with contextlib.suppress(Exception):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_source_of(
+            definition, function
+        ):
+            if not with_decorators:
+                definition.decorator_list = []
+            return ast.unparse(_WithoutDocstrings().visit(definition))
+    return canonical_json(_describe_code(function.__code__))
+
+
+def _is_source_of(definition: ast.FunctionDef | ast.AsyncFunctionDef, function: types.FunctionType) -> bool:
+    code = function.__code__
+    # Inside a shell whose parameters are the free variables, the definition compiles as it did where it
+    # stands.
+    shell = ast.parse(f"def shell({', '.join(code.co_freevars)}): pass")
+    body: list[ast.stmt] = [definition]
+    if definition.name not in code.co_freevars:
+        body.insert(0, ast.Global(names=[definition.name]))
+    shell.body[0].body = body  # type: ignore[attr-defined]
+    compiled = compile(
+        ast.fix_missing_locations(shell), "shell", "exec", flags=code.co_flags & _FUTURES, dont_inherit=True
+    )
+    candidates = [found for found in _nested(_nested(compiled)[0]) if found.co_name == code.co_name]
+    return _describe_code(code) in [_describe_code(found) for found in candidates]
+
+
+_FUTURES = functools.reduce(
+    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
+
+
+def _describe_code(code: types.CodeType) -> Any:
+    constants = list(code.co_consts)
+    if constants and isinstance(constants[0], str) and constants[0] and code.co_flags & inspect.CO_NEWLOCALS:
+        constants[0] = None  # The docstring's place.
+    return [
+        hashlib.sha256(code.co_code).hexdigest(),
+        [_describe(constant) for constant in constants],
+        [list(names) for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)],
+        [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount],
+    ]
+
+
+class _WithoutDocstrings(ast.NodeTransformer):
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(
+            node
+        ):
+            node.body = node.body[1:] or [ast.Pass()]
+        return node
+
+
+def _describe(value: Any, inside: tuple[int, ...] = ()) -> Any:
+    """Returns a value as JSON-able data: the same in every process, and different for different values.
+
+    Never raises; an object that shows nothing of itself but its address counts by its type.
+    """
+    if id(value) in inside:
+        return ["cycle", len(inside) - inside.index(id(value))]
+    try:
+        return _describe_parts(value, (*inside, id(value)))
+    except Exception:
+        return ["object", _type_name(type(value))]
+
+
+def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
+    kind = _type_name(type(value))
+    if isinstance(value, enum.Enum):
+        return [kind, value.name]
+    if isinstance(value, _LITERALS):
+        return [kind, repr(value)]
+    if isinstance(value, types.CodeType):
+        return [kind, _describe_code(value)]
+    if isinstance(value, (list, tuple)):
+        return [kind, [_describe(item, inside) for item in value]]
+    if isinstance(value, (set, frozenset)):
+        return [kind, sorted(canonical_json(_describe(item, inside)) for item in value)]
+    if isinstance(value, Mapping):
+        pairs = [[_describe(key, inside), _describe(item, inside)] for key, item in value.items()]
+        return [kind, sorted(pairs, key=canonical_json)]
+    if isinstance(value, type):
+        return ["class", _type_name(value)]
+    if isinstance(value, types.ModuleType):
+        return ["module", value.__name__]
+    if all(hasattr(value, name) for name in ("dtype", "shape", "__array__")):
+        return [kind, *_describe_array(value)]
+    function = _plain_function(value)
+    if function is not None:
+        return ["function", *_describe_function(function, inside), _describe_wrapping(value)]
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return [kind, _describe(fields, inside)]
+    text = repr(value)
+    return [kind, "" if _ADDRESS.search(text) else text]
+
+
+_LITERALS = (type(None), bool, int, float, complex, str, bytes, type(...))
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
+
+
+def _describe_array(value: Any) -> list[Any]:
+    description = [str(value.dtype), [int(size) for size in value.shape]]
+    # Asking a tracer for its elements raises, and an array of objects holds addresses.
+    with contextlib.suppress(Exception):
+        if value.nbytes <= _LARGEST_HASHED_BYTES and value.dtype.kind != "O":
+            description.append(hashlib.sha256(value.__array__().tobytes()).hexdigest())
+    return description
+
+
+def _describe_function(function: types.FunctionType, inside: tuple[int, ...]) -> list[Any]:
+    name = f"{function.__module__}.{function.__qualname__}"
+    if _is_installed(function.__code__.co_filename):
+        # The code of libraries is their versions' affair, which entries record beside the fingerprint.
+        return [name]
+    closure = [[name, _describe(value, inside)] for name, value in _closure(function)]
+    defaults = [_describe(function.__defaults__, inside), _describe(function.__kwdefaults__, inside)]
+    return [_code_text(function), closure, defaults]
+
+
+@functools.cache
+def _is_installed(filename: str) -> bool:
+    paths = sysconfig.get_paths()
+    return filename.startswith(tuple(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+
+
+def _type_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _hash(description: Any) -> str:
+    return short_hash(canonical_json(description))

@@ -1,0 +1,169 @@
+"""Append-only journals of finished trials, and the memory of configs that made trouble."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quarantune.cache.errors import CacheWriteError, report_once
+from quarantune.cache.keys import canonical_json, plain, safe_name, short_hash
+from quarantune.cache.owners import Owner
+
+_LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
+_TROUBLE_KEY = "trouble"
+_TROUBLE = frozenset({"crashed", "timeout"})
+
+
+class Journal:
+    """The finished trials of one problem, as JSON records, one checksummed line each.
+
+    Any number of processes may append at once. Each host writes a file of its own, since appending at the end
+    is one step only within a host. A record is safe from the death of its process once `append` returns; it
+    is not forced onto the disk, as a machine that crashes costs a few trials measured again, and forcing
+    would cost every trial.
+    """
+
+    def __init__(self, directory: Path, name: str, device: str, key: str) -> None:
+        """Names a journal; nothing is touched on disk until the first `append`.
+
+        Args:
+            directory: the cache directory.
+            name: the function.
+            device: the kind of device.
+            key: the key of the problem.
+        """
+        self.directory = trials_directory(directory, name)
+        self._stem = problem_hash(device, key)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds one record at the end.
+
+        Args:
+            record: JSON-able data; NaN and infinity become None.
+
+        Raises:
+            CacheWriteError: it could not be written; the message says why.
+            TypeError: the record holds what JSON cannot.
+        """
+        text = json.dumps(plain(record, finite_only=False), separators=(",", ":"), allow_nan=False).encode(
+            "ascii"
+        )
+        path = self.directory / f"{self._stem}.{Owner.this_process().host}.jsonl"
+        try:
+            _append_line(path, b"%08x %b\n" % (zlib.crc32(text), text))
+        except OSError as error:
+            raise CacheWriteError(
+                f"the trial was not recorded in {str(path)!r} ({error.strerror}): an interrupted sweep "
+                "measures it again; make the directory writable, or set QUARANTUNE_CACHE_DIR to one that is"
+            ) from error
+
+    def records(self) -> list[dict[str, Any]]:
+        """Returns all whole records, each host's in order; damaged lines are left out and reported once."""
+        return [record for path in self._files() for record in _read_lines(path)]
+
+    def discard(self) -> None:
+        """Removes the journal, so that the next sweep starts over.
+
+        Raises:
+            CacheWriteError: it could not be removed; the message says why.
+        """
+        for path in self._files():
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise CacheWriteError(
+                    f"the journal {str(path)!r} could not be removed ({error.strerror}): remove it by hand"
+                ) from error
+
+    def _files(self) -> list[Path]:
+        with contextlib.suppress(OSError):
+            return sorted(self.directory.glob(f"{self._stem}.*.jsonl"))
+        return []
+
+
+def trials_directory(directory: Path, name: str) -> Path:
+    """Returns where a function's journals and claims are, below the cache directory."""
+    return directory / f"{safe_name(name)}.trials"
+
+
+def problem_hash(device: str, key: str) -> str:
+    """Returns the file name stem for one problem on one device."""
+    return short_hash(canonical_json([device, key]))
+
+
+def remember_trouble(
+    directory: Path, name: str, device: str, config: Mapping[str, Any], outcome: str
+) -> None:
+    """Remembers how a config ended on a device, whatever the shapes, if that is or was trouble.
+
+    Args:
+        directory: the cache directory.
+        name: the function.
+        device: the kind of device.
+        config: the config.
+        outcome: how it ended; a good one clears what was remembered.
+
+    Raises:
+        CacheWriteError: it could not be written; the message says why.
+    """
+    text = canonical_json(config)
+    known = troublesome(directory, name, device).get(text)
+    if known == outcome or (known is None and outcome not in _TROUBLE):
+        return
+    Journal(directory, name, device, _TROUBLE_KEY).append({"config": text, "outcome": str(outcome)})
+
+
+def troublesome(directory: Path, name: str, device: str) -> dict[str, str]:
+    """Returns the configs that last crashed or hung on a device, whatever the shapes.
+
+    Returns:
+        The outcome of each, by the config's canonical JSON.
+    """
+    last = {
+        str(record.get("config")): str(record.get("outcome"))
+        for record in Journal(directory, name, device, _TROUBLE_KEY).records()
+    }
+    return {config: outcome for config, outcome in last.items() if outcome in _TROUBLE}
+
+
+def _append_line(path: Path, line: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        # A line torn by a full disk has no end: one is put between, or it would swallow this record too.
+        size = os.fstat(fd).st_size
+        separator = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
+        written = os.write(fd, separator + line)
+        if written < len(separator) + len(line):
+            raise OSError(0, f"only {written} bytes could be written")
+    finally:
+        os.close(fd)
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        *lines, _torn_tail = path.read_bytes().split(b"\n")
+    except OSError:
+        return []
+    records = [_parse(line) for line in lines if line]
+    whole = [record for record in records if record is not None]
+    if len(whole) < len(records):
+        report_once(
+            f"{len(records) - len(whole)} damaged lines of the journal {str(path)!r} are left out: "
+            "their trials are measured again"
+        )
+    return whole
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    match = _LINE.fullmatch(line)
+    if match is None or int(match["crc"], 16) != zlib.crc32(match["record"]):
+        return None
+    record = json.loads(match["record"])
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,86 @@
+"""Which process owns a file: naming this process, and telling whether a named one is dead for certain."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import platform
+from pathlib import Path
+
+from quarantune.cache.keys import short_hash
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Owner:
+    """One process of one host.
+
+    Attributes:
+        host: a token for the kernel and PID namespace, within which `pid` means something.
+        pid: the process.
+        started: when it started, in the kernel's ticks; 0 where that is not known.
+    """
+
+    host: str
+    pid: int
+    started: int
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """Returns the calling process."""
+        pid = os.getpid()
+        status = _status(pid)
+        return cls(host=_host_token(pid), pid=pid, started=status[1] if status else 0)
+
+    def is_dead(self) -> bool:
+        """Returns whether the process is gone for certain; False for one of another host."""
+        if self.host != _host_token(os.getpid()):
+            return False
+        status = _status(self.pid)
+        if status is None:
+            return not _exists(self.pid)
+        state, started = status
+        return state in "ZX" or self.started not in (0, started)
+
+
+@functools.lru_cache(maxsize=1)
+def _host_token(_pid: int) -> str:
+    # Containers can share a host name, and a PID then means different processes: the namespace tells them
+    # apart. The PID is the cache's key since a forked child may live in another namespace.
+    return short_hash(f"{platform.node()}|{boot_id()}|{_pid_namespace()}")
+
+
+def boot_id() -> str:
+    """Returns a name for this run of this machine's kernel; empty where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _status(pid: int) -> tuple[str, int] | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The command's name comes first, in brackets, and may hold blanks and brackets itself.
+    state, *fields = stat.rpartition(")")[2].split()
+    return state, int(fields[18])
+
+
+def _exists(pid: int) -> bool:
+    # /proc may hide other users' processes, so its silence alone proves no death.
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

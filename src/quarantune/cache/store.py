@@ -1,0 +1,320 @@
+"""The store: one JSON file per function, `{device: {key: entry}}`, shared by any number of jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+from quarantune.cache.errors import CacheWriteError, report_once
+from quarantune.cache.keys import plain, safe_name
+from quarantune.cache.turns import TurnLostError, take_turn
+
+SCHEMA = 1
+"""The version of an entry's layout; an entry of a later one makes its file untouchable for us."""
+
+Entry: TypeAlias = dict[str, Any]
+Contents: TypeAlias = dict[str, dict[str, Entry]]
+
+_SET_ASIDE_TIMEOUT_S = 2.0
+
+
+class Store:
+    """Files of entries in one directory.
+
+    Every method takes a function's name as it is; `safe_name` makes the file's name of it. Reading takes no
+    lock and never raises: what cannot be read is reported once and counts as empty.
+
+    What a write guarantees: when it returns, the entry is in the file and on the disk, and later writers have
+    it in what they read. It is read back before it counts, and repeated if another writer has overwritten it
+    in spite of everything. A crash at any instant leaves the old file or the new one.
+    """
+
+    def __init__(self, directory: Path, *, lock_timeout_s: float = 60.0) -> None:
+        """Makes a store; nothing is touched on disk until the first write.
+
+        Args:
+            directory: where the files are.
+            lock_timeout_s: longest wait for other writers of the same file, in seconds.
+        """
+        self.directory = directory
+        self._lock_timeout_s = lock_timeout_s
+
+    def path(self, name: str) -> Path:
+        """Returns the file that holds a function's entries, whether or not it exists."""
+        return self.directory / f"{safe_name(name)}.json"
+
+    def names(self) -> list[str]:
+        """Returns the safe names of all functions that have a file."""
+        with contextlib.suppress(OSError):
+            files = os.listdir(self.directory)
+            return sorted(file[:-5] for file in files if file.endswith(".json") and file[0] != ".")
+        return []
+
+    def read(self, name: str) -> Contents:
+        """Returns everything a function's file holds; empty if it has none that can be used."""
+        path = self.path(name)
+        try:
+            return _load(path)
+        except OSError as error:
+            report_once(
+                f"the cache file {str(path)!r} cannot be read ({_reason(error)}): tuned results are not found"
+            )
+        except _NewerSchemaError as error:
+            report_once(str(error))
+        except _DamagedError:
+            return self._read_damaged(path)
+        return {}
+
+    def get(self, name: str, device: str, key: str) -> Entry | None:
+        """Returns one entry, or None."""
+        return self.read(name).get(device, {}).get(key)
+
+    def put(self, name: str, device: str, key: str, entry: Mapping[str, Any]) -> None:
+        """Saves one entry, in place of any before it.
+
+        Args:
+            name: the function.
+            device: the kind of device.
+            key: the key of the problem.
+            entry: JSON-able data; `schema` is filled in if it is not there.
+
+        Raises:
+            CacheWriteError: it could not be saved; the message says why.
+            ValueError: the entry holds NaN or infinity.
+            TypeError: the entry holds what JSON cannot.
+        """
+        self.merge(name, {device: {key: dict(entry)}})
+
+    def merge(
+        self,
+        name: str,
+        contents: Mapping[str, Mapping[str, Entry]],
+        *,
+        prefer: Callable[[Entry, Entry], Entry] = lambda present, offered: offered,
+    ) -> None:
+        """Saves many entries at once.
+
+        Args:
+            name: the function.
+            contents: the entries, by device and key.
+            prefer: given the entry that is there and the one offered, returns which to keep.
+
+        Raises:
+            CacheWriteError: they could not be saved; the message says why.
+            ValueError: an entry holds NaN or infinity.
+            TypeError: an entry holds what JSON cannot.
+        """
+        offered: Contents = {
+            device: {key: plain({"schema": SCHEMA} | dict(entry)) for key, entry in entries.items()}
+            for device, entries in contents.items()
+        }
+
+        def change(present: Contents) -> Contents:
+            wanted: Contents = {}
+            for device, entries in offered.items():
+                there = present.setdefault(device, {})
+                wanted[device] = {
+                    key: prefer(there[key], entry) if key in there else entry
+                    for key, entry in entries.items()
+                }
+                there.update(wanted[device])
+            return wanted
+
+        def is_there(found: Contents, wanted: Contents) -> bool:
+            return all(
+                found.get(device, {}).get(key) == entry
+                for device, entries in wanted.items()
+                for key, entry in entries.items()
+            )
+
+        self._update(name, change, is_there)
+
+    def delete(self, name: str, device: str, key: str) -> bool:
+        """Removes one entry.
+
+        Returns:
+            Whether it was there.
+
+        Raises:
+            CacheWriteError: it could not be removed; the message says why.
+        """
+        if self.get(name, device, key) is None:
+            return False
+
+        def change(present: Contents) -> None:
+            present.get(device, {}).pop(key, None)
+
+        self._update(name, change, lambda found, _: key not in found.get(device, {}))
+        return True
+
+    def clear(self, name: str) -> None:
+        """Removes all entries of a function, and its file; a file of a newer schema is left alone.
+
+        Raises:
+            CacheWriteError: it could not be removed; the message says why.
+        """
+        path = self.path(name)
+        if path.exists():
+            with _typed_errors(path), take_turn(path, timeout_s=self._lock_timeout_s):
+                self._load_or_set_aside(path)
+                path.unlink(missing_ok=True)
+
+    def problem(self, name: str) -> str | None:
+        """Returns what keeps a function's file from being used, or None; changes nothing."""
+        try:
+            _load(self.path(name))
+        except OSError as error:
+            return f"the cache file {str(self.path(name))!r} cannot be read ({_reason(error)})"
+        except (_NewerSchemaError, _DamagedError) as error:
+            return str(error)
+        return None
+
+    def _update(
+        self,
+        name: str,
+        change: Callable[[Contents], Any],
+        is_there: Callable[[Contents, Any], bool],
+    ) -> None:
+        path = self.path(name)
+        deadline = time.monotonic() + self._lock_timeout_s
+        done = False
+        with _typed_errors(path):
+            while not done:
+                if time.monotonic() > deadline:
+                    raise CacheWriteError(
+                        f"what was written to {str(path)!r} was overwritten for {self._lock_timeout_s:g} s: "
+                        "see which other program writes there"
+                    )
+                with contextlib.suppress(TurnLostError):
+                    done = self._write_once(path, change, is_there)
+
+    def _write_once(
+        self, path: Path, change: Callable[[Contents], Any], is_there: Callable[[Contents, Any], bool]
+    ) -> bool:
+        with take_turn(path, timeout_s=self._lock_timeout_s) as turn:
+            contents = self._load_or_set_aside(path)
+            wanted = change(contents)
+            written = _encode(contents)
+            turn.replace(written)
+            with contextlib.suppress(FileNotFoundError, _DamagedError):
+                found = path.read_bytes()
+                return found == written or is_there(_decode(found, path), wanted)
+            return False
+
+    def _load_or_set_aside(self, path: Path) -> Contents:
+        try:
+            return _load(path)
+        except _DamagedError as error:
+            aside = _free_name(path)
+            path.rename(aside)
+            report_once(f"{error}; it was set aside as {str(aside)!r}: look at it, or delete it")
+            return {}
+
+    def _read_damaged(self, path: Path) -> Contents:
+        # Only in a turn of our own is it sure that the file moved aside is the damaged one and not its
+        # successor.
+        try:
+            with (
+                _typed_errors(path),
+                take_turn(path, timeout_s=min(self._lock_timeout_s, _SET_ASIDE_TIMEOUT_S)),
+            ):
+                return self._load_or_set_aside(path)
+        except CacheWriteError as error:
+            report_once(f"{str(path)!r} is damaged and could not be set aside: {error}")
+            return {}
+
+
+class _DamagedError(Exception):
+    """The file holds no entries of ours."""
+
+
+class _NewerSchemaError(Exception):
+    """The file was written by a later version of this package."""
+
+
+def _load(path: Path) -> Contents:
+    for attempts_left in (2, 1, 0):
+        try:
+            return _decode(path.read_bytes(), path)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            # A network filesystem says ESTALE when the file is replaced while it is read.
+            if error.errno != errno.ESTALE or not attempts_left:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _decode(content: bytes, path: Path) -> Contents:
+    if not content.strip():
+        raise _DamagedError(f"the cache file {str(path)!r} is empty")
+    try:
+        contents = json.loads(content, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _DamagedError(f"the cache file {str(path)!r} is not JSON ({error})") from None
+    if not _is_contents(contents):
+        raise _DamagedError(f"the cache file {str(path)!r} does not hold {{device: {{key: entry}}}}")
+    for entries in contents.values():
+        for entry in entries.values():
+            schema = entry.get("schema")
+            if isinstance(schema, int) and schema > SCHEMA:
+                raise _NewerSchemaError(
+                    f"the cache file {str(path)!r} has schema {schema}, newer than {SCHEMA}: it is left "
+                    "alone and not used; upgrade quarantune, or set QUARANTUNE_CACHE_DIR to another directory"
+                )
+    return contents  # type: ignore[no-any-return]
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _is_contents(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(entries, dict) and all(isinstance(entry, dict) for entry in entries.values())
+        for entries in value.values()
+    )
+
+
+def _encode(contents: Contents) -> bytes:
+    # One line for each entry: a person can read and grep it, and the fast encoder does the work.
+    encode = json.JSONEncoder(allow_nan=False).encode
+    devices = (
+        f"{encode(device)}: {{\n"
+        + ",\n".join(f"  {encode(key)}: {encode(entry)}" for key, entry in entries.items())
+        + "\n}"
+        for device, entries in contents.items()
+        if entries
+    )
+    return ("{\n" + ",\n".join(devices) + "\n}\n").encode("ascii")
+
+
+def _free_name(path: Path) -> Path:
+    stem = f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}"
+    aside, number = path.with_name(stem), 1
+    while aside.exists():
+        aside, number = path.with_name(f"{stem}-{number}"), number + 1
+    return aside
+
+
+@contextlib.contextmanager
+def _typed_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CacheWriteError(
+            f"nothing was saved in {str(path)!r} ({_reason(error)}): make the directory writable, or set "
+            "QUARANTUNE_CACHE_DIR to one that is"
+        ) from error
+    except _NewerSchemaError as error:
+        raise CacheWriteError(str(error)) from None
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or type(error).__name__

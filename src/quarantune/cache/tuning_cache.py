@@ -1,0 +1,256 @@
+"""`TuningCache`: the cache directory for people and programs, and a plain store for one's own tuners."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quarantune.cache.errors import CacheWriteError, report_once
+from quarantune.cache.journal import trials_directory
+from quarantune.cache.keys import canonical_json, plain, safe_name
+from quarantune.cache.store import SCHEMA, Contents, Entry, Store
+from quarantune.outcomes import Config, freeze
+
+
+class CacheKey(NamedTuple):
+    """What an entry is found by: `cache.get(*key)`.
+
+    Attributes:
+        kernel_type: the name of a function or of a kind of kernel.
+        problem_size: the key of the problem, as text.
+        device: the kind of device.
+    """
+
+    kernel_type: str
+    problem_size: str
+    device: str
+
+
+class CacheRecord(NamedTuple):
+    """One entry and what it is found by."""
+
+    key: CacheKey
+    entry: Entry
+
+
+class TuningCache:
+    """The tuned results in one directory, also those of `@quarantune.autotune`, and any that you put there.
+
+    Configs found or put stay in memory, so that a look-up reads the disk once. All methods may be called from
+    several threads, and on one directory from several processes.
+
+    Example:
+        >>> cache = TuningCache(directory)
+        >>> cache.put("matmul", (1024, 1024), "cuda:0", {"BM": 64})
+        >>> cache.get("matmul", (1024, 1024), "cuda:0")
+        {'BM': 64}
+    """
+
+    def __init__(self, dir: str | os.PathLike[str] | None = None) -> None:
+        """Opens a cache; the directory is made when the first entry is put.
+
+        Args:
+            dir: where the files are; None is `QUARANTUNE_CACHE_DIR`, or in memory only under
+                `QUARANTUNE_DISABLE_CACHE`.
+        """
+        from quarantune import environment
+
+        settings = environment.current()
+        self.directory = Path(dir) if dir is not None else settings.cache_dir
+        on_disk = dir is not None or not settings.disable_cache
+        self._store = Store(self.directory, lock_timeout_s=settings.lock_timeout) if on_disk else None
+        self._configs: dict[CacheKey, Config] = {}
+        self._lock = threading.Lock()
+
+    def get(self, kernel_type: str, problem_size: Any, device: str) -> Config | None:
+        """Returns the config for a problem, or None.
+
+        Args:
+            kernel_type: the name of a function or of a kind of kernel.
+            problem_size: anything JSON can hold, such as a tuple of sizes; text is a key as it is.
+            device: the kind of device.
+        """
+        key = _key(kernel_type, problem_size, device)
+        with self._lock:
+            config = self._configs.get(key)
+        if config is None:
+            config = _config(self.entry(*key))
+            if config is None:
+                return None
+            with self._lock:
+                self._configs.setdefault(key, config)
+        return dict(config)
+
+    def entry(self, kernel_type: str, problem_size: Any, device: str) -> Entry | None:
+        """Returns all that the disk holds about a problem: config, time, versions and so on; or None."""
+        key = _key(kernel_type, problem_size, device)
+        return self._store.get(key.kernel_type, key.device, key.problem_size) if self._store else None
+
+    def put(
+        self,
+        kernel_type: str,
+        problem_size: Any,
+        device: str,
+        config: Mapping[str, Any],
+        *,
+        time_ms: float | None = None,
+    ) -> None:
+        """Keeps a config, in place of any before it; in memory only, with a warning, if it cannot be saved.
+
+        Args:
+            kernel_type: the name of a function or of a kind of kernel.
+            problem_size: anything JSON can hold, such as a tuple of sizes; text is a key as it is.
+            device: the kind of device.
+            config: the config.
+            time_ms: its time in milliseconds, if known.
+
+        Raises:
+            ValueError: a value is NaN or infinite.
+            TypeError: a value is nothing JSON can hold.
+        """
+        key = _key(kernel_type, problem_size, device)
+        values = plain(config)
+        entry = {
+            "config": values,
+            "time_ms": time_ms,
+            "key_values": plain(problem_size),
+            "schema": SCHEMA,
+            "fingerprint": {},
+            "space": None,
+            "versions": {},
+            "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "trials": {},
+        }
+        with self._lock:
+            self._configs[key] = {name: freeze(value) for name, value in values.items()}
+        if self._store is None:
+            return
+        try:
+            self._store.put(key.kernel_type, key.device, key.problem_size, entry)
+        except CacheWriteError as error:
+            report_once(f"the config for {key.kernel_type!r} is kept in memory only: {error}")
+
+    def delete(self, kernel_type: str, problem_size: Any, device: str) -> bool:
+        """Forgets a config.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            CacheWriteError: it could not be removed from the disk; the message says why.
+        """
+        key = _key(kernel_type, problem_size, device)
+        with self._lock:
+            known = self._configs.pop(key, None) is not None
+        on_disk = self._store is not None and self._store.delete(
+            key.kernel_type, key.device, key.problem_size
+        )
+        return known or on_disk
+
+    def keys(self) -> list[CacheKey]:
+        """Returns what can be found; kernel types go by their safe names."""
+        on_disk = {record.key for record in self}
+        with self._lock:
+            return sorted(on_disk | set(self._configs))
+
+    def __iter__(self) -> Iterator[CacheRecord]:
+        """Iterates over the entries on disk, as they are now."""
+        for name, contents in self._contents():
+            for device, entries in contents.items():
+                for key, entry in entries.items():
+                    yield CacheRecord(CacheKey(name, key, device), entry)
+
+    def merge(self, other: TuningCache | str | os.PathLike[str]) -> int:
+        """Takes over all entries of another cache; of two for one problem the newer one stays.
+
+        Args:
+            other: the other cache, or its directory.
+
+        Returns:
+            How many entries the other one offered.
+
+        Raises:
+            CacheWriteError: they could not be saved; the message says why.
+        """
+        source = other if isinstance(other, TuningCache) else TuningCache(other)
+        offered = 0
+        for name, contents in source._contents():
+            offered += sum(map(len, contents.values()))
+            if self._store and contents:
+                self._store.merge(name, contents, prefer=_newer)
+        with self._lock:
+            self._configs.clear()
+        return offered
+
+    def clear(self, name: str | None = None) -> None:
+        """Forgets everything about one kernel type, or about all: entries, and the journals of their sweeps.
+
+        Raises:
+            CacheWriteError: it could not be removed from the disk; the message says why.
+        """
+        stem = None if name is None else safe_name(name)
+        with self._lock:
+            self._configs = {
+                key: config for key, config in self._configs.items() if stem not in (None, key[0])
+            }
+        if self._store is None:
+            return
+        for known in self._store.names() if stem is None else [stem]:
+            self._store.clear(known)
+            shutil.rmtree(trials_directory(self.directory, known), ignore_errors=True)
+
+    def verify(self) -> list[str]:
+        """Returns the problems found on disk, a sentence each; changes nothing."""
+        if self._store is None:
+            return []
+        problems = [problem for name in self._store.names() for problem in _verify_file(self._store, name)]
+        with contextlib.suppress(OSError):
+            for path in sorted(self.directory.glob("*.json.corrupt-*")):
+                problems.append(f"{str(path)!r} was damaged and set aside: look at it, or delete it")
+        return problems
+
+    def _contents(self) -> Iterator[tuple[str, Contents]]:
+        for name in self._store.names() if self._store else ():
+            yield name, self._store.read(name) if self._store else {}
+
+
+def _key(kernel_type: str, problem_size: Any, device: str) -> CacheKey:
+    problem = problem_size if isinstance(problem_size, str) else canonical_json(problem_size)
+    return CacheKey(safe_name(kernel_type), problem, str(device))
+
+
+def _config(entry: Entry | None) -> Config | None:
+    config = None if entry is None else entry.get("config")
+    return {name: freeze(value) for name, value in config.items()} if isinstance(config, dict) else None
+
+
+def _newer(present: Entry, offered: Entry) -> Entry:
+    # ISO times in UTC sort as text; an entry without one is the older.
+    return max(present, offered, key=lambda entry: str(entry.get("created", "")))
+
+
+def _verify_file(store: Store, name: str) -> Iterator[str]:
+    problem = store.problem(name)
+    if problem is not None:
+        yield problem
+        return
+    for device, entries in store.read(name).items():
+        for key, entry in entries.items():
+            for fault in _faults(entry):
+                yield f"{str(store.path(name))!r}, device {device!r}, key {key}: {fault}"
+
+
+def _faults(entry: Entry) -> Iterator[str]:
+    if not isinstance(entry.get("schema"), int):
+        yield f"its schema is {entry.get('schema')!r}, not a number"
+    if not isinstance(entry.get("config"), dict):
+        yield f"its config is {entry.get('config')!r}, not a dict"
+    time_ms = entry.get("time_ms")
+    if time_ms is not None and not (isinstance(time_ms, (int, float)) and time_ms >= 0):
+        yield f"its time_ms is {time_ms!r}, not a time"

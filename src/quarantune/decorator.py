@@ -1,0 +1,251 @@
+"""The face most people use: `@autotune` over a jitted function."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from quarantune import _jax_internals, space
+from quarantune.options import Options
+from quarantune.outcomes import Config
+from quarantune.resolve import Resolver
+from quarantune.result import TuningResult
+
+
+def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Autotuned]:
+    """Tunes the static parameters of a jitted function, each config in a process of its own.
+
+    Args:
+        configs: a list of dicts; or a dict of lists, which stands for the full grid in order; or a callable that is given
+            a call's arguments (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts.
+        **options: the fields of `Options`: `name`, `prune_fn`, `warmup`, `rep`, `compile_timeout` and `timeout` in seconds,
+            `memory_limit` in bytes or as "8GB".
+
+    Returns:
+        A decorator for a function that `jax.jit` has wrapped.
+
+    Raises:
+        TypeError: the function is not jitted, or the configs are of no usable type.
+        ValueError: the configs are empty, differ in their keys, or name parameters that are not static or have no default.
+
+    Example:
+        >>> @autotune({"chunk": [16, 64]})
+        ... @jax.jit(static_argnames=["chunk"])
+        ... def total(x, chunk: int = 16): ...
+    """
+    try:
+        checked = Options(**options)
+    except TypeError as error:
+        raise _explain_options(options, error) from None
+
+    def decorate(fn: Callable[..., Any]) -> Autotuned:
+        return Autotuned(fn, configs, checked)
+
+    if _jax_internals.is_jitted(configs):
+        raise TypeError("autotune needs the configs first: write @autotune([...]) above @jax.jit(...)")
+    return decorate
+
+
+def _explain_options(options: Mapping[str, Any], error: TypeError) -> TypeError:
+    known = [field.name for field in dataclasses.fields(Options)]
+    unknown = [name for name in options if name not in known]
+    if not unknown:
+        return error
+    close = difflib.get_close_matches(unknown[0], known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return TypeError(f"autotune() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(known)}.")
+
+
+class Autotuned:
+    """A jitted function whose static parameters choose themselves; made by `autotune`.
+
+    Calling it is calling the function with the best config for the arguments' shapes on their device: found on the first
+    such call, remembered ever after. A call that sets a tunable parameter by hand goes straight through.
+    """
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, fn: Callable[..., Any], configs: Any, options: Options) -> None:
+        """Wraps a jitted function; use `autotune`."""
+        if not _jax_internals.is_jitted(fn):
+            raise TypeError(
+                f"autotune wraps a function that jax.jit has wrapped, and {_name_of(fn)!r} is a {type(fn).__name__}: "
+                f"put @jax.jit(static_argnames=[...]) between @autotune(...) and the function"
+            )
+        functools.update_wrapper(self, fn)
+        self.__wrapped__ = fn
+        self._jitted: Any = fn
+        plain = inspect.unwrap(fn)
+        label = getattr(fn, "__qualname__", "fn")
+        listed = configs if callable(configs) else space.expand(configs, fn_name=label)
+        self._resolver = Resolver(
+            fn,
+            listed,
+            name=options.name or f"{_module_name(fn)}.{label}",
+            signature=inspect.signature(plain),
+            static_names=_jax_internals.jit_options(fn).static_names,
+            options=options,
+        )
+        if not callable(configs):
+            self._resolver.check(listed)
+        self._configs = configs
+        self._options = options
+        self._array_type = _jax_internals.array_type()
+        jit = _jax_internals.jit_options(fn)
+        self._static_argnums = frozenset(jit.static_argnums)
+        self._static_argnames = frozenset(jit.static_argnames)
+        self._memo: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function with the best config for these arguments."""
+        # The path of every call of a training step: a look at the arguments and one at a dict.
+        array_type = self._array_type
+        key = []
+        for arg in args:
+            if type(arg) is not array_type:
+                return self._call_any(args, kwargs)
+            key.append((arg.aval, arg.sharding))
+        if kwargs or (bound := self._memo.get(tuple(key))) is None:
+            return self._call_any(args, kwargs)
+        return bound(*args)
+
+    def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
+        """Tunes for these arguments now, even if a result is cached, and remembers what it finds.
+
+        Raises:
+            TuningFailedError: every config failed.
+        """
+        try:
+            return self._resolver.tune(args, kwargs)
+        finally:
+            self._memo.clear()
+
+    def lookup(self, *args: Any, **kwargs: Any) -> Config | None:
+        """Returns the remembered config for these arguments, or None; never tunes."""
+        config = self._resolver.lookup(args, kwargs)
+        return None if config is None else dict(config)
+
+    def default(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function with its own defaults, tuned or not."""
+        return self.__wrapped__(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the function with the best config, as `jax.jit(...).lower` does."""
+        return self._jitted.lower(*args, **kwargs, **self._config(args, kwargs))
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces the function with the best config, as `jax.jit(...).trace` does."""
+        return self._jitted.trace(*args, **kwargs, **self._config(args, kwargs))
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the outputs' shapes and dtypes with the best config, as `jax.jit(...).eval_shape` does."""
+        return self._jitted.eval_shape(*args, **kwargs, **self._config(args, kwargs))
+
+    def clear_cache(self) -> None:
+        """Forgets what this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""
+        self._jitted.clear_cache()
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Binds to an instance, as a function does."""
+        return self if instance is None else _Bound(self, instance)
+
+    def __repr__(self) -> str:
+        """Says what is tuned."""
+        return f"<autotuned {self._resolver.name}>"
+
+    def __reduce__(self) -> Any:
+        """Travels as the function and how to tune it; what was remembered stays here."""
+        return _rebuild, (self.__wrapped__, self._configs, self._options)
+
+    def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
+        """Returns the config to add to a call: none where it has one of its own, or is to run untuned."""
+        if self._resolver.tunables_given(args, kwargs):
+            return {}
+        return self._resolver.config(args, kwargs) or {}
+
+    def _call_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = self._memo_key(args, kwargs)
+        if key is not None and (bound := self._memo.get(key)) is not None:
+            return bound(*args, **kwargs)
+        if self._resolver.tunables_given(args, kwargs):
+            bound = self.__wrapped__
+        else:
+            config = self._resolver.config(args, kwargs)
+            if config is None:
+                return self.__wrapped__(*args, **kwargs)  # untuned for now: another job may tune it any time
+            bound = functools.partial(self.__wrapped__, **config)
+        if key is not None:
+            self._memo[key] = bound
+        return bound(*args, **kwargs)
+
+    def _memo_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns what tells this call from others within the process; None where that takes a closer look."""
+        positions, names = self._static_argnums, self._static_argnames
+        try:
+            parts = [self._token(arg, index in positions) for index, arg in enumerate(args)]
+            for name, arg in kwargs.items():
+                parts += [name, self._token(arg, name in names)]
+            key = tuple(parts)
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _token(self, arg: Any, is_static: bool) -> Any:
+        if type(arg) is self._array_type:
+            return (arg.aval, arg.sharding)
+        if is_static:
+            return (type(arg), arg)
+        if isinstance(arg, (bool, int, float, complex)):
+            return type(arg)
+        if isinstance(arg, (np.ndarray, np.generic)):
+            return (np.ndarray, arg.shape, arg.dtype)
+        if isinstance(arg, jax.core.Tracer):
+            raise TypeError("what a tracer stands for is the resolver's business")
+        leaves, structure = jax.tree_util.tree_flatten(arg)
+        if len(leaves) == 1 and leaves[0] is arg:
+            raise TypeError("no argument of ours; jit will say what it thinks of it")
+        return (structure, *[self._token(leaf, False) for leaf in leaves])
+
+
+class _Bound:
+    """An autotuned function bound to an instance, as a method is."""
+
+    def __init__(self, function: Autotuned, instance: object) -> None:
+        functools.update_wrapper(self, function)
+        self._instance = instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(self._instance, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("tune", "lookup", "default", "lower", "trace", "eval_shape"):
+            raise AttributeError(f"{type(self.__wrapped__).__name__!r} object has no attribute {name!r}")
+        return functools.partial(getattr(self.__wrapped__, name), self._instance)
+
+
+def _rebuild(fn: Callable[..., Any], configs: Any, options: Options) -> Autotuned:
+    return Autotuned(fn, configs, options)
+
+
+def _name_of(fn: object) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+def _module_name(fn: Callable[..., Any]) -> str:
+    """Returns the function's module; for a script its file's stem, as `__main__` would be the same for all."""
+    module = getattr(fn, "__module__", None) or "unknown"
+    if module != "__main__":
+        return module
+    main = sys.modules.get("__main__")
+    file = getattr(main, "__file__", None)
+    return Path(file).stem if file else "__main__"

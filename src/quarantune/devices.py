@@ -1,0 +1,177 @@
+"""Which devices a sweep may use, what a worker must be told to see one of them, and leases on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quarantune import host
+
+_logger = logging.getLogger("quarantune")
+
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "ROCR_VISIBLE_DEVICES"}
+_LEASE_PATIENCE_S = 60.0
+"""A lease held by another tuner for this long is taken for stuck, as a stopped process is."""
+_YIELD_S = 0.12
+"""After a turn, a lease is left alone this long where somebody else waits: more than two of their polls."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One device that can be measured on.
+
+    Attributes:
+        platform: `cpu`, `cuda`, `rocm` or `tpu`.
+        kind: what the cache calls it, such as `NVIDIA H200`; for a CPU the processor's model and the cores available.
+        token: what names it in the platform's visibility variable; empty for a CPU.
+    """
+
+    platform: str
+    kind: str
+    token: str = ""
+
+    @property
+    def name(self) -> str:
+        """What people and other tuners on this machine call it."""
+        return f"{self.platform}:{self.token}" if self.token else self.platform
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment variables that make it the only device a process sees."""
+        variable = _VISIBLE.get(self.platform)
+        return {} if variable is None else {variable: self.token}
+
+
+def cpu_device() -> Device:
+    """Returns the machine's processor as a device: what it measures depends on how many cores there are."""
+    return Device("cpu", f"{host.processor_name()} ({host.available_cpus()} cores)")
+
+
+def visible_devices(
+    probed: Sequence[Mapping[str, Any]], *, environ: Mapping[str, str], allowed: Sequence[str] | None
+) -> list[Device]:
+    """Returns the devices that a worker may be given.
+
+    Args:
+        probed: `platform`, `kind` and `index` of each device the caller's own JAX would see, in its order.
+        environ: the caller's environment, whose visibility variable the indices are relative to.
+        allowed: the operator's `DEVICES`, as indices among `probed` or as the tokens of the visibility variable; None allows all.
+
+    Returns:
+        The devices; a CPU counts as one however many JAX makes of it.
+
+    Raises:
+        ValueError: `allowed` names a device that is not there.
+    """
+    if not probed or probed[0]["platform"] == "cpu":
+        return [cpu_device()]
+    platform = probed[0]["platform"]
+    listed = environ.get(_VISIBLE.get(platform, ""), "")
+    tokens = [token.strip() for token in listed.split(",") if token.strip()]
+    devices = []
+    for entry in probed:
+        index = entry["index"]
+        token = tokens[index] if index < len(tokens) else str(index)
+        devices.append(Device(platform, entry["kind"], token))
+    return devices if allowed is None else _select(devices, allowed)
+
+
+def _select(devices: list[Device], allowed: Sequence[str]) -> list[Device]:
+    selected = []
+    for name in allowed:
+        by_token = [device for device in devices if device.token == name and not name.isdigit()]
+        if name.isdigit() and int(name) < len(devices):
+            selected.append(devices[int(name)])
+        elif by_token:
+            selected.append(by_token[0])
+        else:
+            there = ", ".join(f"{index} ({device.token})" for index, device in enumerate(devices))
+            raise ValueError(f"QUARANTUNE_DEVICES names {name!r}, which is not there; visible are: {there}")
+    return selected
+
+
+class Lease:
+    """The machine-wide right to measure on a device: other tuners, in any process or thread, wait for it.
+
+    It is a name in Linux's abstract socket namespace: the kernel frees it with its holder, whatever that dies of, and there
+    is no file to be left behind. A second name says that somebody waits, so that a busy tuner lets others have a turn.
+    Where there are no such names every tuner has its way at once.
+    """
+
+    def __init__(self, device: Device) -> None:
+        """Args: device: the device."""
+        self._device = device
+        self._held: socket.socket | None = None
+        self._waiting: socket.socket | None = None
+        self._waits_since: float | None = None
+        self._not_before = 0.0
+        self._now = 0.0
+        self._unlocked = False
+
+    def acquire(self, now: float) -> bool:
+        """Takes the lease if it is free; never waits.
+
+        Args:
+            now: the time in seconds on any steady clock.
+
+        Returns:
+            Whether it is held now. After a minute of refusals it counts as held, with a warning.
+        """
+        self._now = now
+        if self._held is not None or self._unlocked or sys.platform != "linux":
+            return True
+        if now < self._not_before:
+            return False
+        self._held = _bind(self._name("lease"))
+        if self._held is not None:
+            self._stop_waiting()
+            return True
+        if self._waiting is None:
+            self._waiting = _bind(self._name("queue"))
+        if self._waits_since is None:
+            self._waits_since = now
+            _logger.info("waiting for %s: another tuner is measuring on it", self._device.name)
+        elif now - self._waits_since > _LEASE_PATIENCE_S:
+            _logger.warning(
+                "another tuner has held %s for over %g s; measuring beside it", self._device.name, _LEASE_PATIENCE_S
+            )
+            self._unlocked = True
+            self._stop_waiting()
+        return self._unlocked
+
+    def release(self) -> None:
+        """Gives the lease up; one that is not held is no harm."""
+        self._stop_waiting()
+        self._unlocked = False
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+            probe = _bind(self._name("queue"))
+            if probe is None:
+                self._not_before = self._now + _YIELD_S
+            else:
+                probe.close()
+
+    def _stop_waiting(self) -> None:
+        self._waits_since = None
+        if self._waiting is not None:
+            self._waiting.close()
+            self._waiting = None
+
+    def _name(self, role: str) -> str:
+        return f"\0quarantune-{role}-{self._device.name}"
+
+
+def _bind(name: str) -> socket.socket | None:
+    """Returns a socket that owns `name`, or None where another one does."""
+    claimed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claimed.bind(name)
+    except OSError:
+        claimed.close()
+        return None
+    return claimed

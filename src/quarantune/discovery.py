@@ -1,0 +1,100 @@
+"""Which devices there are, asked of a worker where this process has not yet asked JAX itself."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+from typing import Any
+
+import jax
+
+from quarantune import _jax_internals, trial
+from quarantune.devices import Device, cpu_device, visible_devices
+from quarantune.environment import Settings
+from quarantune.outcomes import SandboxError
+from quarantune.sandbox import pool
+from quarantune.scheduler import STARTUP_DEADLINE_S
+
+
+def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
+    """Returns the platform a call would run on and the kind of its device, starting no backend in this process.
+
+    Args:
+        platform_hint: JAX's name for the platform of the call's arrays; None for JAX's default.
+    """
+    if platform_hint == "cpu" or (platform_hint is None and _only_cpu()):
+        return "cpu", cpu_device().kind
+    described = _described_devices(platform_hint)
+    if described[0]["platform"] == "cpu":
+        return "cpu", cpu_device().kind
+    return described[0]["platform"], described[0]["kind"]
+
+
+def _only_cpu() -> bool:
+    """Whether JAX cannot but choose the CPU: told to, or with no plugin for anything else installed."""
+    if jax.config.jax_platforms:
+        return bool(jax.config.jax_platforms == "cpu")
+    if importlib.util.find_spec("jax_plugins") is not None or importlib.util.find_spec("libtpu") is not None:
+        return False
+    return not importlib.metadata.entry_points(group="jax_plugins")
+
+
+def _described_devices(platform: str | None) -> list[dict[str, Any]]:
+    if _jax_internals.backends_initialized():
+        return trial.describe_devices(jax.local_devices(backend=platform))
+    return list(_probe(_visibility())["devices"])
+
+
+def devices_and_target(platform: str, settings: Settings) -> tuple[list[Device], dict[str, Any] | None]:
+    """Returns where to measure, and what a compiler must be told that has no device."""
+    if platform == "cpu":
+        return [cpu_device()], None
+    probed = _probe(_visibility())
+    allowed = visible_devices(probed["devices"], environ=os.environ, allowed=settings.devices)
+    kinds = [device.kind for device in allowed]
+    devices = [device for device in allowed if device.kind == kinds[0]]
+    if probed["config_text"] is None or platform not in ("cuda", "rocm"):
+        return devices, None
+    about = next(entry for entry in probed["devices"] if entry["kind"] == kinds[0])
+    target = {
+        "platform": platform,
+        "config_text": probed["config_text"],
+        "device_kind": about["kind"],
+        "num_cores": about["num_cores"],
+    }
+    return devices, target
+
+
+def _visibility() -> tuple[str | None, ...]:
+    """What decides which devices a process sees; an answer is good while it stays the same."""
+
+    names = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    return (jax.config.jax_platforms, *(os.environ.get(name) for name in names))
+
+
+@functools.lru_cache(maxsize=8)
+def _probe(_: tuple[str | None, ...]) -> dict[str, Any]:
+    """Asks a worker what devices there are.
+
+    Raises:
+        SandboxError: it could not say.
+    """
+    with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
+        sandbox.open(load_timeout_s=None)
+        number = sandbox.start(
+            {"do": "probe", "trial": None, "platforms": jax.config.jax_platforms, "last": True}
+        )
+        said: dict[str, Any] = {}
+        while True:
+            for event in sandbox.poll(STARTUP_DEADLINE_S):
+                if isinstance(event, pool.Said):
+                    said = event.message
+                elif event.number == number:
+                    if said.get("type") == "probed":
+                        return said
+                    detail = said.get("message") or sandbox.log(number)[-2000:]
+                    raise SandboxError(f"the device probe failed: {detail}")
+
+

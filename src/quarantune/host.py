@@ -1,0 +1,241 @@
+"""What this machine has for this process: cores, memory, out-of-memory kills, and who is whose child."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import platform
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def available_cpus(*, root: Path = _ROOT) -> int:
+    """Returns how many cores this process may use: by affinity and by its cgroup's quota, rounded up."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = (_cpu_quota(directory) for directory in _cgroup_directories("cpu", root))
+    return max(1, min(allowed, *(math.ceil(quota) for quota in quotas if quota), allowed))
+
+
+def compile_slots(*, utilization: float, count: int, max_count: int, root: Path = _ROOT) -> int:
+    """Returns how many configs to compile at a time.
+
+    Args:
+        utilization: the share of the available cores to use when `count` does not say.
+        count: the wanted number; 0 or less follows `utilization`.
+        max_count: an upper bound; 0 or less sets none.
+        root: where the system's own files are.
+    """
+    available = available_cpus(root=root)
+    wanted = count if count > 0 else max(1, int(available * utilization))
+    return min(wanted, available, max_count if max_count > 0 else available)
+
+
+def total_memory_bytes(*, root: Path = _ROOT) -> int:
+    """Returns the memory of the machine, or of this process's cgroup if that is less."""
+    limits = (_memory_limit(directory) for directory in _cgroup_directories("memory", root))
+    return min([_meminfo("MemTotal", root), *(limit for limit in limits if limit is not None)])
+
+
+def available_memory_bytes(*, root: Path = _ROOT) -> int:
+    """Returns how much more memory can be used before the machine, or a cgroup around us, runs out."""
+    free = [_meminfo("MemAvailable", root)]
+    for directory in _cgroup_directories("memory", root):
+        limit = _memory_limit(directory)
+        if limit is not None:
+            free.append(limit - _working_set(directory))
+    return max(0, min(free))
+
+
+def oom_kills(*, root: Path = _ROOT) -> int:
+    """Returns a counter that rises whenever the kernel kills for memory, in our cgroup or on the machine.
+
+    One kill may raise it by more than one; only its rising means anything.
+    """
+    directories = _cgroup_directories("memory", root)
+    files = [
+        directory / name for directory in directories for name in ("memory.events", "memory.oom_control")
+    ]
+    return sum(_counter(file, "oom_kill") or 0 for file in [*files, root / "proc/vmstat"])
+
+
+@functools.cache
+def processor_name(*, root: Path = _ROOT) -> str:
+    """Returns the processor's model, which stands for the kind of a CPU device."""
+    for line in _read(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip().lower() == "model name" and value.strip():
+            return " ".join(value.split())
+    # Many ARM kernels give no model name.
+    return platform.processor() or platform.machine() or "unknown processor"
+
+
+def private_memory_bytes(pid: int) -> int:
+    """Returns the memory that only this process holds; 0 when it is gone."""
+    if not _has_proc():
+        return _psutil_memory(pid)
+    try:
+        with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
+            fields = file.read().split()
+    except OSError:
+        return 0
+    # A process that is just going can leave the file empty.
+    return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if len(fields) > 2 else 0
+
+
+def children(pid: int) -> list[int]:
+    """Returns the children of a process; empty when it is gone."""
+    return _children_function()(pid)
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the children of a process, their children and so on, parents first; empty when it is gone.
+
+    The kernel does not stand still meanwhile: a process forked, or orphaned, during the walk can be missed.
+    """
+    children_of = _children_function()
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        born = children_of(pending.pop())
+        found += born
+        pending += born
+    return found
+
+
+def _children_function() -> Callable[[int], list[int]]:
+    """Returns the cheapest way to ask for a process's children on this system."""
+    if _has_children_files():
+        return _children_from_tasks
+    parents = _parents_from_stat() if _has_proc() else _parents_from_psutil()
+    by_parent: dict[int, list[int]] = {}
+    for child, parent in parents:
+        by_parent.setdefault(parent, []).append(child)
+    return lambda pid: by_parent.get(pid, [])
+
+
+@functools.cache
+def _has_proc() -> bool:
+    return os.path.exists("/proc/self/statm")
+
+
+@functools.cache
+def _has_children_files() -> bool:
+    """Whether the kernel was built with CONFIG_PROC_CHILDREN."""
+    return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
+
+
+def _children_from_tasks(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
+                found += map(int, file.readall().split())
+        except OSError:
+            continue  # A thread that has ended passed its children on to another one.
+    return found
+
+
+def _parents_from_stat() -> Iterator[tuple[int, int]]:
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
+                    # The command's name stands in parentheses and may itself hold spaces and parentheses.
+                    yield int(name), int(file.read().rpartition(b")")[2].split()[1])
+            except (OSError, IndexError):
+                continue
+
+
+def _parents_from_psutil() -> Iterator[tuple[int, int]]:
+    import psutil
+
+    for process in psutil.process_iter(["ppid"]):
+        yield process.pid, process.info["ppid"] or 0
+
+
+def _psutil_memory(pid: int) -> int:
+    import psutil
+
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+@functools.cache
+def _cgroup_directories(controller: str, root: Path) -> tuple[Path, ...]:
+    """Returns the directories whose files may limit this process, innermost first, of both versions."""
+    directories: dict[Path, None] = {}
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        names = (controllers, controller) if controllers else (".", "unified")
+        # A container may see its own group as the root while the path is the host's: keep what exists.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for base in (root / "sys/fs/cgroup" / name for name in names):
+            levels = (base.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
+            directories |= dict.fromkeys(level for level in levels if level.is_dir())
+    return tuple(directories)
+
+
+def _cpu_quota(directory: Path) -> float | None:
+    """Returns how many cores' worth of time the cgroup may use; None when unlimited."""
+    fields = _read(directory / "cpu.max").split() or [
+        _read(directory / "cpu.cfs_quota_us").strip(),
+        _read(directory / "cpu.cfs_period_us").strip(),
+    ]
+    if len(fields) != 2 or not all(field.isdigit() for field in fields) or not int(fields[1]):
+        return None  # "max", or -1, or not there
+    return int(fields[0]) / int(fields[1])
+
+
+def _memory_limit(directory: Path) -> int | None:
+    """Returns the cgroup's limit in bytes; None when it has none."""
+    text = (_read(directory / "memory.max") or _read(directory / "memory.limit_in_bytes")).strip()
+    # Version 1 says "unlimited" as the largest page-aligned 63-bit number.
+    return int(text) if text.isdigit() and int(text) < 1 << 60 else None
+
+
+def _working_set(directory: Path) -> int:
+    """Returns the cgroup's memory in use, less the page cache that the kernel can drop."""
+    used = (_read(directory / "memory.current") or _read(directory / "memory.usage_in_bytes")).strip()
+    statistics = directory / "memory.stat"
+    droppable = _counter(statistics, "total_inactive_file")
+    if droppable is None:
+        droppable = _counter(statistics, "inactive_file")
+    return max(0, int(used or 0) - (droppable or 0))
+
+
+def _meminfo(name: str, root: Path) -> int:
+    kibibytes = _counter(root / "proc/meminfo", f"{name}:")
+    if kibibytes is not None:
+        return kibibytes * 1024
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return int(memory.total if name == "MemTotal" else memory.available)
+
+
+def _counter(file: Path, name: str) -> int | None:
+    """Returns the number behind `name` in a file of "name number" lines; None when it is not there."""
+    for line in _read(file).splitlines():
+        fields = line.split()
+        if len(fields) > 1 and fields[0] == name and fields[1].isdigit():
+            return int(fields[1])
+    return None
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

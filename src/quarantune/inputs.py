@@ -1,0 +1,179 @@
+"""Makes a call's arguments in a worker: from the spool's bytes, or out of nothing but shape and dtype."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quarantune import _jax_internals
+from quarantune.payload import ArrayRef, ArraySpec, Call, dtype_from_name, is_key_dtype, restore_array
+
+KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
+
+# Random elements are drawn for a tile and the tile is repeated, which costs a copy instead of a draw for
+# each. A prime, so that no block of a kernel is as wide as the period and a kernel that mixes its blocks up
+# is still found out.
+_TILE_ELEMENTS = 1_000_003
+
+_MAX_INDEX = 8
+
+
+def materialize(
+    call: Call, fd: int, *, seed: int, kind: str = "auto"
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call's arguments with real arrays in them, fresh ones each time.
+
+    Args:
+        call: the call, from `payload.unpack_call`.
+        fd: the spool, open for reading; not looked at where no array has bytes in it.
+        seed: seed of the arrays that are made.
+        kind: how those are made, one of `KINDS`.
+
+    Returns:
+        Positional and keyword arguments. JAX arrays own their buffers, so that a kernel may donate them;
+        numpy arrays are writable copies.
+
+    Raises:
+        ValueError: the spool is shorter than the call says.
+    """
+    spool = _map_spool(call, fd)
+
+    def array(spec: ArraySpec) -> Any:
+        if spec.made:
+            dtype = spec.dtype if spec.key_impl is None else _jax_internals.key_dtype(spec.key_impl)
+            return make(spec.shape, dtype, spec.weak_type, kind=kind, seed=seed, index=spec.index)
+        data = _view(spool, spec)
+        return data.copy() if spec.kind == "numpy" else restore_array(data, spec.weak_type, spec.key_impl)
+
+    # Nobody closes the mapping: it goes with the last view of it.
+    return _replace_refs(call, array)
+
+
+def call_as_structs(call: Call, *, sharding: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call's arguments with a `jax.ShapeDtypeStruct` for each array, to compile without data.
+
+    Args:
+        call: the call, from `payload.unpack_call`.
+        sharding: the sharding of every array; None leaves it open.
+    """
+
+    def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
+        dtype = (
+            dtype_from_name(spec.dtype) if spec.key_impl is None else _jax_internals.key_dtype(spec.key_impl)
+        )
+        if spec.kind == "numpy":
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding)
+
+    return _replace_refs(call, struct)
+
+
+def make(
+    shape: tuple[int, ...],
+    dtype: Any,
+    weak_type: bool = False,
+    *,
+    kind: str = "auto",
+    seed: int,
+    index: int = 0,
+) -> jax.Array:
+    """Returns an array made from its shape and dtype, without compiling anything.
+
+    Equal arguments give equal data, in every process. `auto` and `uniform` floats lie in [-1, 1), `normal`
+    and `randn` are the standard normal distribution, `integer` floats are whole numbers from -2 to 2.
+    Integers, which may be indices or lengths, are at least 0 and below both 8 and the array's smallest
+    dimension (a scalar is 0), whatever the random kind; booleans are balanced; complex numbers have both
+    parts; PRNG keys are random keys.
+
+    Args:
+        shape: the shape.
+        dtype: a numpy or ml_dtypes dtype or its name, or the dtype of PRNG keys.
+        weak_type: whether the array is weakly typed.
+        kind: one of `KINDS`.
+        seed: the seed of the sweep.
+        index: the number of the argument, so that arguments of one shape differ.
+
+    Raises:
+        ValueError: `kind` is not one of `KINDS`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    generator = np.random.default_rng((seed, index))
+    if is_key_dtype(dtype):
+        impl = _jax_internals.key_impl(dtype)
+        data_shape = shape + _jax_internals.key_data_shape(impl)
+        return restore_array(generator.integers(0, 2**32, data_shape, dtype=np.uint32), False, impl)
+    dtype = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    if kind in ("zeros", "ones"):
+        return restore_array(np.full(shape, kind == "ones", dtype), weak_type, None)
+    tile = _tile(generator, shape, dtype, kind, elements=min(math.prod(shape), _TILE_ELEMENTS))
+    return restore_array(np.resize(tile, shape), weak_type, None)
+
+
+def _tile(
+    generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any], kind: str, *, elements: int
+) -> np.ndarray[Any, Any]:
+    """Returns the first so many elements of an array, flat."""
+    if dtype == np.bool_:
+        return generator.integers(0, 2, elements).astype(dtype)
+    if jnp.issubdtype(dtype, np.integer):
+        return generator.integers(0, _index_bound(shape, dtype), elements).astype(dtype)
+    if jnp.issubdtype(dtype, np.complexfloating):
+        return (_floats(generator, kind, elements) + 1j * _floats(generator, kind, elements)).astype(dtype)
+    return _floats(generator, kind, elements).astype(dtype)
+
+
+def _index_bound(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    largest = int(jnp.iinfo(dtype).max)  # type: ignore[no-untyped-call]
+    return max(1, min(_MAX_INDEX, largest + 1, *shape)) if shape else 1
+
+
+def _floats(generator: np.random.Generator, kind: str, elements: int) -> np.ndarray[Any, Any]:
+    if kind in ("normal", "randn"):
+        return generator.standard_normal(elements)
+    if kind == "integer":
+        return generator.integers(-2, 3, elements).astype(np.float64)
+    return generator.uniform(-1, 1, elements)
+
+
+def _map_spool(call: Call, fd: int) -> mmap.mmap | None:
+    needed = max((spec.offset + spec.nbytes for spec in call.specs if not spec.made), default=0)
+    if needed == 0:
+        return None
+    size = os.fstat(fd).st_size
+    if size < needed:
+        # Reading past the end of a mapped file kills the process.
+        raise ValueError(
+            f"the spool holds {size} bytes and the call needs {needed}: write_arrays was not run or failed"
+        )
+    return mmap.mmap(fd, needed, access=mmap.ACCESS_READ)
+
+
+def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
+    dtype = dtype_from_name(spec.dtype)
+    if spool is None or spec.nbytes == 0:
+        return np.zeros(spec.data_shape, dtype)
+    return np.frombuffer(spool, dtype, math.prod(spec.data_shape), spec.offset).reshape(spec.data_shape)
+
+
+def _replace_refs(
+    call: Call, make_array: Callable[[ArraySpec], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replace(leaf: Any) -> Any:
+        return make_array(call.specs[leaf.index]) if isinstance(leaf, ArrayRef) else leaf
+
+    def fill(value: Any) -> Any:
+        if not any(isinstance(leaf, ArrayRef) for leaf in jax.tree_util.tree_leaves(value)):
+            return value
+        return jax.tree_util.tree_map(replace, value)
+
+    return tuple(fill(value) for value in call.args), {
+        name: fill(value) for name, value in call.kwargs.items()
+    }

@@ -1,0 +1,142 @@
+"""What can become of a config: outcomes, phases, the trial record and the errors a face raises."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+ConfigValue: TypeAlias = "int | float | str | bool | None | tuple[ConfigValue, ...]"
+Config: TypeAlias = dict[str, ConfigValue]
+
+
+class Outcome(enum.StrEnum):
+    """How one config ended; every config ends in exactly one of these."""
+
+    OK = "ok"
+    SLOW = "slow"
+    PRUNED = "pruned"
+    ERROR = "error"
+    WRONG = "wrong"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    OOM = "oom"
+    DEVICE_OOM = "device_oom"
+    LOST = "lost"
+    NOT_RUN = "not_run"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the config was tried and cannot be used."""
+        return self not in _NOT_FAILURES
+
+
+_NOT_FAILURES = frozenset({Outcome.OK, Outcome.SLOW, Outcome.PRUNED, Outcome.NOT_RUN})
+
+
+class Phase(enum.StrEnum):
+    """Where in its life a trial was when it ended."""
+
+    LOAD = "load"
+    COMPILE = "compile"
+    CHECK = "check"
+    MEASURE = "measure"
+
+
+class Route(enum.StrEnum):
+    """Which processes ran a trial."""
+
+    TOGETHER = "together"
+    """One worker compiled and measured."""
+    APART = "apart"
+    """One worker compiled without the device, another measured on it."""
+    IN_PROCESS = "in_process"
+    """No worker: the caller's own process, by the operator's wish."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What one config came to.
+
+    Attributes:
+        config: the config tried.
+        outcome: how it ended.
+        phase: the phase it ended in; None where it never started.
+        time_ms: median time of one call in milliseconds; None unless measured.
+        samples_ms: the samples behind the median, in milliseconds.
+        compile_s: seconds spent tracing, lowering and compiling.
+        peak_memory_bytes: the largest host memory its process was seen to hold.
+        message: one sentence that says what happened; empty where all went well.
+        log_tail: the last lines the trial wrote to stdout or stderr.
+        route: which processes ran it; None where it never started.
+    """
+
+    config: Config
+    outcome: Outcome
+    phase: Phase | None = None
+    time_ms: float | None = None
+    samples_ms: tuple[float, ...] = ()
+    compile_s: float | None = None
+    peak_memory_bytes: int | None = None
+    message: str = ""
+    log_tail: str = ""
+    route: Route | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the trial as JSON-able data, complete but for nothing."""
+        data = dataclasses.asdict(self)
+        data["samples_ms"] = list(self.samples_ms)
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trial:
+        """Returns the trial that `to_json` described."""
+        route, phase = data.get("route"), data.get("phase")
+        return cls(
+            config={name: freeze(value) for name, value in data["config"].items()},
+            outcome=Outcome(data["outcome"]),
+            phase=None if phase is None else Phase(phase),
+            time_ms=data.get("time_ms"),
+            samples_ms=tuple(data.get("samples_ms", ())),
+            compile_s=data.get("compile_s"),
+            peak_memory_bytes=data.get("peak_memory_bytes"),
+            message=data.get("message", ""),
+            log_tail=data.get("log_tail", ""),
+            route=None if route is None else Route(route),
+        )
+
+
+def freeze(value: Any) -> Any:
+    """Returns a config value with lists turned into tuples, so that jit can hash it."""
+    return tuple(freeze(item) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:
+    """Returns how many trials ended in each outcome that occurred."""
+    counts: dict[str, int] = {}
+    for trial in trials:
+        counts[trial.outcome.value] = counts.get(trial.outcome.value, 0) + 1
+    return counts
+
+
+class TuningFailedError(RuntimeError):
+    """Every config failed.
+
+    Attributes:
+        trials: every trial, in the order of the configs.
+        key: the cache key of the problem.
+    """
+
+    def __init__(self, message: str, *, trials: Sequence[Trial], key: str) -> None:
+        super().__init__(message)
+        self.trials = tuple(trials)
+        self.key = key
+
+
+class CacheMissError(LookupError):
+    """Nothing is cached for this call, and `ON_MISS` is `error`."""
+
+
+class SandboxError(RuntimeError):
+    """The machinery around the configs failed: no worker could be started, or none stayed alive."""

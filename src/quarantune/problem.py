@@ -1,0 +1,339 @@
+"""Describes a call on the caller's side: what tells it from other calls, and which devices it is for."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import json
+import math
+import re
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from quarantune import payload
+
+_EMPTY = inspect.Parameter.empty
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|\.\.\.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class DeviceId:
+    """A device as this process knows it.
+
+    Attributes:
+        platform: `cpu`, `gpu` or `tpu`, as JAX calls it.
+        kind: the model.
+        index: JAX's number for it.
+    """
+
+    platform: str
+    kind: str
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CallDescription:
+    """What is known of one call before anything runs.
+
+    Attributes:
+        key_values: JSON-able; equal for calls that are one tuning problem.
+        tunables_given: tunable parameters the caller passed by hand.
+        has_tracers: whether an argument is a tracer, so that there is no data to tune with.
+        devices: where the call's concrete JAX arrays are, in order.
+    """
+
+    key_values: dict[str, Any]
+    tunables_given: frozenset[str]
+    has_tracers: bool
+    devices: tuple[DeviceId, ...]
+
+
+def describe_call(
+    signature: inspect.Signature,
+    static_names: Iterable[str],
+    tunable_names: Iterable[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> CallDescription:
+    """Returns what tells a call from others, whichever way it was spelt.
+
+    `f(a)`, `f(a=a)` and `f(a, transpose=False)` with that default are one call. Arrays count by shape, dtype
+    and weak type, Python numbers in dynamic parameters by type, everything else by value.
+
+    Args:
+        signature: of the tuned function.
+        static_names: its static parameters, described by value.
+        tunable_names: parameters the configs set; they are left out.
+        args: positional arguments.
+        kwargs: keyword arguments.
+
+    Raises:
+        TypeError: the arguments do not fit the signature, or one cannot be described in a way that another
+            process would agree on.
+    """
+    static, tunable = frozenset(static_names), frozenset(tunable_names)
+    bound = signature.bind(*args, **kwargs)
+    given = tunable.intersection(bound.arguments)
+    bound.apply_defaults()
+    values = {name: value for name, value in bound.arguments.items() if name not in tunable}
+    key_values = {
+        name: describe_static(value) if name in static else _describe_dynamic(value)
+        for name, value in values.items()
+    }
+    leaves = [
+        leaf
+        for name, value in values.items()
+        if name not in static
+        for leaf in jax.tree_util.tree_leaves(value)
+    ]
+    return CallDescription(
+        key_values=key_values,
+        tunables_given=given,
+        has_tracers=any(isinstance(leaf, jax.core.Tracer) for leaf in leaves),
+        devices=_devices(leaves),
+    )
+
+
+def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the same call with a `jax.ShapeDtypeStruct` in place of every array.
+
+    Args:
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+    return tuple(map(_structs, args)), {name: _structs(value) for name, value in kwargs.items()}
+
+
+def _structs(value: Any) -> Any:
+    if not any(_is_array(leaf) for leaf in jax.tree_util.tree_leaves(value)):
+        return value
+    return jax.tree_util.tree_map(lambda leaf: _struct(leaf) if _is_array(leaf) else leaf, value)
+
+
+def _struct(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        array.shape, _canonical(array.dtype), weak_type=bool(getattr(array, "weak_type", False))
+    )
+
+
+# --- dynamic arguments --------------------------------------------------------------------------------------
+
+
+def _describe_dynamic(value: Any) -> Any:
+    """Describes a traced argument: a leaf as it is, anything else as a structure with its leaves by path."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
+    if len(leaves) == 1 and not leaves[0][0]:
+        return _describe_leaf(value)
+    described: dict[str, Any] = {}
+    for index, (path, leaf) in enumerate(leaves):
+        name = jax.tree_util.keystr(path)
+        described[name if name not in described else f"{name}#{index}"] = _describe_leaf(leaf)
+    return {"structure": _describe_structure(treedef), "leaves": described}
+
+
+def _describe_structure(treedef: Any) -> Any:
+    text = str(treedef)
+    if not _ADDRESS.search(text):
+        return text
+    node = treedef.node_data()
+    if node is None:
+        return "*"
+    children = [_describe_structure(child) for child in treedef.children()]
+    return {"type": _name_of(node[0]), "data": describe_static(node[1]), "children": children}
+
+
+def _describe_leaf(leaf: Any) -> Any:
+    if _is_array(leaf) or isinstance(leaf, np.generic):
+        return _describe_array(leaf)
+    if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, enum.Enum):
+        return {
+            "scalar": next(kind.__name__ for kind in (bool, int, float, complex) if isinstance(leaf, kind))
+        }
+    return describe_static(leaf)
+
+
+def _describe_array(array: Any) -> dict[str, Any]:
+    described: dict[str, Any] = {"shape": list(array.shape), "dtype": str(_canonical(array.dtype))}
+    if getattr(array, "weak_type", False):
+        described["weak_type"] = True
+    sharding = _describe_sharding(array)
+    if sharding is not None:
+        described["sharding"] = sharding
+    return described
+
+
+def _describe_sharding(array: Any) -> Any:
+    """Returns how an array is laid out over devices; None where that is neither explicit nor over several."""
+    if not isinstance(array, jax.Array):
+        return None
+    if isinstance(array, jax.core.Tracer):
+        sharding: Any = getattr(jax.typeof(array), "sharding", None)
+        axis_types = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
+        if jax.sharding.AxisType.Explicit not in axis_types:
+            return None
+    else:
+        sharding = array.sharding
+        if len(sharding.device_set) == 1:
+            return None
+    if not hasattr(sharding, "spec"):
+        return {"type": type(sharding).__name__, "devices": len(sharding.device_set)}
+    return {"spec": str(sharding.spec), "mesh": dict(sharding.mesh.shape)}
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _canonical(dtype: Any) -> Any:
+    """Returns the dtype JAX gives an array of this one (float64 is float32 unless x64 is on)."""
+    if payload.is_key_dtype(dtype) or dtype.kind in "OSUMm" or dtype.names is not None:
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _devices(leaves: Iterable[Any]) -> tuple[DeviceId, ...]:
+    arrays = [
+        leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    ]
+    devices = {device for array in arrays for device in array.devices()}
+    return tuple(sorted(DeviceId(platform=d.platform, kind=d.device_kind, index=d.id) for d in devices))
+
+
+# --- static values ------------------------------------------------------------------------------------------
+
+
+def describe_static(value: Any) -> Any:
+    """Returns a JSON-able description of a value that every process gives to an equal value.
+
+    Args:
+        value: a static argument, or any other value that is part of a key.
+
+    Raises:
+        TypeError: it can neither be looked into nor pickled.
+    """
+    return _describe(value, ())
+
+
+def _describe(value: Any, outer: tuple[int, ...]) -> Any:
+    """Describes a value inside others, whose identities are `outer`."""
+    if id(value) in outer:
+        return {"inside": len(outer) - outer.index(id(value))}
+    plain = _describe_plain(value)
+    if plain is not _EMPTY:
+        return plain
+    outer = (*outer, id(value))
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return [_describe(item, outer) for item in value]
+    if isinstance(value, Mapping):
+        items = [[_describe(key, outer), _describe(item, outer)] for key, item in value.items()]
+        return {"type": _name_of(type(value)), "items": sorted(items, key=json.dumps)}
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted((_describe(item, outer) for item in value), key=json.dumps)}
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return {"partial": [_describe(part, outer) for part in parts]}
+    if isinstance(value, types.MethodType):
+        return {"method": value.__func__.__qualname__, "of": _describe(value.__self__, outer)}
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _describe_function(value, outer)
+    return _describe_object(value, outer)
+
+
+def _describe_plain(value: Any) -> Any:
+    """Describes what has no parts; `_EMPTY` for anything else."""
+    if isinstance(value, enum.Enum):
+        return {"enum": f"{_name_of(type(value))}.{value.name}"}
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return _describe_plain(value.item())
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if type(value) is complex:
+        return {"complex": str(value)}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": _digest(bytes(value))}
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    if isinstance(value, types.ModuleType):
+        return {"module": value.__name__}
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return _describe_array(value) | {"data": _digest(np.asarray(value).tobytes())}
+    if isinstance(value, type) or (callable(value) and isinstance(getattr(value, "dtype", None), np.dtype)):
+        return _describe_type(value)
+    return _EMPTY
+
+
+def _describe_type(value: Any) -> Any:
+    # jnp.float32, np.float32 and np.dtype("float32") are one thing to JAX.
+    if not isinstance(value, type):
+        return {"dtype": value.dtype.name}
+    return {"dtype": np.dtype(value).name} if issubclass(value, np.generic) else {"type": _name_of(value)}
+
+
+def _describe_function(function: Any, outer: tuple[int, ...]) -> Any:
+    """Describes a function by name, and one whose name does not tell it from others by its code too."""
+    described = {"function": _name_of(function)}
+    plain = inspect.unwrap(function)
+    if "<" not in described["function"] or not isinstance(plain, types.FunctionType):
+        return described
+    cells = [_cell(cell) for cell in plain.__closure__ or ()]
+    parts = [_describe(part, outer) for part in (cells, plain.__defaults__, plain.__kwdefaults__)]
+    return described | {"code": _digest(_code(plain.__code__).encode()), "bound": parts}
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return "<empty>"
+
+
+def _code(code: types.CodeType) -> str:
+    """Returns what a code object does, without where it stands."""
+    constants = [_code(item) if isinstance(item, types.CodeType) else repr(item) for item in code.co_consts]
+    return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
+
+
+def _describe_object(value: Any, outer: tuple[int, ...]) -> Any:
+    """Describes an object by the first that tells enough: fields, attributes, repr, pickle."""
+    kind: Any = type(value)
+    name = _name_of(kind)
+    if dataclasses.is_dataclass(value):
+        fields = [field.name for field in dataclasses.fields(value) if field.compare]
+        return {"type": name, "fields": {field: _describe(getattr(value, field), outer) for field in fields}}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {
+            "type": name,
+            "fields": {field: _describe(getattr(value, field), outer) for field in value._fields},
+        }
+    attributes = getattr(value, "__dict__", None)
+    if attributes and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
+        return {
+            "type": name,
+            "fields": {
+                field: _describe(item, outer)
+                for field, item in sorted(attributes.items())
+                if not isinstance(getattr(kind, field, None), functools.cached_property)
+            },
+        }
+    text = repr(value)
+    if kind.__repr__ is not object.__repr__ and not _ADDRESS.search(text):
+        return {"type": name, "repr": text}
+    return {"type": name, "pickle": _digest(payload.dumps(value))}
+
+
+def _name_of(thing: Any) -> str:
+    qualname = getattr(thing, "__qualname__", None) or type(thing).__qualname__
+    return f"{getattr(thing, '__module__', None)}:{qualname}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -1,0 +1,532 @@
+"""From a call to its config: memory, the cache, a claim on the problem, its journal, and a sweep of what is left."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import inspect
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+
+from quarantune import cache, discovery, environment, report, space, sweep
+from quarantune._version import __version__
+from quarantune.cache import CacheWriteError, Claim, Entry, Fingerprint, Journal, Store
+from quarantune.environment import Settings
+from quarantune.options import Options
+from quarantune.outcomes import (
+    CacheMissError,
+    Config,
+    Outcome,
+    Trial,
+    TuningFailedError,
+    count_outcomes,
+    freeze,
+)
+from quarantune.problem import CallDescription, as_structs, describe_call
+from quarantune.progress import Progress
+from quarantune.result import TuningResult
+from quarantune.sandbox import template
+
+_logger = logging.getLogger("quarantune")
+
+_HEARTBEAT_S = 1.0
+_CLAIM_WORST_CASE_S = 60.0
+"""A tuning job shows life every second; one that has not for this long is stopped, or its host is gone."""
+_UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
+
+Configs = Any  # what a user may give: list of dicts, dict of lists, or a callable that makes one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Key:
+    """One problem on one kind of device."""
+
+    device: str
+    text: str
+    platform: str
+    values: dict[str, Any]
+
+
+class Resolver:
+    """Finds, or finds out, the best config for each call of one function."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        configs: Configs,
+        *,
+        name: str,
+        signature: inspect.Signature,
+        static_names: frozenset[str],
+        options: Options,
+    ) -> None:
+        """Sets up a resolver; nothing is read or started yet.
+
+        Args:
+            fn: the function, jitted or not; configs reach it as keyword arguments.
+            configs: expanded configs, or a callable that makes them for a call.
+            name: what the cache calls the function.
+            signature: of the function.
+            static_names: its static parameters.
+            options: the author's.
+        """
+        self.fn = fn
+        self.name = name
+        self.options = options
+        self._configs = configs
+        self._signature = signature
+        self._static_names = static_names
+        self._tunables = frozenset() if callable(configs) else frozenset(configs[0])
+        self._winners: dict[tuple[str, str], Config] = {}
+        self._failed: dict[tuple[str, str], TuningFailedError] = {}
+        self._tuned: set[tuple[str, str]] = set()
+
+    # Faces
+
+    def config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config | None:
+        """Returns the config to use for a call, remembered or found out now; None to run with the defaults.
+
+        Raises:
+            TuningFailedError: every config failed, now or earlier in this process.
+            CacheMissError: nothing is remembered and `ON_MISS` is `error`.
+        """
+        call, key = self._describe(args, kwargs)
+        settings = environment.current()
+        known = (key.device, key.text)
+        must_tune = settings.always_tune and known not in self._tuned and not template.is_inside()
+        if not must_tune:
+            if (config := self._remembered(key, args, kwargs, settings)) is not None:
+                return config
+            if known in self._failed:
+                failed = self._failed[known]
+                raise TuningFailedError(str(failed), trials=failed.trials, key=failed.key)
+        if template.is_inside():
+            return None  # a sweep within a sweep would measure the two against each other
+        if not must_tune and settings.on_miss != "tune":
+            self._do_without(key, settings)
+            return None
+        return self._tune(key, args, kwargs, settings, start_over=must_tune).best_config
+
+    def tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TuningResult:
+        """Tunes for a call now, even if it is cached, and remembers the result."""
+        _, key = self._describe(args, kwargs)
+        return self._tune(key, args, kwargs, environment.current(), start_over=True)
+
+    def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config | None:
+        """Returns the remembered config for a call, or None; never tunes."""
+        _, key = self._describe(args, kwargs)
+        return self._remembered(key, args, kwargs, environment.current())
+
+    def tunables_given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Returns whether a call sets a tunable parameter by hand."""
+        tunables = self._tunable_names(args, kwargs)
+        return not tunables.isdisjoint(self._signature.bind(*args, **kwargs).arguments)
+
+    def expand(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Config]:
+        """Returns the configs to try for a call."""
+        if not callable(self._configs):
+            return list(self._configs)
+        struct_args, struct_kwargs = as_structs(args, kwargs)
+        configs = space.expand_callable(self._configs, struct_args, struct_kwargs, fn_name=self.name)
+        self.check(configs)
+        return configs
+
+    def check(self, configs: Sequence[Config]) -> None:
+        """Raises where a config's keys are not what the function can take."""
+        space.check_parameters(
+            configs, parameters=self._signature, static_names=self._static_names, fn_name=self.name
+        )
+
+    def _tunable_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[str]:
+        if not self._tunables:  # a callable space, whose keys show with its first use
+            self._tunables = frozenset(self.expand(args, kwargs)[0])
+        return self._tunables
+
+    # Remembering
+
+    @functools.cached_property
+    def _fingerprint(self) -> Fingerprint:
+        return cache.fingerprint(inspect.unwrap(self.fn))
+
+    def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CallDescription, _Key]:
+        tunables = self._tunable_names(args, kwargs)
+        call = describe_call(self._signature, self._static_names, tunables, args, kwargs)
+        platform, kind = discovery.platform_and_kind(call.devices[0].platform if call.devices else None)
+        values = {"call": call.key_values, "code": self._fingerprint.digest}
+        return call, _Key(
+            device=kind, text=cache.canonical_json(values), platform=platform, values=call.key_values
+        )
+
+    def _remembered(
+        self, key: _Key, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings
+    ) -> Config | None:
+        known = (key.device, key.text)
+        if (config := self._winners.get(known)) is not None:
+            return config
+        if settings.disable_cache:
+            return None
+        entry = self._store(settings).get(self.name, key.device, key.text)
+        if entry is None:
+            return None
+        config = self._config_of(entry, self.expand(args, kwargs), settings)
+        if config is not None:
+            self._winners[known] = config
+        return config
+
+    def _config_of(self, entry: Entry, configs: Sequence[Config], settings: Settings) -> Config | None:
+        """Returns an entry's config if it can be used for this space under these versions."""
+        raw = entry.get("config")
+        config = {k: freeze(v) for k, v in raw.items()} if isinstance(raw, dict) else None
+        if config is None or cache.canonical_json(config) not in map(cache.canonical_json, configs):
+            cache.report_once(
+                f"{self.name}: the cached config {raw!r} is not in the config space any more; tuning again"
+            )
+            return None
+        if entry.get("space") != _space_of(configs):
+            return None  # what is new must be measured; the journal knows the rest
+        changed = {
+            name: (then, now)
+            for name, now in versions().items()
+            if (then := (entry.get("versions") or {}).get(name)) != now
+        }
+        if changed:
+            was = ", ".join(f"{name} {then} (now {now})" for name, (then, now) in changed.items())
+            if settings.version_check:
+                _logger.info("%s: the cached result was made under %s; tuning again", self.name, was)
+                return None
+            cache.report_once(
+                f"{self.name}: using results made under {was}; set QUARANTUNE_VERSION_CHECK=1 to tune again "
+                "whenever versions change, or QUARANTUNE_ALWAYS_TUNE=1 to tune again now"
+            )
+        return config
+
+    def _do_without(self, key: _Key, settings: Settings) -> None:
+        if settings.on_miss == "error":
+            raise CacheMissError(self._explain_miss(key, settings))
+        cache.report_once(f"{self.name}: not tuned for this call, running with its defaults (ON_MISS=default)")
+
+    def _explain_miss(self, key: _Key, settings: Settings) -> str:
+        """Says what was looked for, what is nearest to it, and how the two differ."""
+        wanted = f"{self.name}: nothing is cached for {cache.canonical_json(key.values)} on {key.device!r}"
+        fix = "tune it with QUARANTUNE_ON_MISS=tune, or allow defaults with QUARANTUNE_ON_MISS=default"
+        if settings.disable_cache:
+            return f"{wanted}: the cache is off (QUARANTUNE_DISABLE_CACHE); {fix}"
+        contents = self._store(settings).read(self.name)
+        candidates = [
+            (len(differences), differences)
+            for device, entries in contents.items()
+            for entry in entries.values()
+            if (differences := self._differences(key, device, entry))
+        ]
+        if not candidates:
+            return f"{wanted}: {self._store(settings).path(self.name)} holds no entry; {fix}"
+        _, nearest = min(candidates, key=lambda candidate: candidate[0])
+        return f"{wanted}; the nearest entry differs in {'; '.join(nearest)}; {fix}"
+
+    def _differences(self, key: _Key, device: str, entry: Entry) -> list[str]:
+        differences = [] if device == key.device else [f"device: {device!r}, not {key.device!r}"]
+        theirs = entry.get("key_values") or {}
+        for name in dict.fromkeys([*key.values, *theirs]):
+            if theirs.get(name) != key.values.get(name):
+                differences.append(
+                    f"{name}: {cache.canonical_json(theirs.get(name))}, "
+                    f"not {cache.canonical_json(key.values.get(name))}"
+                )
+        parts = entry.get("fingerprint")
+        if isinstance(parts, dict) and (changed := self._fingerprint.differences(parts)):
+            differences.append(f"the function's {', '.join(changed)}")
+        return differences
+
+    def _store(self, settings: Settings) -> Store:
+        return Store(settings.cache_dir, lock_timeout_s=settings.lock_timeout)
+
+    # Finding out
+
+    def _tune(
+        self,
+        key: _Key,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        settings: Settings,
+        *,
+        start_over: bool,
+    ) -> TuningResult:
+        configs = self.expand(args, kwargs)
+        run = _Run(self, key, args, dict(kwargs), configs, settings, start_over=start_over)
+        known = (key.device, key.text)
+        try:
+            result = run.run()
+        except TuningFailedError as error:
+            self._failed[known] = error
+            raise
+        self._failed.pop(known, None)
+        self._winners[known] = result.best_config
+        self._tuned.add(known)
+        return result
+
+    def answer(self, key: _Key, configs: Sequence[Config], settings: Settings) -> Entry | None:
+        """Returns the usable cache entry for a problem, or None."""
+        entry = self._store(settings).get(self.name, key.device, key.text)
+        return entry if entry and self._config_of(entry, configs, settings) is not None else None
+
+
+class _Run:
+    """One problem being tuned by this process, or waited for while another does."""
+
+    def __init__(
+        self,
+        resolver: Resolver,
+        key: _Key,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        configs: list[Config],
+        settings: Settings,
+        *,
+        start_over: bool,
+    ) -> None:
+        self._resolver = resolver
+        self._key = key
+        self._args = args
+        self._kwargs = kwargs
+        self._configs = configs
+        self._settings = settings
+        self._start_over = start_over
+        self._trials: dict[int, Trial] = {}
+        self._directory: Path | None = None if settings.disable_cache else settings.cache_dir
+        self._journal = Journal(settings.cache_dir, resolver.name, key.device, key.text)
+        self._claim: Claim | None = None
+        self._next_heartbeat = 0.0
+
+    def run(self) -> TuningResult:
+        progress = Progress(self._resolver.name, len(self._configs), shown=self._settings.progress)
+        with contextlib.closing(progress), contextlib.ExitStack() as stack:
+            if self._directory is not None:
+                answer = self._take_claim(progress, self._directory, stack)
+                if answer is not None:
+                    return self._result_of(answer)
+                self._recall()
+            self._prune(progress)
+            self._sweep(progress)
+            return self._conclude()
+
+    def _take_claim(
+        self, progress: Progress, directory: Path, stack: contextlib.ExitStack
+    ) -> Entry | None:
+        """Makes this job the one that tunes, or returns the answer of the job that was."""
+        claim = Claim(
+            directory,
+            self._resolver.name,
+            self._key.device,
+            self._key.text,
+            worst_case_s=self._claim_worst_case_s(),
+        )
+
+        def done() -> Entry | None:
+            if self._start_over:
+                return None
+            return self._resolver.answer(self._key, self._configs, self._settings)
+
+        def on_wait(who: str, waited_s: float) -> None:
+            progress.say(f"waiting for {who} to tune it ({waited_s:.0f} s)")
+
+        try:
+            answer = cache.wait(claim, done, on_wait)
+        except CacheWriteError as error:
+            cache.report_once(str(error))
+            self._directory = None
+            return None
+        if isinstance(answer, Claim):
+            self._claim = stack.enter_context(claim)
+            return None
+        return answer
+
+    def _claim_worst_case_s(self) -> float:
+        if self._settings.isolation != "none":
+            return _CLAIM_WORST_CASE_S
+        options = self._resolver.options
+        return _CLAIM_WORST_CASE_S + options.compile_timeout + options.timeout
+
+    def _recall(self) -> None:
+        """Takes over what an earlier sweep of this problem finished, unless it is to be done afresh."""
+        if self._start_over:
+            with self._saving():
+                self._journal.discard()
+            return
+        positions = {cache.canonical_json(config): index for index, config in enumerate(self._configs)}
+        for record in self._journal.records():
+            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+                trial = Trial.from_json(record["trial"])
+                index = positions.get(cache.canonical_json(trial.config))
+                if index is not None and self._still_counts(trial, record):
+                    self._trials[index] = trial
+
+    def _still_counts(self, trial: Trial, record: Mapping[str, Any]) -> bool:
+        if trial.outcome in _UNSETTLED:
+            return False
+        if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits():
+            return False
+        return not self._settings.version_check or record["versions"] == versions()
+
+    def _limits(self) -> dict[str, float]:
+        options, settings = self._resolver.options, self._settings
+        return {
+            "compile_timeout_s": settings.compile_timeout or float(options.compile_timeout),
+            "timeout_s": settings.timeout or float(options.timeout),
+        }
+
+    def _prune(self, progress: Progress) -> None:
+        prune_fn = self._resolver.options.prune_fn
+        if prune_fn is None:
+            return
+        args, kwargs = as_structs(self._args, self._kwargs)
+        for index, config in enumerate(self._configs):
+            if not prune_fn(dict(config), *args, **kwargs):
+                trial = Trial(config=config, outcome=Outcome.PRUNED, message="prune_fn said no")
+                self._trials[index] = trial
+                progress.step(trial)
+
+    def _sweep(self, progress: Progress) -> None:
+        left = {
+            index: config for index, config in enumerate(self._configs) if index not in self._trials
+        }
+        if not left:
+            return
+        troubled = self._troubled(left)
+        ordered = sorted(left, key=lambda index: index in troubled)
+
+        def on_trial(index: int, trial: Trial) -> None:
+            self._trials[index] = trial
+            self._record(trial)
+            progress.step(trial)
+
+        problem = sweep.Problem(
+            fn=self._resolver.fn,
+            name=self._resolver.name,
+            args=self._args,
+            kwargs=self._kwargs,
+            platform=self._key.platform,
+        )
+        sweep.run(
+            problem,
+            {index: left[index] for index in ordered},
+            options=self._resolver.options,
+            settings=self._settings,
+            on_trial=on_trial,
+            on_tick=self._show_life,
+            troubled=troubled,
+        )
+
+    def _troubled(self, left: Mapping[int, Config]) -> set[int]:
+        """Configs that crashed or hung for this function on this device, whatever the shapes."""
+        if self._directory is None:
+            return set()
+        known = cache.troublesome(self._directory, self._resolver.name, self._key.device)
+        return {index for index, config in left.items() if cache.canonical_json(config) in known}
+
+    def _record(self, trial: Trial) -> None:
+        if self._directory is None:
+            return
+        self._show_life()
+        with self._saving():
+            self._journal.append(
+                {"trial": trial.to_json(), "limits": self._limits(), "versions": versions()}
+            )
+            if trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT):
+                cache.remember_trouble(
+                    self._directory,
+                    self._resolver.name,
+                    self._key.device,
+                    trial.config,
+                    trial.outcome.value,
+                )
+
+    def _show_life(self) -> None:
+        now = time.monotonic()
+        if self._claim is not None and now >= self._next_heartbeat:
+            self._next_heartbeat = now + _HEARTBEAT_S
+            self._claim.refresh()
+
+    @contextlib.contextmanager
+    def _saving(self) -> Any:
+        try:
+            yield
+        except CacheWriteError as error:
+            cache.report_once(str(error))
+
+    def _conclude(self) -> TuningResult:
+        trials = tuple(self._trials[index] for index in range(len(self._configs)))
+        usable = [trial for trial in trials if trial.outcome is Outcome.OK and trial.time_ms is not None]
+        if not usable:
+            if self._directory is not None:
+                # Another process may find the machine in a better state.
+                with self._saving():
+                    self._journal.discard()
+            message = report.failure_message(self._resolver.name, trials)
+            raise TuningFailedError(message, trials=trials, key=self._key.text)
+        best = min(usable, key=lambda trial: trial.time_ms or 0.0)
+        _logger.info(
+            "%s: best of %d is %s: %.4g ms",
+            self._resolver.name,
+            len(trials),
+            report.format_config(best.config),
+            best.time_ms,
+        )
+        if self._directory is not None:
+            with self._saving():
+                self._resolver._store(self._settings).put(
+                    self._resolver.name, self._key.device, self._key.text, self._entry(best, trials)
+                )
+        assert best.time_ms is not None
+        return self._result(best.config, best.time_ms, trials, from_cache=False)
+
+    def _entry(self, best: Trial, trials: Sequence[Trial]) -> Entry:
+        return {
+            "config": best.config,
+            "time_ms": best.time_ms,
+            "key_values": self._key.values,
+            "fingerprint": self._resolver._fingerprint.parts,
+            "space": _space_of(self._configs),
+            "versions": versions(),
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "trials": count_outcomes(trials),
+        }
+
+    def _result_of(self, entry: Entry) -> TuningResult:
+        config = {name: freeze(value) for name, value in entry["config"].items()}
+        return self._result(config, float(entry["time_ms"]), (), from_cache=True)
+
+    def _result(
+        self, config: Config, time_ms: float, trials: tuple[Trial, ...], *, from_cache: bool
+    ) -> TuningResult:
+        return TuningResult(
+            best_config=config,
+            time_ms=time_ms,
+            trials=trials,
+            key=self._key.text,
+            device=self._key.device,
+            from_cache=from_cache,
+            fn=functools.partial(self._resolver.fn, **config),
+        )
+
+
+def _space_of(configs: Sequence[Config]) -> dict[str, Any]:
+    """Returns what tells one config space from another, whatever its order."""
+    texts = sorted(map(cache.canonical_json, configs))
+    return {"configs": len(texts), "hash": cache.short_hash("\n".join(texts))}
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Returns the versions that a result was made under: JAX, its library, this package, and a GPU's driver."""
+    found = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "quarantune": __version__}
+    with contextlib.suppress(OSError):
+        found["nvidia_driver"] = Path("/sys/module/nvidia/version").read_text(encoding="utf-8").strip()
+    return found

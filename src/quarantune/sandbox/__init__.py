@@ -1,0 +1,1 @@
+"""The sandbox: a template process that forks contained workers, and the wire to them."""

@@ -1,0 +1,31 @@
+"""Where a freshly started interpreter of ours begins."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from typing import Any, NoReturn
+
+
+def run(options: dict[str, Any]) -> NoReturn:
+    """Runs the role named in `options`."""
+    if options["role"] == "template":
+        from quarantune.sandbox import forker
+
+        forker.run_template(options)
+    _run_spawned_worker(json.load(sys.stdin))
+
+
+def _run_spawned_worker(about: dict[str, Any]) -> NoReturn:
+    from quarantune.sandbox import contain, worker
+    from quarantune.sandbox.wire import Connection
+
+    contain.contain_worker(parent=about["parent"], log_fd=about["log_fd"])
+    os.close(about["log_fd"])
+    shared = worker.Shared(
+        payload_fd=about["payload_fd"], arrays_fd=about["arrays_fd"], call=None, cwd=about["cwd"]
+    )
+    connection = Connection(socket.socket(fileno=about["connection_fd"]))
+    worker.main(connection, shared, about["task"], about["task_fds"])

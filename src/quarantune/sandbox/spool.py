@@ -1,0 +1,79 @@
+"""Nameless files: what travels between processes lies in them, and nothing is left behind however a process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+
+from quarantune import host
+
+_MEMORY_SHARE = 4
+"""A file may take one part in this many of the free memory; a larger one goes to the disk."""
+_LOG_CAP_BYTES = 1 << 20
+_LOG_KEPT_BYTES = 16 << 10
+
+
+def create(label: str, *, size_bytes: int = 0) -> int:
+    """Returns a descriptor of a new nameless file.
+
+    It lies in memory where that has room, else under TMPDIR; either way it has no name, so not even SIGKILL can leave it
+    behind.
+
+    Args:
+        label: shown by the system's tools.
+        size_bytes: how much will be written.
+
+    Raises:
+        OSError: there is room for it nowhere.
+    """
+    small = size_bytes <= _LOG_CAP_BYTES
+    if hasattr(os, "memfd_create") and (
+        small or size_bytes < host.available_memory_bytes() // _MEMORY_SHARE
+    ):
+        return os.memfd_create(f"quarantune-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile(prefix="quarantune-") as file:
+        return os.dup(file.fileno())
+
+
+def write(fd: int, data: bytes) -> None:
+    """Writes all of `data` at the file's position."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def protect(fd: int) -> int:
+    """Returns a descriptor through which nobody can change the file, not even a config that knows its way about.
+
+    A file in memory is sealed, for good; one on the disk is only opened anew for reading.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return os.dup(fd)
+
+
+def create_log() -> int:
+    """Returns a nameless file to which several processes may append."""
+    fd = create("log")
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
+    return fd
+
+
+def trim_log(fd: int) -> None:
+    """Cuts a log that has grown over its cap down to its end."""
+    size = os.fstat(fd).st_size
+    if size > _LOG_CAP_BYTES:
+        kept = os.pread(fd, _LOG_KEPT_BYTES, size - _LOG_KEPT_BYTES)
+        os.ftruncate(fd, 0)
+        os.write(fd, b"[...]\n" + kept)
+
+
+def read_log(fd: int, *, last_bytes: int = _LOG_CAP_BYTES) -> str:
+    """Returns the end of a log as text."""
+    size = os.fstat(fd).st_size
+    return os.pread(fd, last_bytes, max(0, size - last_bytes)).decode("utf-8", "backslashreplace")

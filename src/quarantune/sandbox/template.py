@@ -1,0 +1,151 @@
+"""The owner's handle on its template process: started once, lazily, and kept while the owner lives."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from quarantune.outcomes import SandboxError
+from quarantune.sandbox import spawning, spool, wire
+from quarantune.sandbox.wire import Connection
+
+MARK = "QUARANTUNE_SANDBOX"
+"""Set in the environment of everything that runs in a sandbox, to the owner's own token."""
+_EXIT_WAIT_S = 2.0
+
+
+def is_inside() -> bool:
+    """Returns whether this process runs in a sandbox, where tuning must not start another."""
+    return MARK in os.environ
+
+
+class Template:
+    """A running template process."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._connection = Connection(ours)
+        self._log_fd = spool.create_log()
+        try:
+            self._process = subprocess.Popen(
+                spawning.command(
+                    "template", sys.path, fd=theirs.fileno(), owner=os.getpid(), argv=list(sys.argv)
+                ),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log_fd,
+                stderr=self._log_fd,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, MARK: self.token},
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    def open(
+        self, *, payload_fd: int, arrays_fd: int, environ: Mapping[str, str], cwd: str | None
+    ) -> Connection:
+        """Returns a connection of a sweep's own to the template."""
+        connection, theirs = wire.connection_pair()
+        try:
+            self._connection.send(
+                {"op": "open", "environ": dict(environ), "cwd": cwd},
+                [theirs.fileno(), payload_fd, arrays_fd],
+            )
+        except wire.WireError as error:
+            connection.close()
+            raise SandboxError(f"the template process is gone: {error}\n{self.log()}") from error
+        finally:
+            theirs.close()
+        return connection
+
+    def log(self) -> str:
+        """Returns the end of what the template itself printed."""
+        return spool.read_log(self._log_fd, last_bytes=4000)
+
+    def close(self) -> None:
+        """Lets the template end, and waits until it has."""
+        self._connection.hang_up()
+        try:
+            self._process.wait(_EXIT_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        kill_marked(self.token)
+        with contextlib.suppress(OSError):
+            os.close(self._log_fd)
+
+    def disown(self) -> None:
+        """Lets go of the template in a process that was forked from its owner."""
+        self._connection.close()
+        with contextlib.suppress(OSError):
+            os.close(self._log_fd)
+        self._process.returncode = 0  # not our child: there is nothing to wait for
+
+
+def kill_marked(token: str) -> None:
+    """Kills what still carries a dead template's mark: its orphans, which no janitor is left to find."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(MARK) == token:
+                process.kill()
+
+
+_lock = threading.Lock()
+_template: Template | None = None
+
+
+def shared() -> Template:
+    """Returns the process's template, started if there is none or the last one died.
+
+    Raises:
+        SandboxError: it cannot be started.
+    """
+    global _template
+    with _lock:
+        if _template is not None and not _template.is_alive:
+            _template.close()
+            _template = None
+        if _template is None:
+            try:
+                _template = Template()
+            except (OSError, RuntimeError) as error:
+                raise SandboxError(f"the template process cannot be started: {error}") from error
+        return _template
+
+
+def close_shared() -> None:
+    """Ends the process's template, if it runs; the next sweep starts another."""
+    global _template
+    with _lock:
+        if _template is not None:
+            _template.close()
+            _template = None
+
+
+def _forget_in_fork() -> None:
+    global _template, _lock
+    _lock = threading.Lock()
+    if _template is not None:
+        _template.disown()
+        _template = None
+
+
+
+
+atexit.register(close_shared)
+os.register_at_fork(after_in_child=_forget_in_fork)

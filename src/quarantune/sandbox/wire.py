@@ -1,0 +1,199 @@
+"""The wire between the scheduler, the templates and the workers: checksummed JSON frames, with descriptors beside them.
+
+A frame is a magic word, a length, a CRC-32 and that many bytes of JSON. Nothing is ever unpickled. What does not parse is
+damage: a config can write anything into any descriptor it finds, this connection included.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+Message: TypeAlias = dict[str, Any]
+
+_HEADER = struct.Struct("<4sII")
+_MAGIC = b"qtf1"
+MAX_FRAME_BYTES = 4 << 20
+_READ_BYTES = 1 << 16
+_MAX_FDS = 16
+FRAME_DEADLINE_S = 10.0
+"""A frame whose first byte came this long ago and whose last has not is damage."""
+
+
+class WireError(RuntimeError):
+    """The stream is damaged: it cannot be believed any more."""
+
+
+class WireClosedError(WireError):
+    """The other end is gone, or does not read."""
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """Returns the frame that carries `message`.
+
+    Raises:
+        ValueError: the message is larger than `MAX_FRAME_BYTES`, or holds NaN or an infinity.
+    """
+    body = json.dumps(message, separators=(",", ":"), allow_nan=False).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(body)} bytes is over the wire's limit of {MAX_FRAME_BYTES}")
+    return _HEADER.pack(_MAGIC, len(body), zlib.crc32(body)) + body
+
+
+class Decoder:
+    """Turns a stream of bytes into messages."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether bytes of an unfinished frame are waiting."""
+        return bool(self._buffer)
+
+    def feed(self, data: bytes) -> list[Message]:
+        """Returns the messages completed by `data`.
+
+        Raises:
+            WireError: the bytes are no frame of ours.
+        """
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= _HEADER.size:
+            magic, size, checksum = _HEADER.unpack_from(self._buffer)
+            if magic != _MAGIC or size > MAX_FRAME_BYTES:
+                raise WireError("the stream holds bytes that are no frame")
+            end = _HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            body = bytes(self._buffer[_HEADER.size : end])
+            del self._buffer[:end]
+            messages.append(_parse(body, checksum))
+        return messages
+
+
+def _parse(body: bytes, checksum: int) -> Message:
+    if zlib.crc32(body) != checksum:
+        raise WireError("a frame's checksum does not match its bytes")
+    try:
+        message = json.loads(body)
+    except ValueError as error:
+        raise WireError("a frame is not JSON") from error
+    if not isinstance(message, dict):
+        raise WireError("a frame holds no message")
+    return message
+
+
+class Connection:
+    """One end of a socket pair that carries messages and descriptors.
+
+    Descriptors arrive with the first byte of the message that they were sent with, so a queue of them and a count in the
+    message are enough to match them.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._decoder = Decoder()
+        self._fds: list[int] = []
+        self._partial_since: float | None = None
+
+    def fileno(self) -> int:
+        """Returns the socket's descriptor, for a selector."""
+        return self._socket.fileno()
+
+    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        """Sends a message and descriptors; never waits on a non-blocking socket.
+
+        Raises:
+            WireClosedError: the other end is gone, or its buffer is full because it does not read.
+        """
+        frame = encode({**message, "fds": len(fds)} if fds else message)
+        try:
+            sent = socket.send_fds(self._socket, [frame], list(fds)) if fds else self._socket.send(frame)
+            while sent < len(frame):
+                sent += self._socket.send(frame[sent:])
+        except OSError as error:
+            raise WireClosedError(f"cannot send: {error.strerror or error}") from error
+
+    def receive(self) -> list[tuple[Message, list[int]]]:
+        """Returns the messages that have arrived, each with its descriptors.
+
+        On a blocking socket this waits for some bytes, on a non-blocking one it never waits.
+
+        Raises:
+            WireClosedError: the other end is closed.
+            WireError: the stream is damaged.
+        """
+        try:
+            data, fds = _receive_with_fds(self._socket)
+        except BlockingIOError:
+            self._check_partial()
+            return []
+        except OSError as error:
+            raise WireClosedError(f"cannot receive: {error.strerror or error}") from error
+        self._fds += fds
+        if not data:
+            raise WireClosedError("the other end is closed")
+        paired = [(message, self._take(message.pop("fds", 0))) for message in self._decoder.feed(data)]
+        self._partial_since = time.monotonic() if self._decoder.is_partial else None
+        return paired
+
+    def _check_partial(self) -> None:
+        if self._partial_since is not None and time.monotonic() - self._partial_since > FRAME_DEADLINE_S:
+            raise WireError("a frame was begun and never finished")
+
+    def check(self) -> None:
+        """Raises `WireError` when a frame was begun too long ago and never finished."""
+        self._check_partial()
+
+    def _take(self, count: object) -> list[int]:
+        if not isinstance(count, int) or not 0 <= count <= len(self._fds):
+            raise WireError("a message names descriptors that did not come with it")
+        taken, self._fds = self._fds[:count], self._fds[count:]
+        return taken
+
+    def hang_up(self) -> None:
+        """Ends the conversation for good: the other end sees it even where a fork of this process holds a copy of ours."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.close()
+
+    def close(self) -> None:
+        """Closes this copy of the socket and every descriptor that came and was not taken."""
+        close_all(self._fds)
+        self._fds = []
+        self._socket.close()
+
+
+def _receive_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
+    # MSG_CMSG_CLOEXEC: a descriptor that arrives between fork and exec of another thread must not leak.
+    fds = array.array("i")
+    data, ancillary, _, _ = sock.recvmsg(
+        _READ_BYTES, socket.CMSG_LEN(_MAX_FDS * fds.itemsize), getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+    )
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    return data, list(fds)
+
+
+def connection_pair() -> tuple[Connection, socket.socket]:
+    """Returns our non-blocking end as a `Connection`, and the other end, blocking, to give away."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours.setblocking(False)
+    return Connection(ours), theirs
+
+
+def close_all(fds: Sequence[int]) -> None:
+    """Closes descriptors, those already closed too."""
+    for fd in fds:
+        with contextlib.suppress(OSError):
+            os.close(fd)

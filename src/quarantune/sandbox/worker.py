@@ -1,0 +1,168 @@
+"""A worker's main: takes tasks from the scheduler, runs them, and says what happened, phase by phase.
+
+It ends with its first failure, because a process in which something went wrong is not to be trusted with another config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from quarantune.sandbox import wire
+from quarantune.sandbox.wire import Connection, Message
+
+_MESSAGE_CHARS = 4000
+_TRACEBACK_LINES = 12
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What all workers of a sweep have in common.
+
+    Attributes:
+        payload_fd: holds the pickled call; -1 for a worker that needs none.
+        arrays_fd: holds the call's array data; -1 where there is none.
+        call: the payload already loaded by the template this worker is a fork of; None where it must load it itself.
+        cwd: the caller's working directory.
+    """
+
+    payload_fd: int
+    arrays_fd: int
+    call: object
+    cwd: str | None
+
+
+def main(connection: Connection, shared: Shared, task: Message, fds: list[int]) -> NoReturn:
+    """Runs `task` and those that follow it, and never returns."""
+    code = 0
+    try:
+        Worker(connection, shared).run(task, fds)
+    except wire.WireClosedError:
+        pass  # the scheduler closed the connection: there is no more to do
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        # Not sys.exit: neither atexit handlers nor threads of a config may hold up the end.
+        os._exit(code)
+
+
+class Worker:
+    """One worker's conversation with its scheduler."""
+
+    def __init__(self, connection: Connection, shared: Shared) -> None:
+        self._connection = connection
+        self._shared = shared
+        self._bench: Any = None
+        self._phase = "load"
+        self._trial: int | None = None
+        self._modules = set(sys.modules)
+
+    def run(self, task: Message, fds: list[int]) -> None:
+        """Runs tasks until one fails, one says it is the last, or the scheduler closes the connection."""
+        pending = [(task, fds)]
+        while True:
+            for message, received in pending:
+                if not self._run_one(message, received):
+                    return
+            pending = self._connection.receive()
+
+    def _run_one(self, task: Message, fds: list[int]) -> bool:
+        self._trial = task.get("trial")
+        try:
+            reply = self._do(task, fds)
+        except BaseException as error:  # a config may raise anything, SystemExit and KeyboardInterrupt too
+            from quarantune import trial
+
+            self._send({"type": "failed", "outcome": trial.outcome_of(error, self._phase), **describe_error(error)})
+            return False
+        finally:
+            wire.close_all(fds)
+        self._send(reply)
+        return not task.get("last", False)
+
+    def _do(self, task: Message, fds: list[int]) -> Message:
+        from quarantune import trial
+
+        if task["do"] == "probe":
+            return {"type": "probed", **trial.probe(task["platforms"])}
+        if self._bench is None:
+            self._enter("load")
+            call = self._shared.call or load_call(self._shared.payload_fd, self._shared.cwd)
+            self._bench = trial.Bench(call, arrays_fd=self._shared.arrays_fd, options=task["options"])
+        bench: trial.Bench = self._bench
+        match task["do"]:
+            case "prepare":
+                bench.prepare()
+                return {"type": "ready"}
+            case "compile":
+                self._enter("compile")
+                reply = bench.compile(task["config"], target=task["target"], save_fd=fds[0] if fds else None)
+                return {"type": "compiled", **reply, "modules": self._new_modules()}
+            case "measure":
+                self._enter("check")
+                bench.check(task["config"], load_fd=fds[0] if fds else None)
+                self._enter("measure")
+                return {"type": "measured", **bench.measure()}
+        raise ValueError(f"no such task: {task['do']!r}")
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._send({"type": "phase"})
+
+    def _send(self, message: Message) -> None:
+        self._connection.send({**message, "trial": self._trial, "phase": self._phase})
+
+    def _new_modules(self) -> list[str]:
+        """Names the modules imported here that the template lacked, so that it can import them for those to come."""
+        names = sorted(sys.modules.keys() - self._modules)
+        self._modules = set(sys.modules)
+        return names
+
+
+def load_call(payload_fd: int, cwd: str | None) -> object:
+    """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it."""
+    from quarantune import payload
+
+    if cwd is not None:
+        os.chdir(cwd)
+    blob = os.pread(payload_fd, os.fstat(payload_fd).st_size, 0)
+    return payload.unpack_call(blob)
+
+
+def why_fork_is_unsafe() -> str | None:
+    """Returns why this process must not be forked, or None where it may be."""
+    from quarantune import _jax_internals
+
+    if _jax_internals.backends_initialized():
+        return "a JAX backend was initialised while the function was loaded"
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "a thread was started while the function was loaded"
+    return None
+
+
+def describe_error(error: BaseException) -> Message:
+    """Returns what to tell of an exception; never raises, whatever its `__str__` does."""
+    try:
+        text = str(error)
+    except BaseException as broken:
+        text = f"(its message cannot be had: {type(broken).__name__})"
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+        trace = "".join(lines)
+    except BaseException:
+        trace = ""
+    kind = type(error)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return {
+        "error": f"{module}{kind.__qualname__}"[:_MESSAGE_CHARS],
+        "message": text[:_MESSAGE_CHARS],
+        "traceback": "\n".join(trace.splitlines()[-_TRACEBACK_LINES:])[-_MESSAGE_CHARS:],
+    }

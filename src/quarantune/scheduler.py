@@ -1,0 +1,617 @@
+"""One sweep's event loop: slots, leases, deadlines, memory watch, kill. Knows nothing of JAX, search or files.
+
+A job is compiled and then measured. Where one worker does both (`Route.TOGETHER`) it parks between the two; where they are
+apart, a compile worker leaves an executable in a spool file and a measuring worker, which holds a device, loads it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from quarantune import host
+from quarantune.devices import Device, Lease
+from quarantune.outcomes import Config, Outcome, Phase, Route, Trial
+from quarantune.sandbox import pool, spool
+
+_logger = logging.getLogger("quarantune")
+
+STARTUP_DEADLINE_S = 120.0
+"""How long a worker may take before its first word; only a broken machine needs it."""
+_KILL_DEADLINE_S = 10.0
+"""How long after SIGKILL a worker is believed to be dying; after that its device is withdrawn."""
+_TICK_S = 0.05
+_MEMORY_FLOOR_BYTES = 256 << 20
+_LOG_TAIL_CHARS = 2000
+_MAX_DEVICE_FAILURES = 2
+_TROUBLED_DIVISOR = 4
+_MAX_READY = 64
+"""Executables that wait to be measured; each holds a descriptor."""
+_SPARE_WORKERS = 3
+"""Measuring workers made ready ahead where each takes one config: a GPU's driver makes contexts one after another."""
+
+
+class SandboxLike(Protocol):
+    """What the scheduler needs of a sandbox."""
+
+    @property
+    def baseline_bytes(self) -> int: ...
+    def start(
+        self, task: dict[str, Any], *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
+    ) -> int: ...
+    def send(self, number: int, message: dict[str, Any], fds: Sequence[int] = ()) -> None: ...
+    def finish(self, number: int) -> None: ...
+    def kill(self, number: int) -> None: ...
+    def forget(self, number: int) -> None: ...
+    def pid(self, number: int) -> int | None: ...
+    def log(self, number: int) -> str: ...
+    def trim_logs(self) -> None: ...
+    def share_modules(self, names: Sequence[str]) -> None: ...
+    def poll(self, timeout_s: float) -> list[pool.Event]: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a sweep is to be run.
+
+    Attributes:
+        route: whether one worker does both halves of a trial or two do.
+        options: goes to every worker as it is.
+        target: what compile workers compile for when they have no device; None for the machine's own.
+        slots: how many configs compile at a time.
+        devices: where to measure; one lease each.
+        configs_per_worker: how many configs a measuring worker may take when the halves are apart.
+        exclusive: whether compiling disturbs measuring, so that the two must alternate.
+        parked: with `exclusive`, how many compiled configs wait before a measuring burst begins.
+        compile_timeout_s: for loading, tracing, lowering and compiling one config.
+        timeout_s: for checking and measuring one config, from the moment it holds its device.
+        memory_limit_bytes: host memory of one worker and its children.
+        troubled: indices of configs that hung or crashed before; their deadlines are a quarter as long.
+    """
+
+    route: Route
+    options: dict[str, Any]
+    target: dict[str, Any] | None
+    slots: int
+    devices: tuple[Device, ...]
+    configs_per_worker: int
+    exclusive: bool
+    parked: int
+    compile_timeout_s: float
+    timeout_s: float
+    memory_limit_bytes: int
+    troubled: frozenset[int] = frozenset()
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    index: int
+    config: Config
+    executable_fd: int = -1
+    compile_s: float | None = None
+    peak_bytes: int = 0
+    was_lost: bool = False
+    needs_fresh: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class _Worker:
+    number: int
+    job: _Job | None
+    device: _DeviceState | None
+    deadline: float
+    phase: Phase = Phase.LOAD
+    compiling: bool = False
+    parked: bool = False
+    used: int = 0
+    idle: bool = False
+    began: bool = False
+    peak_bytes: int = 0
+    verdict: tuple[Outcome, str] | None = None
+    """What its end means, once it was decided before it ended."""
+    given_up_at: float | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _DeviceState:
+    device: Device
+    lease: Lease
+    measuring: _Worker | None = None
+    bench: list[_Worker] = dataclasses.field(default_factory=list)
+    """Measuring workers that have the device, or are about to, and no config."""
+    failures: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Leftovers:
+    """What a route could not settle.
+
+    Attributes:
+        unfit: why a config's program must be compiled on its device, by the config's index.
+        unconfirmed: errors raised where there was no device, each with all that was printed, by the config's index.
+    """
+
+    unfit: dict[int, str]
+    unconfirmed: dict[int, tuple[Trial, str]]
+
+
+class Scheduler:
+    """Runs the configs of one sweep along one route."""
+
+    def __init__(
+        self,
+        sandbox: SandboxLike,
+        plan: Plan,
+        *,
+        on_trial: Callable[[int, Trial, str], None],
+        on_tick: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+        available_memory: Callable[[], int] = host.available_memory_bytes,
+    ) -> None:
+        """Sets up a scheduler.
+
+        Args:
+            sandbox: starts and kills workers.
+            plan: how to run.
+            on_trial: called once for each config that ended, with its index, its trial and all it printed.
+            on_tick: called many times a second while the sweep lives.
+            clock: seconds.
+            available_memory: bytes of memory that are free now.
+        """
+        self._sandbox = sandbox
+        self._plan = plan
+        self._on_trial = on_trial
+        self._on_tick = on_tick
+        self._clock = clock
+        self._available_memory = available_memory
+        self._together = plan.route is not Route.APART
+        self._pending: collections.deque[_Job] = collections.deque()
+        self._ready: collections.deque[_Job] = collections.deque()
+        self._workers: dict[int, _Worker] = {}
+        self._devices = [_DeviceState(device, Lease(device)) for device in plan.devices]
+        self._bursting = False
+        self._unfinished = 0
+        self._next_tick = 0.0
+        self._oom_kills = host.oom_kills()
+        self._leftovers = Leftovers({}, {})
+
+    def run(self, configs: Mapping[int, Config]) -> Leftovers:
+        """Runs every config to its outcome.
+
+        Args:
+            configs: the configs by index; they start in this order.
+
+        Returns:
+            What another route must settle; empty where this one settled all.
+        """
+        jobs = [_Job(index, config) for index, config in configs.items()]
+        self._pending.extend(jobs)
+        self._unfinished = len(jobs)
+        try:
+            while self._unfinished:
+                self._start_what_can_be()
+                if not self._unfinished:
+                    break
+                for event in self._sandbox.poll(self._until_next_deadline()):
+                    self._handle(event)
+                self._watch()
+        finally:
+            for state in self._devices:
+                state.lease.release()
+            for job in jobs:
+                _close_executable(job)
+        self._let_idle_workers_go()
+        return self._leftovers
+
+    # Starting
+
+    def _start_what_can_be(self) -> None:
+        self._turn()
+        while self._may_compile():
+            self._start_compiling(self._pending.popleft())
+        for state in self._devices:
+            self._measure_on(state)
+
+    def _turn(self) -> None:
+        """Where compiling and measuring must alternate, decides whose turn it is."""
+        if not self._plan.exclusive:
+            return
+        waiting = len(self._waiting_to_measure())
+        compiling = self._compiling()
+        if self._bursting and not waiting and not self._measuring():
+            self._bursting = False
+        elif (
+            not self._bursting
+            and not compiling
+            and waiting
+            and (waiting >= self._plan.parked or not self._pending)
+        ):
+            self._bursting = True
+
+    def _may_compile(self) -> bool:
+        if not self._pending or self._compiling() >= self._plan.slots or not self._devices:
+            return False
+        if self._plan.exclusive:
+            waiting = len(self._waiting_to_measure()) + self._compiling()
+            return not self._bursting and not self._measuring() and waiting < self._plan.parked
+        return len(self._ready) < _MAX_READY
+
+    def _compiling(self) -> int:
+        return sum(worker.compiling for worker in self._workers.values())
+
+    def _measuring(self) -> int:
+        return sum(state.measuring is not None for state in self._devices)
+
+    def _waiting_to_measure(self) -> list[_Worker] | collections.deque[_Job]:
+        if self._together:
+            return [worker for worker in self._workers.values() if worker.parked]
+        return self._ready
+
+    def _start_compiling(self, job: _Job) -> None:
+        task = {
+            "do": "compile",
+            "trial": job.index,
+            "config": job.config,
+            "options": self._plan.options,
+            "target": self._plan.target,
+        }
+        if self._together:
+            state = min(self._devices, key=lambda state: self._load_of(state))
+            number = self._sandbox.start(task, environ=state.device.environ)
+        else:
+            state = None
+            _close_executable(job)
+            job.executable_fd = spool.create("executable")
+            number = self._sandbox.start({**task, "last": True}, fds=[job.executable_fd])
+        self._workers[number] = _Worker(
+            number, job, state, self._clock() + STARTUP_DEADLINE_S, compiling=True
+        )
+
+    def _load_of(self, state: _DeviceState) -> int:
+        return sum(worker.device is state for worker in self._workers.values())
+
+    def _measure_on(self, state: _DeviceState) -> None:
+        if state.measuring is not None:
+            return
+        if self._plan.exclusive and (self._compiling() or not self._bursting):
+            if not self._bursting:
+                state.lease.release()
+            return
+        if self._together:
+            parked = next((w for w in self._workers.values() if w.parked and w.device is state), None)
+            if parked is not None and state.lease.acquire(self._clock()):
+                parked.parked = False
+                self._grant(state, parked, [])
+            elif parked is None:
+                state.lease.release()
+            return
+        self._measure_apart(state)
+
+    def _measure_apart(self, state: _DeviceState) -> None:
+        if not self._ready:
+            state.lease.release()
+        left = len(self._ready) + len(self._pending) + self._compiling()
+        wanted = 1 if self._plan.exclusive or self._plan.configs_per_worker > 1 else _SPARE_WORKERS
+        if self._ready and self._ready[0].needs_fresh:
+            for used in [worker for worker in state.bench if worker.used]:
+                self._retire(used)
+        for _ in range(min(wanted, left) - len(state.bench)):
+            self._start_measuring_worker(state)
+        worker = next((worker for worker in state.bench if worker.idle), None)
+        if self._ready and worker is not None and state.lease.acquire(self._clock()):
+            worker.job = self._ready.popleft()
+            worker.idle = False
+            state.bench.remove(worker)
+            self._grant(state, worker, [worker.job.executable_fd])
+
+    def _start_measuring_worker(self, state: _DeviceState) -> None:
+        task = {"do": "prepare", "trial": None, "options": self._plan.options}
+        number = self._sandbox.start(task, environ=state.device.environ)
+        worker = _Worker(number, None, state, self._clock() + STARTUP_DEADLINE_S)
+        self._workers[number] = worker
+        state.bench.append(worker)
+
+    def _grant(self, state: _DeviceState, worker: _Worker, fds: Sequence[int]) -> None:
+        """Gives a worker the device; from now on its time runs."""
+        assert worker.job is not None
+        state.measuring = worker
+        worker.phase = Phase.CHECK
+        worker.deadline = self._clock() + self._patience(worker, self._plan.timeout_s)
+        last = self._together or worker.used + 1 >= self._plan.configs_per_worker
+        task = {"do": "measure", "trial": worker.job.index, "config": worker.job.config, "last": last}
+        self._sandbox.send(worker.number, task, fds)
+
+    # Hearing
+
+    def _handle(self, event: pool.Event) -> None:
+        worker = self._workers.get(event.number)
+        if worker is None:
+            if isinstance(event, pool.Ended):
+                self._sandbox.forget(event.number)
+        elif isinstance(event, pool.Said):
+            self._hear(worker, event.message)
+        elif isinstance(event, pool.Damaged):
+            self._condemn(worker, Outcome.CRASHED, f"it damaged its own connection: {event.reason}")
+        else:
+            self._bury(worker, event.status)
+
+    def _hear(self, worker: _Worker, message: dict[str, Any]) -> None:
+        expected = None if worker.job is None else worker.job.index
+        if worker.verdict is not None or message.get("trial") != expected:
+            return  # late, or of a trial that is over
+        try:
+            self._take(worker, message)
+        except (KeyError, TypeError, ValueError) as error:
+            # A config can forge a frame; what it says then makes no sense.
+            self._condemn(worker, Outcome.CRASHED, f"it sent a message that makes no sense: {error!r}")
+
+    def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
+        worker.phase = Phase(message["phase"])
+        match message["type"]:
+            case "phase":
+                if worker.compiling and not worker.began:
+                    worker.began = True
+                    worker.deadline = self._clock() + self._patience(worker, self._plan.compile_timeout_s)
+            case "ready":
+                worker.idle, worker.deadline = True, float("inf")
+                if worker.device is not None:
+                    worker.device.failures = 0
+            case "compiled" if worker.compiling and worker.job is not None:
+                worker.job.compile_s = float(message["compile_s"])
+                worker.compiling, worker.deadline = False, float("inf")
+                if modules := message["modules"]:
+                    self._sandbox.share_modules([str(name) for name in modules])
+                if self._together:
+                    worker.parked = True
+                else:
+                    self._keep_peak(worker)
+                    self._ready.append(worker.job)
+                    worker.job = None
+            case "measured" if worker.device is not None and worker.device.measuring is worker:
+                self._succeed(worker, [float(sample) for sample in message["samples_ms"]])
+            case "failed":
+                self._fail(worker, message)
+
+    def _succeed(self, worker: _Worker, samples_ms: list[float]) -> None:
+        job, state = worker.job, worker.device
+        assert job is not None and state is not None
+        if not samples_ms or not all(0.0 <= sample < float("inf") for sample in samples_ms):
+            raise ValueError("no usable samples")
+        self._keep_peak(worker)
+        ordered = sorted(samples_ms)
+        middle = len(ordered) // 2
+        median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        self._finish(
+            job, worker, Outcome.OK, Phase.MEASURE, "", time_ms=median, samples_ms=tuple(samples_ms)
+        )
+        state.measuring, worker.job = None, None
+        worker.used += 1
+        worker.deadline = float("inf")
+        if self._together or worker.used >= self._plan.configs_per_worker:
+            self._retire(worker)
+        else:
+            worker.idle = True
+            state.bench.append(worker)
+
+    def _fail(self, worker: _Worker, message: dict[str, Any]) -> None:
+        """Something was raised: the worker ends, and so it must, with whatever it did to itself."""
+        outcome = message["outcome"]
+        if outcome == "unfit" and worker.job is not None:
+            self._hand_over(worker.job, str(message["message"]))
+            worker.job, worker.compiling = None, False
+            self._retire(worker)
+            return
+        error, text = str(message["error"]), str(message["message"])
+        self._condemn(worker, Outcome(outcome), f"{error}: {text}" if text else error)
+
+    def _hand_over(self, job: _Job, reason: str) -> None:
+        """Leaves a job, and those not yet begun, to the other route: what is true of one config's program is of all."""
+        for unfit in [job, *self._pending]:
+            self._leftovers.unfit[unfit.index] = reason
+            self._unfinished -= 1
+        self._pending.clear()
+
+    # Ending
+
+    def _condemn(self, worker: _Worker, outcome: Outcome, message: str) -> None:
+        """Decides what a worker's end means, and brings it about."""
+        if worker.verdict is None:
+            worker.verdict = (outcome, message)
+            worker.given_up_at = self._clock() + _KILL_DEADLINE_S
+            worker.parked = worker.idle = False
+            worker.deadline = float("inf")
+            self._sandbox.kill(worker.number)
+
+    def _retire(self, worker: _Worker) -> None:
+        """Lets a worker that has nothing to do end by itself."""
+        worker.idle = False
+        if worker.device is not None and worker in worker.device.bench:
+            worker.device.bench.remove(worker)
+        worker.verdict = (Outcome.OK, "")
+        worker.given_up_at = self._clock() + _KILL_DEADLINE_S
+        self._sandbox.finish(worker.number)
+        # A worker holds nothing that matters here; one with a device would take seconds to close it politely.
+        self._sandbox.kill(worker.number)
+
+    def _bury(self, worker: _Worker, status: int | None) -> None:
+        """Draws the conclusion from a worker's end: a process that ends without a result did not succeed."""
+        job = worker.job
+        self._keep_peak(worker)
+        outcome, message = worker.verdict or self._judge(status)
+        state = worker.device
+        if job is not None:
+            self._settle(job, worker, outcome, message)
+        elif state is not None and worker in state.bench and outcome is not Outcome.OK:
+            self._blame_device(state, worker, outcome, message)
+        self._remove(worker)
+
+    def _remove(self, worker: _Worker) -> None:
+        if (state := worker.device) is not None:
+            if state.measuring is worker:
+                state.measuring = None
+            if worker in state.bench:
+                state.bench.remove(worker)
+        del self._workers[worker.number]
+        self._sandbox.forget(worker.number)
+
+    def _judge(self, status: int | None) -> tuple[Outcome, str]:
+        if status is None:
+            return Outcome.LOST, "the process that started it died"
+        message = f"the process {pool.describe_status(status)} without a result"
+        kills = host.oom_kills()
+        if status == -9 and kills > self._oom_kills:
+            self._oom_kills = kills
+            return Outcome.OOM, "the kernel's out-of-memory killer took the process"
+        return Outcome.CRASHED, message
+
+    def _settle(self, job: _Job, worker: _Worker, outcome: Outcome, message: str) -> None:
+        if outcome is Outcome.LOST and not job.was_lost:
+            job.was_lost = True
+            self._again(job)
+        elif worker.used and outcome.is_failure:
+            # What an earlier config did to this process is not this one's fault until a fresh process says so.
+            job.needs_fresh = True
+            self._ready.appendleft(job)
+        else:
+            self._finish(job, worker, outcome, worker.phase, message)
+
+    def _again(self, job: _Job) -> None:
+        if job.executable_fd >= 0 and job.compile_s is not None:
+            self._ready.appendleft(job)
+        else:
+            self._pending.appendleft(job)
+
+    def _finish(
+        self, job: _Job, worker: _Worker | None, outcome: Outcome, phase: Phase | None, message: str, **measured: Any
+    ) -> None:
+        log = "" if worker is None else self._sandbox.log(worker.number)
+        trial = Trial(
+            config=job.config,
+            outcome=outcome,
+            phase=phase,
+            message=message,
+            compile_s=job.compile_s,
+            peak_memory_bytes=job.peak_bytes or None,
+            log_tail=log[-_LOG_TAIL_CHARS:],
+            route=self._plan.route,
+            **measured,
+        )
+        _close_executable(job)
+        self._unfinished -= 1
+        if self._plan.target is not None and outcome is Outcome.ERROR and phase is Phase.COMPILE:
+            self._leftovers.unconfirmed[job.index] = (trial, log)
+        else:
+            self._on_trial(job.index, trial, log)
+
+    def _blame_device(self, state: _DeviceState, worker: _Worker, outcome: Outcome, message: str) -> None:
+        """A measuring worker failed before it had a config: after a second time its device is withdrawn."""
+        state.failures += 1
+        _logger.warning("no measuring worker on %s: %s: %s", state.device.name, outcome.value, message)
+        if state.failures >= _MAX_DEVICE_FAILURES:
+            self._withdraw(state, outcome, f"no worker could be made ready on {state.device.name}: {message}")
+
+    def _withdraw(self, state: _DeviceState, outcome: Outcome, message: str) -> None:
+        state.lease.release()
+        self._devices.remove(state)
+        if self._devices:
+            return
+        for job in [*self._ready, *self._pending]:
+            self._finish(job, None, outcome, Phase.CHECK, message)
+        self._ready.clear()
+        self._pending.clear()
+        for worker in list(self._workers.values()):
+            if worker.job is not None and worker.verdict is None:
+                self._condemn(worker, outcome, message)
+
+    def _let_idle_workers_go(self) -> None:
+        for worker in list(self._workers.values()):
+            if worker.verdict is None:
+                self._sandbox.finish(worker.number)
+
+    # Watching
+
+    def _until_next_deadline(self) -> float:
+        now = self._clock()
+        soonest = min((worker.deadline for worker in self._workers.values()), default=now + _TICK_S)
+        return max(0.0, min(soonest, max(self._next_tick, now + 0.001), now + _TICK_S) - now)
+
+    def _watch(self) -> None:
+        now = self._clock()
+        for worker in list(self._workers.values()):
+            if now >= worker.deadline:
+                self._condemn(worker, *self._overdue(worker))
+            elif worker.given_up_at is not None and now >= worker.given_up_at:
+                self._give_up(worker)
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            self._on_tick()
+            self._sandbox.trim_logs()
+            self._watch_memory()
+
+    def _patience(self, worker: _Worker, allowed_s: float) -> float:
+        is_troubled = worker.job is not None and worker.job.index in self._plan.troubled
+        return allowed_s / _TROUBLED_DIVISOR if is_troubled else allowed_s
+
+    def _overdue(self, worker: _Worker) -> tuple[Outcome, str]:
+        if worker.device is not None and worker.device.measuring is worker:
+            allowed_s = self._patience(worker, self._plan.timeout_s)
+            return Outcome.TIMEOUT, f"checking and measuring took longer than {allowed_s:g} s"
+        if worker.began:
+            allowed_s = self._patience(worker, self._plan.compile_timeout_s)
+            return Outcome.TIMEOUT, f"compiling took longer than {allowed_s:g} s"
+        return Outcome.LOST, f"the worker was not up within {STARTUP_DEADLINE_S:g} s"
+
+    def _give_up(self, worker: _Worker) -> None:
+        """A process that SIGKILL does not end: go on without it, and without its device."""
+        assert worker.verdict is not None
+        outcome, message = worker.verdict
+        state = worker.device
+        _logger.error("worker %s does not die after SIGKILL", self._sandbox.pid(worker.number))
+        if worker.job is not None:
+            self._finish(worker.job, worker, outcome, worker.phase, f"{message}; its process does not die")
+        self._remove(worker)
+        if state is not None and state in self._devices:
+            self._withdraw(state, Outcome.LOST, f"{state.device.name} is held by a process that does not die")
+
+    def _watch_memory(self) -> None:
+        baseline = self._sandbox.baseline_bytes
+        largest: tuple[int, _Worker] | None = None
+        for worker in self._workers.values():
+            pid = self._sandbox.pid(worker.number)
+            if pid is None or worker.verdict is not None:
+                continue
+            family = [pid, *host.descendants(pid)]
+            used = max(0, sum(map(host.private_memory_bytes, family)) - baseline)
+            worker.peak_bytes = max(worker.peak_bytes, used)
+            limit = self._plan.memory_limit_bytes
+            if used > limit:
+                self._condemn(
+                    worker, Outcome.OOM, f"it held {_gigabytes(used)}, over its limit of {_gigabytes(limit)}"
+                )
+            elif largest is None or used > largest[0]:
+                largest = (used, worker)
+        if largest is not None and (free := self._available_memory()) < _MEMORY_FLOOR_BYTES:
+            self._condemn(
+                largest[1],
+                Outcome.OOM,
+                f"the machine had only {_gigabytes(free)} left and it held {_gigabytes(largest[0])}, the most",
+            )
+
+    def _keep_peak(self, worker: _Worker) -> None:
+        if worker.job is not None:
+            worker.job.peak_bytes = max(worker.job.peak_bytes, worker.peak_bytes)
+
+
+def _gigabytes(amount: int) -> str:
+    return f"{amount / 1e9:.2f} GB"
+
+
+def _close_executable(job: _Job) -> None:
+    if job.executable_fd >= 0:
+        os.close(job.executable_fd)
+        job.executable_fd = -1

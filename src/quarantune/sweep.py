@@ -1,0 +1,262 @@
+"""One sweep: packs the call, opens the sandbox, and chooses the routes its configs take."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from quarantune import _jax_internals, discovery, host, in_process, payload, report
+from quarantune.cache.keys import safe_name
+from quarantune.environment import Settings, parse_memory
+from quarantune.options import Options
+from quarantune.outcomes import Config, Outcome, Phase, Route, Trial
+from quarantune.sandbox import pool, spool
+from quarantune.scheduler import Leftovers, Plan, Scheduler
+
+_logger = logging.getLogger("quarantune")
+
+_CPU_PARKED = 4
+"""On a CPU, how many compiled configs wait before the machine is kept quiet to measure them."""
+_DEVICE_PARKED = 4
+"""The same on an accelerator, for each device: every one of them holds a context there."""
+_CONFIGS_PER_ACCELERATOR_WORKER = 32
+_MEMORY_SHARE = 0.9
+
+Finish = Callable[[int, Trial, str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A call to tune for.
+
+    Attributes:
+        fn: the function inside, jitted or not.
+        name: what to call it.
+        args: the call's positional arguments; arrays may be concrete, tracers or `jax.ShapeDtypeStruct`.
+        kwargs: its keyword arguments, likewise.
+        platform: where it is to run: `cpu`, `cuda`, `rocm` or `tpu`.
+    """
+
+    fn: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    platform: str
+
+
+def run(
+    problem: Problem,
+    configs: Mapping[int, Config],
+    *,
+    options: Options,
+    settings: Settings,
+    on_trial: Callable[[int, Trial], None],
+    on_tick: Callable[[], None],
+    troubled: Collection[int] = (),
+) -> None:
+    """Runs every config to its outcome.
+
+    Args:
+        problem: the call.
+        configs: the configs by index, in the order to try them.
+        options: the author's.
+        settings: the operator's, which beat the author's.
+        on_trial: called with each config's index and trial as it ends.
+        on_tick: called many times a second while the sweep lives.
+        troubled: indices of configs that hung or crashed before, and get shorter deadlines.
+
+    Raises:
+        TypeError: something of the call cannot be sent to another process; nothing was started then.
+        ValueError: the settings name a device that is not there.
+        SandboxError: the machinery around the configs failed.
+    """
+
+    def finish(index: int, trial: Trial, log: str) -> None:
+        if settings.log_dir is not None:
+            _keep_log(settings.log_dir, problem.name, index, trial, log)
+        on_trial(index, trial)
+
+    packed = payload.pack_call(problem.fn, problem.args, problem.kwargs)
+    with _spooled(packed) as (payload_fd, arrays_fd):
+        if settings.isolation == "none":
+            call = dataclasses.replace(payload.unpack_call(packed.blob), fn=problem.fn)
+            worker_options = _worker_options(None, options)
+            in_process.run(call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish)
+            return
+        if problem.platform == "tpu":
+            raise ValueError(
+                "a TPU belongs to the process that uses it, so workers cannot measure on it: "
+                "set QUARANTUNE_ISOLATION=none to tune in this process"
+            )
+        method = settings.start_method or ("fork" if sys.platform == "linux" else "spawn")
+        with pool.Sandbox(payload_fd=payload_fd, arrays_fd=arrays_fd, method=method) as sandbox:
+            sweep = _Sweep(sandbox, problem, options, settings, finish, on_tick, troubled)
+            sweep.run(dict(configs))
+
+
+class _Sweep:
+    """The routes of one sweep."""
+
+    def __init__(
+        self,
+        sandbox: pool.Sandbox,
+        problem: Problem,
+        options: Options,
+        settings: Settings,
+        finish: Finish,
+        on_tick: Callable[[], None],
+        troubled: Collection[int],
+    ) -> None:
+        self._sandbox = sandbox
+        self._problem = problem
+        self._options = options
+        self._settings = settings
+        self._finish = finish
+        self._on_tick = on_tick
+        self._troubled = troubled
+        self._on_cpu = problem.platform == "cpu"
+        self._compile_timeout_s = settings.compile_timeout or float(options.compile_timeout)
+        self._devices, self._target = discovery.devices_and_target(problem.platform, settings)
+        self._slots = host.compile_slots(
+            utilization=settings.cpu_utilization,
+            count=settings.cpu_count,
+            max_count=settings.max_cpu_count,
+        )
+
+    def run(self, configs: dict[int, Config]) -> None:
+        try:
+            self._sandbox.open(load_timeout_s=self._compile_timeout_s)
+        except pool.LoadError as error:
+            self._fail_all(configs, error.report)
+            return
+        if not self._can_part():
+            self._run_route(configs, Route.TOGETHER, self._finish)
+            return
+        leftovers = self._run_route(configs, Route.APART, self._finish)
+        if leftovers.unfit:
+            reason = next(iter(leftovers.unfit.values()))
+            _logger.info("%s: compiling on the device, because %s", self._problem.name, reason)
+            self._run_route(
+                {index: configs[index] for index in leftovers.unfit}, Route.TOGETHER, self._finish
+            )
+        if leftovers.unconfirmed:
+            self._confirm(configs, leftovers.unconfirmed)
+
+    def _can_part(self) -> bool:
+        """Whether compiling and measuring are to be done by different workers."""
+        if self._on_cpu:
+            # A CPU worker is cheap, and carrying an executable from one to another is not quicker.
+            return self._configs_per_worker() > 1 and _jax_internals.is_jitted(self._problem.fn)
+        # A function whose module asked JAX for its devices as it was imported may depend on the answer.
+        return (
+            self._target is not None
+            and self._sandbox.forks_loaded
+            and _jax_internals.is_jitted(self._problem.fn)
+        )
+
+    def _confirm(self, configs: dict[int, Config], unconfirmed: dict[int, tuple[Trial, str]]) -> None:
+        """Repeats the first error raised without the device on the device; if it stands there, so do the others."""
+        first, *others = unconfirmed
+        repeated: list[Trial] = []
+
+        def finish_first(index: int, trial: Trial, log: str) -> None:
+            repeated.append(trial)
+            self._finish(index, trial, log)
+
+        self._run_route({first: configs[first]}, Route.TOGETHER, finish_first)
+        if repeated[0].outcome is Outcome.ERROR:
+            for index in others:
+                self._finish(index, *unconfirmed[index])
+        elif others:
+            self._run_route({index: configs[index] for index in others}, Route.TOGETHER, self._finish)
+
+    def _run_route(self, configs: dict[int, Config], route: Route, finish: Finish) -> Leftovers:
+        exclusive = self._on_cpu or route is Route.TOGETHER
+        parked = (
+            max(_CPU_PARKED, 2 * self._slots)
+            if self._on_cpu
+            else len(self._devices) * min(_DEVICE_PARKED, self._slots)
+        )
+        workers = parked if exclusive else self._slots + len(self._devices)
+        plan = Plan(
+            route=route,
+            options=_worker_options(self._problem.platform, self._options),
+            target=self._target if route is Route.APART else None,
+            slots=self._slots,
+            devices=tuple(self._devices),
+            configs_per_worker=self._configs_per_worker(),
+            exclusive=exclusive,
+            parked=parked,
+            compile_timeout_s=self._compile_timeout_s,
+            timeout_s=self._settings.timeout or float(self._options.timeout),
+            memory_limit_bytes=self._memory_limit(workers),
+            troubled=frozenset(self._troubled),
+        )
+        return Scheduler(self._sandbox, plan, on_trial=finish, on_tick=self._on_tick).run(configs)
+
+    def _memory_limit(self, workers: int) -> int:
+        if self._settings.memory_limit is not None:
+            return self._settings.memory_limit
+        if self._options.memory_limit is not None:
+            return parse_memory(self._options.memory_limit)
+        return int(_MEMORY_SHARE * host.available_memory_bytes() / max(1, workers))
+
+    def _configs_per_worker(self) -> int:
+        if self._settings.configs_per_worker is not None:
+            return self._settings.configs_per_worker
+        return 1 if self._on_cpu else _CONFIGS_PER_ACCELERATOR_WORKER
+
+    def _fail_all(self, configs: dict[int, Config], report: dict[str, Any]) -> None:
+        """The function itself cannot be loaded, which is every config's end."""
+        text = f"{report['error']}: {report['message']}" if report["error"] else report["message"]
+        log = "\n".join(part for part in (report["traceback"], report.get("log", "")) if part)
+        for index, config in configs.items():
+            trial = Trial(
+                config=config,
+                outcome=Outcome(report.get("outcome", "error")),
+                phase=Phase.LOAD,
+                message=text,
+                log_tail=log,
+            )
+            self._finish(index, trial, log)
+
+
+def _worker_options(platform: str | None, options: Options) -> dict[str, Any]:
+    return {"platform": platform, "warmup": options.warmup, "rep": options.rep}
+
+
+@contextlib.contextmanager
+def _spooled(packed: payload.PackedCall) -> Iterator[tuple[int, int]]:
+    """Yields descriptors of the payload and of the arrays, which no worker can write to; -1 for no arrays."""
+    with contextlib.ExitStack() as stack:
+        fds = []
+        for label, size_bytes in (("payload", len(packed.blob)), ("arrays", packed.spool_bytes)):
+            fds.append(spool.create(label, size_bytes=size_bytes) if size_bytes else -1)
+            if size_bytes:
+                stack.callback(os.close, fds[-1])
+        spool.write(fds[0], packed.blob)
+        if packed.spool_bytes:
+            payload.write_arrays(packed, fds[1])
+        for position, fd in enumerate(fds):
+            if fd >= 0:
+                fds[position] = spool.protect(fd)
+                stack.callback(os.close, fds[position])
+        yield fds[0], fds[1]
+
+
+def _keep_log(directory: Path, name: str, index: int, trial: Trial, log: str) -> None:
+    """Keeps what a trial printed; a log that cannot be kept is no reason to lose the trial."""
+    text = f"# {report.format_config(trial.config)}\n# {trial.outcome.value}: {trial.message}\n{log}"
+    try:
+        folder = directory / safe_name(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{os.getpid()}-{index:04d}.log"
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        _logger.warning("cannot keep a trial's log in %s: %s", directory, error)

@@ -1,0 +1,31 @@
+"""What every test stands on: a cache of its own, no progress output, and GPU tests only with a GPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Gives the test, and every process it starts, a cache of its own."""
+    directory = tmp_path / "cache"
+    monkeypatch.setenv("QUARANTUNE_CACHE_DIR", str(directory))
+    monkeypatch.setenv("QUARANTUNE_PROGRESS", "0")
+    return directory
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if _has_cuda():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device and JAX's CUDA plugin"))
+
+
+def _has_cuda() -> bool:
+    """Asks the driver and the installed packages, not JAX: that would start a backend in this process."""
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    return Path("/proc/driver/nvidia/version").exists() and any("cuda" in plugin.name for plugin in plugins)

@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quarantune.environment import Settings, current, parse_memory, settings
+
+
+def test_defaults_are_those_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUARANTUNE_CACHE_DIR")
+    monkeypatch.delenv("QUARANTUNE_PROGRESS")
+    now = current()
+    assert now == Settings()
+    assert now.cache_dir.is_absolute()
+    assert now.cache_dir.name == "quarantune"
+    assert (now.cpu_utilization, now.cpu_count, now.max_cpu_count) == (0.9, -1, -1)
+    assert (now.on_miss, now.isolation, now.lock_timeout) == ("tune", "process", 60.0)
+    unset = [now.compile_timeout, now.timeout, now.memory_limit, now.devices, now.configs_per_worker]
+    assert [*unset, now.start_method, now.progress, now.log_dir] == [None] * 8
+    assert [now.disable_cache, now.always_tune, now.version_check] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("cache_dir", "~/there", Path("~/there").expanduser()),
+        ("disable_cache", "1", True),
+        ("always_tune", "True", True),
+        ("version_check", "off", False),
+        ("on_miss", "Error", "error"),
+        ("cpu_utilization", "0.5", 0.5),
+        ("cpu_count", "4", 4),
+        ("max_cpu_count", "-1", -1),
+        ("compile_timeout", "2.5", 2.5),
+        ("timeout", " 7 ", 7.0),
+        ("memory_limit", "2GiB", 2 * 2**30),
+        ("devices", "0, 2", ("0", "2")),
+        ("devices", "all", None),
+        ("configs_per_worker", "auto", None),
+        ("configs_per_worker", "32", 32),
+        ("start_method", "spawn", "spawn"),
+        ("isolation", "none", "none"),
+        ("progress", "auto", None),
+        ("progress", "0", False),
+        ("log_dir", "/somewhere", Path("/somewhere")),
+        ("lock_timeout", "0", 0.0),
+        ("timeout", "", None),
+    ],
+)
+def test_a_variable_is_read_when_asked_for(
+    name: str, text: str, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"QUARANTUNE_{name.upper()}", text)
+    assert getattr(current(), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "accepted"),
+    [
+        ("disable_cache", "maybe", "0 or 1"),
+        ("on_miss", "panic", "'tune', 'default' or 'error'"),
+        ("cpu_utilization", "1.5", "at most 1"),
+        ("cpu_utilization", "0", "above 0"),
+        ("cpu_count", "2.5", "whole number"),
+        ("cpu_count", "-2", "whole number"),
+        ("compile_timeout", "nan", "seconds above 0"),
+        ("timeout", "inf", "seconds above 0"),
+        ("timeout", "-1", "seconds above 0"),
+        ("memory_limit", "8 elephants", "'8GB'"),
+        ("memory_limit", "0", "'8GB'"),
+        ("devices", "0,,2", "indices or UUIDs"),
+        ("devices", "0,0", "different"),
+        ("configs_per_worker", "0", "or 'auto'"),
+        ("start_method", "forkserver", "'fork' or 'spawn'"),
+        ("isolation", "docker", "'process' or 'none'"),
+        ("progress", "2", "0, 1, or 'auto'"),
+        ("lock_timeout", "-0.1", "0 or more"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name_with_what_is_accepted(
+    name: str, text: str, accepted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = f"QUARANTUNE_{name.upper()}"
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(ValueError, match=variable) as caught:
+        current()
+    assert repr(text) in str(caught.value)
+    assert accepted in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("timeout", 5, 5.0),
+        ("timeout", "5", 5.0),
+        ("memory_limit", 1024, 1024),
+        ("devices", [0, 2], ("0", "2")),
+        ("devices", 1, ("1",)),
+        ("progress", True, True),
+        ("cache_dir", Path("/x"), Path("/x")),
+        ("configs_per_worker", 1, 1),
+    ],
+)
+def test_a_block_takes_python_values_and_strings(name: str, value: Any, expected: Any) -> None:
+    with settings(**{name: value}):
+        assert getattr(current(), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("timeout", True), ("cpu_count", False), ("devices", []), ("on_miss", 3)]
+)
+def test_a_block_refuses_a_bad_value_before_it_is_entered(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        settings(**{name: value})
+
+
+def test_a_block_beats_the_variable_and_the_inner_block_beats_the_outer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QUARANTUNE_TIMEOUT", "1")
+    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "3")
+    with settings(timeout=2, on_miss="default"):
+        with settings(timeout=3):
+            inner = current()
+        outer = current()
+    after = current()
+    assert (inner.timeout, inner.on_miss, inner.cpu_count) == (3.0, "default", 3)
+    assert outer.timeout == 2.0
+    assert (after.timeout, after.on_miss) == (1.0, "tune")
+
+
+def test_a_block_may_be_entered_inside_itself() -> None:
+    block = settings(timeout=2)
+    with block:
+        with block:
+            pass
+        assert current().timeout == 2.0
+    assert current().timeout is None
+
+
+def test_none_in_a_block_stands_for_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUARANTUNE_TIMEOUT", "1")
+    with settings(timeout=None):
+        assert current().timeout is None
+
+
+def test_a_block_hides_a_bad_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUARANTUNE_TIMEOUT", "soon")
+    with settings(timeout=4):
+        assert current().timeout == 4.0
+
+
+def test_a_block_ends_when_its_body_raises() -> None:
+    with pytest.raises(KeyError), settings(timeout=2):
+        raise KeyError
+    assert current().timeout is None
+
+
+def test_a_block_holds_in_its_own_thread_only() -> None:
+    seen: list[float | None] = []
+    with settings(timeout=2):
+        thread = threading.Thread(target=lambda: seen.append(current().timeout))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_one_and_the_list() -> None:
+    with pytest.raises(TypeError, match="Did you mean 'timeout'") as caught:
+        settings(time_out=5)
+    assert "lock_timeout" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", 1),
+        (4096, 4096),
+        ("8GB", 8 * 10**9),
+        ("8gib", 8 * 2**30),
+        ("1.5k", 1500),
+        ("2 MiB", 2**21),
+        ("3T", 3 * 10**12),
+    ],
+)
+def test_memory_is_parsed(text: int | str, expected: int) -> None:
+    assert parse_memory(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1e9", "nan", "8 XB", True, 0, "0.2"])
+def test_what_is_no_memory_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="amount of memory"):
+        parse_memory(text)
+
+
+def test_a_relative_cache_directory_does_not_move_with_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with settings(cache_dir="here"):
+        monkeypatch.chdir("/")
+        assert current().cache_dir == tmp_path / "here"

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from quarantune import inputs
+
+FLOATS = [
+    "float16",
+    "float32",
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3b11fnuz",
+    "float8_e8m0fnu",
+    "float4_e2m1fn",
+]
+INTEGERS = ["int4", "uint4", "int8", "uint8", "int16", "int32", "uint32"]
+
+
+def _numbers(array: jax.Array) -> np.ndarray:
+    return np.asarray(array).astype(np.float64)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_floats_are_finite_and_within_one(dtype: str) -> None:
+    array = inputs.make((64, 3), dtype, seed=0)
+    assert (array.shape, array.dtype.name) == ((64, 3), dtype)
+    numbers = _numbers(array)
+    assert np.isfinite(numbers).all()
+    assert np.abs(numbers).max() <= 1
+    assert len(np.unique(numbers)) > 3
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("kind", ["auto", "integer", "uniform", "normal"])
+def test_integers_are_safe_as_indices_into_their_own_array(dtype: str, kind: str) -> None:
+    numbers = _numbers(inputs.make((5, 100), dtype, kind=kind, seed=1))
+    assert numbers.min() >= 0
+    assert 1 <= numbers.max() < 5
+
+
+def test_integers_stay_small_in_large_arrays_and_zero_in_scalars() -> None:
+    assert np.asarray(inputs.make((4096,), "int32", seed=0)).max() == 7
+    assert inputs.make((), "int32", seed=0) == 0
+    assert inputs.make((1, 9), "int32", seed=0).max() == 0
+
+
+def test_booleans_are_balanced() -> None:
+    assert 0.4 < np.asarray(inputs.make((1000,), "bool", seed=0)).mean() < 0.6
+
+
+def test_complex_numbers_have_both_parts() -> None:
+    array = np.asarray(inputs.make((100,), "complex64", seed=0))
+    assert array.real.std() > 0.3
+    assert array.imag.std() > 0.3
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_are_keys_of_their_implementation(impl: str) -> None:
+    dtype = jax.random.key(0, impl=impl).dtype
+    keys = inputs.make((3,), dtype, seed=0)
+    assert (keys.shape, keys.dtype) == ((3,), dtype)
+    assert len({float(jax.random.uniform(key)) for key in keys}) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high", "mean", "deviation"),
+    [
+        ("uniform", -1, 1, 0, 1 / 3**0.5),
+        ("normal", -6, 6, 0, 1),
+        ("randn", -6, 6, 0, 1),
+        ("integer", -2, 2, 0, 2**0.5),
+        ("zeros", 0, 0, 0, 0),
+        ("ones", 1, 1, 1, 0),
+    ],
+)
+def test_each_kind_has_its_distribution(
+    kind: str, low: int, high: int, mean: float, deviation: float
+) -> None:
+    numbers = _numbers(inputs.make((20_000,), "float32", kind=kind, seed=0))
+    assert numbers.min() >= low
+    assert numbers.max() <= high
+    assert numbers.mean() == pytest.approx(mean, abs=0.05)
+    assert numbers.std() == pytest.approx(deviation, abs=0.05)
+    assert kind != "integer" or (numbers == numbers.round()).all()
+
+
+def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="kind must be one of auto, .*got 'gaussian'"):
+        inputs.make((2,), "float32", kind="gaussian", seed=0)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "bfloat16"])
+def test_any_shape_can_be_made(shape: tuple[int, ...], dtype: str) -> None:
+    assert inputs.make(shape, dtype, seed=0).shape == shape
+
+
+def test_weak_types_are_kept() -> None:
+    weak = inputs.make((3,), "float32", True, seed=0)
+    assert weak.weak_type
+    assert (weak * jnp.ones(3, jnp.bfloat16)).dtype == jnp.bfloat16
+    assert not inputs.make((3,), "float32", seed=0).weak_type
+
+
+def test_double_precision_is_kept_whatever_the_mode() -> None:
+    assert inputs.make((3,), "float64", seed=0).dtype == np.float64
+
+
+def test_other_seeds_and_arguments_get_other_data() -> None:
+    first, *others = (
+        np.asarray(inputs.make((50,), "float32", seed=seed, index=index))
+        for seed, index in [(0, 0), (0, 1), (1, 0)]
+    )
+    assert all((first != other).any() for other in others)
+
+
+def test_a_large_array_does_not_repeat_within_its_rows() -> None:
+    array = np.asarray(inputs.make((2048, 1024), "float16", seed=0))
+    assert not any((array[row] == array[0]).all() for row in range(1, 2048))
+
+
+def test_every_process_makes_the_same_data(tmp_path: Path) -> None:
+    script = "import json\nfrom quarantune import inputs\n"
+    script += "print(json.dumps(inputs.make((4, 5), 'float32', seed=3, index=2).tolist()))"
+    path = tmp_path / "make.py"
+    path.write_text(script)
+    source = str(Path(inputs.__file__).parents[1])
+    env = os.environ | {"PYTHONPATH": source, "PYTHONHASHSEED": "77", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(done.stdout) == inputs.make((4, 5), "float32", seed=3, index=2).tolist()
+
+
+def test_making_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if "compile" in event:
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x * 3.25)(2.0)
+        assert compiled, "the listener hears compiles"
+        compiled.clear()
+        for dtype in ("float32", "bfloat16", "int32", "bool", "complex64", np.dtype(ml_dtypes.float8_e4m3fn)):
+            inputs.make((7, 11), dtype, True, seed=0)
+        assert not compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -1,0 +1,740 @@
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quarantune import _jax_internals, inputs, payload
+
+# A script without a guard, as users write them: all of it lives in `__main__`. Each case is a call; the script
+# packs it and writes down what the call gives here, another process says what it gives there.
+SENDER = r"""
+import dataclasses, enum, functools, json, linecache, sys, types, typing
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import pallas as pl
+from quarantune import _jax_internals, payload
+import named_module
+
+out = Path(sys.argv[1])
+CASES = {}
+def case(make):
+    CASES[make.__name__] = make
+    return make
+
+X = np.arange(6, dtype=np.float32).reshape(2, 3) / 7
+
+@functools.partial(jax.jit, static_argnames=["scale", "act"], donate_argnums=(1,), keep_unused=True)
+def kernel(a, b, scale: int = 2, act=None):
+    "Its docstring."
+    return helper(a + b) * scale
+
+def helper(x):
+    return jnp.sin(x)
+
+@case
+def a_jitted_function_of_a_script_without_a_guard():
+    return kernel, (X, jnp.asarray(X)), {"scale": 3}
+
+@case
+def a_plain_function():
+    return (lambda a: helper(a)), (X,), {}
+
+@case
+def a_closure():
+    factor, offset = 3.5, np.float32(2)
+    @jax.jit
+    def scaled(a):
+        return a * factor + offset
+    return scaled, (X,), {}
+
+@case
+def a_function_inside_a_function():
+    def outer(a):
+        def inner(b):
+            return helper(b) + 1
+        return inner(a)
+    return jax.jit(outer), (X,), {}
+
+@case
+def a_jitted_lambda():
+    return jax.jit(lambda a, k=2: a * k), (X,), {}
+
+@case
+def a_partial_inside_jit():
+    return jax.jit(functools.partial(lambda power, a: a ** power, 3)), (X,), {}
+
+@dataclasses.dataclass(frozen=True)
+class Scaler:
+    by: float
+    @functools.partial(jax.jit, static_argnames=["self", "n"])
+    def apply(self, a, n=2):
+        return a * self.by * n
+
+@case
+def a_method_whose_self_is_static():
+    return Scaler.apply, (Scaler(1.5), X), {"n": 4}
+
+@case
+def a_jitted_bound_method():
+    class Holder:
+        def __init__(self, by): self.by = by
+        def apply(self, a): return a * self.by
+    return jax.jit(Holder(4.0).apply), (X,), {}
+
+@case
+def a_callable_object():
+    class Callable:
+        def __init__(self, by): self.by = by
+        def __call__(self, a): return a - self.by
+    return jax.jit(Callable(2.0)), (X,), {}
+
+@case
+def a_notebook_cell():
+    source = "@jax.jit\ndef cell(a):\n    return helper(a) * CONSTANT\n"
+    linecache.cache["<cell 1>"] = (len(source), None, source.splitlines(True), "<cell 1>")
+    globals()["CONSTANT"] = 5
+    exec(compile(source, "<cell 1>", "exec"), globals())
+    return cell, (X,), {}
+
+@functools.partial(jax.jit, static_argnames=["depth"])
+def recursive(a, depth=2):
+    return a if depth == 0 else recursive(a * 2, depth=depth - 1)
+
+@case
+def a_jitted_function_that_mentions_itself():
+    return recursive, (X,), {}
+
+@jax.custom_vjp
+def clipped(x):
+    return jnp.sum(x)
+def clipped_fwd(x):
+    return clipped(x), (x,)
+def clipped_bwd(residuals, g):
+    return (g * 7 * jnp.ones_like(residuals[0]),)
+clipped.defvjp(clipped_fwd, clipped_bwd)
+
+@case
+def a_gradient_through_a_custom_vjp_that_mentions_itself():
+    return jax.jit(lambda a: jax.grad(clipped)(a)), (X,), {}
+
+@jax.custom_jvp
+def bent(x):
+    return x * 2
+@bent.defjvp
+def bent_jvp(primals, tangents):
+    return bent(*primals), tangents[0] * 9
+
+@case
+def a_tangent_through_a_custom_jvp():
+    return jax.jit(lambda a: jax.jvp(bent, (a,), (a,))[1]), (X,), {}
+
+def double_kernel(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+@case
+def a_prebuilt_pallas_call():
+    built = pl.pallas_call(double_kernel, out_shape=jax.ShapeDtypeStruct(X.shape, X.dtype), interpret=True)
+    return jax.jit(lambda a: built(a)), (X,), {}
+
+@case
+def a_prebuilt_pallas_call_with_squeezed_blocks():
+    built = pl.pallas_call(
+        double_kernel, out_shape=jax.ShapeDtypeStruct(X.shape, X.dtype), grid=(2,), interpret=True,
+        in_specs=[pl.BlockSpec((pl.squeezed, 3), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((pl.squeezed, 3), lambda i: (i, 0)))
+    return built, (X,), {}
+
+@case
+def closed_over_jax_arrays():
+    plain, half = jnp.asarray(X), jnp.asarray(X, jnp.bfloat16)
+    weak, key = jnp.full((3,), 2.0), jax.random.key(3, impl="rbg")
+    assert weak.weak_type
+    @jax.jit
+    def uses(a):
+        assert (a.astype(jnp.bfloat16) * weak).dtype == jnp.bfloat16 and half.dtype == jnp.bfloat16
+        return a * plain + half * weak + jax.random.uniform(key, (3,))
+    return uses, (X,), {}
+
+@case
+def an_argument_also_closed_over():
+    shared = jnp.asarray(X)
+    return jax.jit(lambda a: a * shared), (shared,), {}
+
+class Node:
+    def __init__(self, x, tag): self.x, self.tag = x, tag
+jax.tree_util.register_pytree_node(Node, lambda n: ((n.x,), n.tag), lambda tag, c: Node(c[0], tag))
+
+@jax.tree_util.register_pytree_node_class
+class ClassNode:
+    def __init__(self, x, tag): self.x, self.tag = x, tag
+    def tree_flatten(self): return (self.x,), self.tag
+    @classmethod
+    def tree_unflatten(cls, tag, children): return cls(children[0], tag)
+
+@jax.tree_util.register_pytree_with_keys_class
+class KeysClassNode:
+    def __init__(self, x, tag): self.x, self.tag = x, tag
+    def tree_flatten_with_keys(self): return ((jax.tree_util.GetAttrKey("x"), self.x),), self.tag
+    @classmethod
+    def tree_unflatten(cls, tag, children): return cls(children[0], tag)
+
+class KeysNode:
+    def __init__(self, x, tag): self.x, self.tag = x, tag
+jax.tree_util.register_pytree_with_keys(
+    KeysNode, lambda n: (((jax.tree_util.GetAttrKey("x"), n.x),), n.tag), lambda tag, c: KeysNode(c[0], tag))
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x"], meta_fields=["tag"])
+@dataclasses.dataclass
+class DataNode:
+    x: object
+    tag: int
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StaticNode:
+    tag: int
+
+class TupleNode(typing.NamedTuple):
+    x: object
+    tag: float
+
+@jax.jit
+def of_node(node):
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(node)[0]]
+    named = 100 if paths == [".x"] else 0
+    return jax.tree_util.tree_map(lambda x: x * node.tag + named, node).x
+
+for cls in (Node, ClassNode, KeysClassNode, KeysNode, DataNode):
+    CASES[f"a_pytree_class_{cls.__name__}"] = lambda cls=cls: (of_node, (cls(X, 3),), {})
+
+@case
+def a_pytree_class_inside_a_dict_and_a_static_node():
+    tree = {"n": DataNode(jnp.asarray(X), 2), "s": StaticNode(5)}
+    return jax.jit(lambda d: d["n"].x * d["s"].tag), (tree,), {}
+
+@case
+def a_named_tuple_class():
+    return jax.jit(lambda t: t.x * t.tag), (TupleNode(X, 2.0),), {}
+
+class Mode(enum.Enum):
+    UP = 1
+    DOWN = 2
+
+@case
+def an_enum_as_a_static_argument():
+    @functools.partial(jax.jit, static_argnames=["mode"])
+    def moded(a, mode):
+        return a + 1 if mode is Mode.UP else a - 1
+    return moded, (X,), {"mode": Mode.UP}
+
+@case
+def a_function_as_a_static_argument_is_the_one_the_kernel_knows():
+    @functools.partial(jax.jit, static_argnames=["act"])
+    def activated(a, act):
+        return a * 2 if act is helper else a * 3
+    return activated, (X,), {"act": helper}
+
+@functools.lru_cache(maxsize=8)
+def cached_factor(n):
+    return n * 11
+
+@case
+def a_cached_helper():
+    return jax.jit(lambda a: a * cached_factor(2)), (X,), {}
+
+@case
+def a_function_of_an_importable_module():
+    return named_module.tuned, (X,), {}
+
+@case
+def a_function_wrapped_in_an_importable_module():
+    return named_module.wrapped.__wrapped__, (X,), {}
+
+@functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+def remembered(x):
+    return jnp.sin(x) @ x.T
+
+mapped = jax.vmap(helper)
+differentiated = jax.grad(lambda x: jnp.sum(remembered(x)))
+
+@case
+def globals_that_jax_transformed():
+    return jax.jit(lambda a: mapped(a) + differentiated(a)), (X,), {}
+
+@case
+def a_function_of_a_module_that_no_worker_can_import():
+    made_up = sys.modules["made_up"] = types.ModuleType("made_up")
+    exec("import jax\ndef helper(a): return a * 6\n@jax.jit\ndef tuned(a): return helper(a)\n", vars(made_up))
+    return made_up.tuned, (X,), {}
+
+@case
+def odd_arrays():
+    arrays = {
+        "complex": X + 1j, "bool": X > 0.3, "empty": np.zeros((0, 3), np.float32), "transposed": X.T,
+        "bf16": jnp.asarray(X, jnp.bfloat16), "fp8": jnp.asarray(X, jnp.float8_e4m3fn), "python": 5,
+        "numpy_fp8": np.asarray(X, jnp.float8_e5m2), "strided": np.arange(20, dtype=np.float32)[::3],
+        "scalar": np.array(3, np.int8), "int4": jnp.asarray([1, -2], jnp.int4), "numpy_scalar": np.float32(4),
+        "key": jax.random.split(jax.random.key(1)), "weak": jnp.full((2,), 1), "fortran": np.asfortranarray(X),
+    }
+    expected = {k: (str(jax.typeof(v).dtype), jax.typeof(v).weak_type) for k, v in arrays.items()}
+    @jax.jit
+    def total(d):
+        assert {k: (str(v.dtype), v.aval.weak_type) for k, v in d.items()} == expected, d
+        d = dict(d, key=jax.random.key_data(d["key"]))
+        return {k: jnp.sum(v.astype(complex) if hasattr(v, "astype") else v).real for k, v in d.items()}
+    return total, (arrays,), {}
+
+@case
+def sixty_four_bits_in_a_context():
+    with jax.enable_x64(True):
+        wide = jnp.asarray(X, jnp.float64)
+    return jax.jit(lambda a: a * (1 + 1e-12)), (wide,), {}
+
+@case
+def an_object_array_for_a_plain_callable():
+    def plain(numbers, words):
+        return np.asarray([float(number) for number in numbers]) + len(words)
+    return plain, (np.array([1, 2.5], object), np.array(["ab"])), {}
+
+def to_lists(tree):
+    return jax.tree_util.tree_map(lambda x: np.asarray(x).astype(np.float64).tolist(), tree)
+
+structs = jax.ShapeDtypeStruct((2, 3), jnp.float32)
+payload.pack_call(kernel, (X, structs), {"scale": 2})
+(out / "packed_without_a_backend").write_text(str(not _jax_internals.backends_initialized()))
+
+if True:
+    for name, make in CASES.items():
+        fn, args, kwargs = make()
+        context = jax.enable_x64(name == "sixty_four_bits_in_a_context")
+        with context:
+            packed = payload.pack_call(fn, args, kwargs)
+            with open(out / f"{name}.spool", "wb") as spool:
+                payload.write_arrays(packed, spool.fileno())
+            (out / f"{name}.blob").write_bytes(packed.blob)
+            (out / f"{name}.expected").write_text(json.dumps(to_lists(fn(*args, **kwargs))))
+"""
+
+RECEIVER = r"""
+import json, sys, traceback
+from pathlib import Path
+import jax, numpy as np
+from quarantune import _jax_internals, inputs, payload
+
+out = Path(sys.argv[1])
+report, calls = {}, {}
+before = _jax_internals.config_values()
+
+def to_lists(tree):
+    return jax.tree_util.tree_map(lambda x: np.asarray(x).astype(np.float64).tolist(), tree)
+
+# Those that close over arrays come last: they may initialise the backend, the others must not.
+for blob in sorted(out.glob("*.blob"), key=lambda path: "closed_over" in path.name):
+    entry = report[blob.stem] = {}
+    try:
+        calls[blob] = payload.unpack_call(blob.read_bytes())
+    except BaseException:
+        entry["error"] = traceback.format_exc()
+    entry["backend"], entry["x64"] = _jax_internals.backends_initialized(), jax.config.jax_enable_x64
+    for name, value in before.items():
+        if _jax_internals.config_values()[name] != value:
+            jax.config.update(name, value)
+
+for blob, call in calls.items():
+    entry = report[blob.stem]
+    try:
+        with jax.enable_x64(entry["x64"]), open(blob.with_suffix(".spool"), "rb") as spool:
+            for _ in range(2):  # a call that donates its arguments gets fresh ones
+                args, kwargs = inputs.materialize(call, spool.fileno(), seed=0)
+                entry["result"] = to_lists(call.fn(*args, **kwargs))
+            if _jax_internals.is_jitted(call.fn):
+                args, kwargs = inputs.call_as_structs(call)
+                call.fn.lower(*args, **kwargs)
+        entry["name"], entry["doc"] = getattr(call.fn, "__qualname__", None), call.fn.__doc__
+    except BaseException:
+        entry["error"] = traceback.format_exc()
+(out / "report.json").write_text(json.dumps(report))
+"""
+
+NAMED_MODULE = """
+import functools, threading
+import jax
+lock = threading.Lock()  # could not travel by value
+@jax.jit
+def tuned(a):
+    with lock:
+        return a * 3
+class Wrapper:
+    def __init__(self, fn):
+        functools.update_wrapper(self, fn)
+@Wrapper
+@jax.jit
+def wrapped(a):
+    with lock:
+        return a * 4
+"""
+
+
+def _environment(*paths: Path | str) -> dict[str, str]:
+    source = str(Path(payload.__file__).parents[1])
+    joined = os.pathsep.join([source, *map(str, paths)])
+    return os.environ | {"PYTHONPATH": joined, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "error"}
+
+
+def _run(script: str, directory: Path, *args: str, name: str, modules: Path | None = None) -> str:
+    path = directory / name
+    path.write_text(textwrap.dedent(script))
+    done = subprocess.run(
+        [sys.executable, str(path), *args],
+        env=_environment(*([modules] if modules else [])),
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=directory,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def travelled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Every case of the sender as the receiver saw it, with what the sender expected."""
+    out, sender, receiver, modules = (
+        tmp_path_factory.mktemp(name) for name in ("out", "sender", "receiver", "mods")
+    )
+    (modules / "named_module.py").write_text(NAMED_MODULE)
+    _run(SENDER, sender, str(out), name="train.py", modules=modules)
+    _run(RECEIVER, receiver, str(out), name="worker.py")
+    report: dict[str, Any] = json.loads((out / "report.json").read_text())
+    assert report.keys() == set(CASES)
+    assert (out / "packed_without_a_backend").read_text() == "True"
+    for name, entry in report.items():
+        entry["expected"] = json.loads((out / f"{name}.expected").read_text())
+    return report
+
+
+CASES = [
+    "a_jitted_function_of_a_script_without_a_guard",
+    "a_plain_function",
+    "a_closure",
+    "a_function_inside_a_function",
+    "a_jitted_lambda",
+    "a_partial_inside_jit",
+    "a_method_whose_self_is_static",
+    "a_jitted_bound_method",
+    "a_callable_object",
+    "a_notebook_cell",
+    "a_jitted_function_that_mentions_itself",
+    "a_gradient_through_a_custom_vjp_that_mentions_itself",
+    "a_tangent_through_a_custom_jvp",
+    "a_prebuilt_pallas_call",
+    "a_prebuilt_pallas_call_with_squeezed_blocks",
+    "closed_over_jax_arrays",
+    "an_argument_also_closed_over",
+    "a_pytree_class_Node",
+    "a_pytree_class_ClassNode",
+    "a_pytree_class_KeysClassNode",
+    "a_pytree_class_KeysNode",
+    "a_pytree_class_DataNode",
+    "a_pytree_class_inside_a_dict_and_a_static_node",
+    "a_named_tuple_class",
+    "an_enum_as_a_static_argument",
+    "a_function_as_a_static_argument_is_the_one_the_kernel_knows",
+    "a_cached_helper",
+    "a_function_of_an_importable_module",
+    "a_function_wrapped_in_an_importable_module",
+    "globals_that_jax_transformed",
+    "a_function_of_a_module_that_no_worker_can_import",
+    "odd_arrays",
+    "sixty_four_bits_in_a_context",
+    "an_object_array_for_a_plain_callable",
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_gives_in_another_process_what_it_gives_here(travelled: dict[str, Any], case: str) -> None:
+    entry = travelled[case]
+    assert "error" not in entry, entry["error"]
+    here, structure_here = jax.tree_util.tree_flatten(entry["expected"])
+    there, structure_there = jax.tree_util.tree_flatten(entry["result"])
+    assert structure_there == structure_here
+    assert there == here
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "closed_over" not in case])
+def test_unpacking_initialises_no_backend(travelled: dict[str, Any], case: str) -> None:
+    assert travelled[case]["backend"] is False
+
+
+def test_a_jitted_function_keeps_its_name_and_docstring(travelled: dict[str, Any]) -> None:
+    entry = travelled["a_jitted_function_of_a_script_without_a_guard"]
+    assert (entry["name"], entry["doc"]) == ("kernel", "Its docstring.")
+
+
+def test_the_x64_mode_of_a_context_travels(travelled: dict[str, Any]) -> None:
+    assert travelled["sixty_four_bits_in_a_context"]["x64"] is True
+    assert travelled["a_closure"]["x64"] is False
+
+
+def _roundtrip(fn: Any, *args: Any, **kwargs: Any) -> tuple[payload.Call, tuple[Any, ...], dict[str, Any]]:
+    packed = payload.pack_call(fn, args, kwargs)
+    with tempfile.TemporaryFile() as spool:
+        payload.write_arrays(packed, spool.fileno())
+        call = payload.unpack_call(packed.blob)
+        return call, *inputs.materialize(call, spool.fileno(), seed=0)
+
+
+def _plain(*args: Any, **kwargs: Any) -> None:
+    """A function for calls whose arguments are what matters."""
+
+
+def test_a_function_of_an_importable_module_arrives_as_itself() -> None:
+    assert payload.loads(payload.dumps(_plain)) is _plain
+    assert payload.loads(payload.dumps(jnp.matmul)) is jnp.matmul
+
+
+def test_the_jitted_function_inside_a_wrapper_arrives_as_itself() -> None:
+    assert payload.loads(payload.dumps(wrapped_twice.__wrapped__)) is wrapped_twice.__wrapped__
+
+
+@functools.lru_cache
+@jax.jit
+def wrapped_twice(a: jax.Array) -> jax.Array:
+    return a
+
+
+def test_jit_options_survive_the_rebuilding() -> None:
+    def plain(a: Any, b: Any, mode: str = "x", n: int = 2) -> Any:
+        return a, b
+
+    fn = jax.jit(
+        plain,
+        static_argnums=(3,),
+        static_argnames=["mode"],
+        donate_argnames="b",
+        keep_unused=True,
+        inline=True,
+        compiler_options={"xla_embed_ir_in_executable": True},
+    )
+    there = payload.loads(payload.dumps(fn))
+    assert there is not fn
+    assert _jax_internals.jit_options(there) == _jax_internals.jit_options(fn)
+    assert _jax_internals.jit_options(fn).static_names == {"mode", "n"}
+
+
+def test_arrays_are_aligned_in_the_spool_and_do_not_overlap() -> None:
+    arrays = [
+        np.ones(3, np.int8),
+        jnp.ones(5),
+        np.zeros((0, 4)),
+        np.ones(1000, np.float16),
+        jax.random.key(0),
+    ]
+    packed = payload.pack_call(_plain, tuple(arrays), {})
+    end = 0
+    for spec in packed.arrays:
+        assert spec.offset % payload.ALIGNMENT_BYTES == 0
+        assert spec.nbytes == 0 or spec.offset >= end
+        end = max(end, spec.offset + spec.nbytes)
+    assert packed.spool_bytes == end
+
+
+def test_the_blob_does_not_hold_the_arguments_data() -> None:
+    packed = payload.pack_call(_plain, (np.zeros(1_000_000),), {"b": jnp.zeros(1_000_000)})
+    assert len(packed.blob) < 100_000
+
+
+def test_numpy_arguments_arrive_as_writable_copies_that_leave_the_spool_alone() -> None:
+    packed = payload.pack_call(_plain, (np.arange(4),), {})
+    call = payload.unpack_call(packed.blob)
+    with tempfile.TemporaryFile() as spool:
+        payload.write_arrays(packed, spool.fileno())
+        (first,), _ = inputs.materialize(call, spool.fileno(), seed=0)
+        first[:] = -1
+        (second,), _ = inputs.materialize(call, spool.fileno(), seed=0)
+    assert second.tolist() == [0, 1, 2, 3]
+
+
+def test_jax_arguments_arrive_in_buffers_of_their_own_every_time() -> None:
+    packed = payload.pack_call(_plain, (jnp.arange(4096.0),), {})
+    call = payload.unpack_call(packed.blob)
+    overwrite = jax.jit(lambda a: a * 0, donate_argnums=0)
+    with tempfile.TemporaryFile() as spool:
+        payload.write_arrays(packed, spool.fileno())
+        for _ in range(3):
+            (array,), _ = inputs.materialize(call, spool.fileno(), seed=0)
+            assert array[4095] == 4095
+            overwrite(array).block_until_ready()
+            assert array.is_deleted()
+
+
+def test_arrays_without_a_value_are_made_where_they_arrive() -> None:
+    struct = jax.ShapeDtypeStruct((3, 2), jnp.bfloat16, weak_type=True)
+    call, (array, key), _ = _roundtrip(_plain, struct, jax.ShapeDtypeStruct((2,), jax.random.key(0).dtype))
+    assert [spec.made for spec in call.specs] == [True, True]
+    assert (array.shape, array.dtype, array.weak_type) == ((3, 2), jnp.bfloat16, True)
+    assert (key.shape, key.dtype) == ((2,), jax.random.key(0).dtype)
+
+
+def test_tracers_are_packed_by_shape() -> None:
+    packed = []
+
+    @jax.jit
+    def outer(a: jax.Array) -> jax.Array:
+        jax.vmap(lambda row: packed.append(payload.pack_call(_plain, (row, 2.0), {})) or row)(a)
+        return a
+
+    outer(jnp.ones((5, 3), jnp.float16))
+    (spec,) = packed[0].arrays
+    assert (spec.shape, spec.dtype, spec.made, packed[0].spool_bytes) == ((3,), "float16", True, 0)
+
+
+def test_python_scalars_stay_python_scalars() -> None:
+    _, args, kwargs = _roundtrip(_plain, 1, 2.5, None, flag=True, name="x")
+    assert (args, kwargs) == ((1, 2.5, None), {"flag": True, "name": "x"})
+    assert type(kwargs["flag"]) is bool
+
+
+def test_structs_have_the_dtype_jax_would_use() -> None:
+    call, _, _ = _roundtrip(_plain, np.ones(2), jnp.full((2,), 1.0))
+    (wide, weak), _ = inputs.call_as_structs(call)
+    assert (wide.dtype, weak.weak_type) == (jnp.float32, True)
+
+
+def test_a_full_disk_is_an_error_and_not_a_short_spool() -> None:
+    packed = payload.pack_call(_plain, (np.ones(10_000),), {})
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left"):
+        payload.write_arrays(packed, full.fileno())
+
+
+def test_a_spool_that_is_too_short_is_refused() -> None:
+    packed = payload.pack_call(_plain, (np.ones(10_000),), {})
+    with tempfile.TemporaryFile() as spool, pytest.raises(ValueError, match="the spool holds 0 bytes"):
+        inputs.materialize(payload.unpack_call(packed.blob), spool.fileno(), seed=0)
+
+
+def test_no_descriptor_stays_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        _roundtrip(_plain, np.ones(100_000), jnp.ones(1000))
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_donated_argument_is_named_as_such() -> None:
+    array = jnp.ones(4)
+    array.delete()
+    with pytest.raises(ValueError, match="was donated to an earlier call"):
+        payload.pack_call(_plain, (array,), {})
+
+
+def test_dumping_leaves_cloudpickles_global_list_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up = types.ModuleType("made_up_module")
+    exec("def helper(a): return a + 1", vars(made_up))
+    monkeypatch.setitem(sys.modules, "made_up_module", made_up)
+    blob = payload.dumps(made_up.helper)
+    assert not cloudpickle.list_registry_pickle_by_value()
+    monkeypatch.delitem(sys.modules, "made_up_module")
+    assert payload.loads(blob)(1) == 2
+
+
+def test_a_lock_in_a_closure_is_named_with_the_way_to_it() -> None:
+    lock = threading.Lock()
+
+    def helper(a: Any) -> Any:
+        with lock:
+            return a
+
+    def kernel(a: Any) -> Any:
+        return helper(a)
+
+    with pytest.raises(TypeError) as caught:
+        payload.pack_call(jax.jit(kernel), (), {})
+    message = str(caught.value)
+    assert "closure variable 'lock' of" in message
+    assert "closure variable 'helper' of" in message
+    assert "<unlocked _thread.lock object" in message
+    assert "Create it inside the function" in message
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (
+            lambda: Holder(_ for _ in ()),
+            r"attribute 'held' of 'Holder'.* is <generator .* cannot be sent to a worker",
+        ),
+        (lambda: Holder(sys.__stderr__), r"attribute 'held' of 'Holder' .*TextIOWrapper"),
+        (lambda: {"a": threading.Lock()}, r"the entry 'a' \(reached through argument 0\) is <unlocked"),
+        (lambda: jax.devices()[0], "Devices and meshes belong to one process"),
+        (lambda: jax.make_mesh((1,), ("x",)), "Devices and meshes belong to one process"),
+        (lambda: jax.jit(jnp.sin).lower(1.0), "the worker compiles its own"),
+        (lambda: jax.jit(jnp.sin).lower(1.0).compile(), "the worker compiles its own"),
+        (lambda: jax.jit(_local(), out_shardings=_sharding()), r"jax\.jit was given out_shardings"),
+    ],
+    ids=[
+        "generator",
+        "open file",
+        "lock in a dict",
+        "device",
+        "mesh",
+        "lowered",
+        "compiled",
+        "jit with shardings",
+    ],
+)
+def test_what_cannot_travel_says_why(make: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        payload.pack_call(_plain, (make(),), {})
+
+
+class Holder:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def _sharding() -> jax.sharding.Sharding:
+    return jax.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P("x"))
+
+
+def _local() -> Any:
+    def local(a: Any) -> Any:
+        return a
+
+    return local
+
+
+def test_a_named_sharding_in_a_closure_says_what_to_do_instead() -> None:
+    sharding = _sharding()
+
+    def kernel(a: Any) -> Any:
+        return jax.lax.with_sharding_constraint(a, sharding)
+
+    with pytest.raises(
+        TypeError, match=r"closure variable 'sharding' of .*make the mesh inside the function"
+    ):
+        payload.dumps(kernel)
+
+
+def test_a_tracer_in_a_closure_says_to_pass_it_as_an_argument() -> None:
+    @jax.jit
+    def outer(a: jax.Array) -> jax.Array:
+        with pytest.raises(TypeError, match=r"closure variable 'a' of .*as an argument instead"):
+            payload.dumps(lambda: a)
+        return a
+
+    outer(jnp.ones(3))
