@@ -103,7 +103,7 @@ MODES = {
 }
 
 
-@quarantune.autotune({"mode": list(MODES)}, timeout=2, compile_timeout=2, memory_limit="1GB")
+@quarantune.autotune({"mode": list(MODES)}, timeout=2, compile_timeout=2, memory_limit="256MB")
 @functools.partial(jax.jit, static_argnames=["mode", "grandchild"])
 def kernel(x, mode: str = "good", grandchild: str = "unnamed"):
     """Sums a matrix; every mode but `good` takes a detour, so that `good` is the fastest."""

@@ -96,7 +96,7 @@ def test_each_kind_has_its_distribution(
 
 
 def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="kind must be one of auto, .*got 'gaussian'"):
+    with pytest.raises(ValueError, match=r"kind must be one of auto, .*got 'gaussian'"):
         inputs.make((2,), "float32", kind="gaussian", seed=0)
 
 

@@ -20,13 +20,14 @@ import pytest
 
 from quarantune import _jax_internals, inputs, payload
 
-# A script without a guard, as users write them: all of it lives in `__main__`. Each case is a call; the script
-# packs it and writes down what the call gives here, another process says what it gives there.
+# A script without a guard, as users write them: all of it lives in `__main__`. Each case is a call; the
+# script packs it and writes down what the call gives here, another process says what it gives there.
 SENDER = r"""
 import dataclasses, enum, functools, json, linecache, sys, types, typing
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import pallas as pl
+import quarantune
 from quarantune import _jax_internals, payload
 import named_module
 
@@ -118,6 +119,26 @@ def recursive(a, depth=2):
 @case
 def a_jitted_function_that_mentions_itself():
     return recursive, (X,), {}
+
+class Layer:
+    FACTOR = 3
+    @functools.partial(jax.jit, static_argnames=["self", "n"])
+    def apply(self, a, *, n=2):
+        return a * Layer.FACTOR * n
+
+@case
+def a_method_that_mentions_its_class():
+    return Layer.apply, (Layer(), X), {}
+
+@quarantune.autotune([{"n": 1}, {"n": 2}])
+@functools.partial(jax.jit, static_argnames=["n"])
+def tuned(a, *, n: int = 2):
+    assert (tuned.__wrapped__.__name__, tuned.__module__) == ("tuned", "__main__")
+    return a if n == 0 else tuned.__wrapped__(a * 2, n=n - 1)
+
+@case
+def a_tuned_function_that_mentions_itself():
+    return tuned.__wrapped__, (X,), {"n": 2}
 
 @jax.custom_vjp
 def clipped(x):
@@ -287,9 +308,10 @@ def odd_arrays():
     arrays = {
         "complex": X + 1j, "bool": X > 0.3, "empty": np.zeros((0, 3), np.float32), "transposed": X.T,
         "bf16": jnp.asarray(X, jnp.bfloat16), "fp8": jnp.asarray(X, jnp.float8_e4m3fn), "python": 5,
-        "numpy_fp8": np.asarray(X, jnp.float8_e5m2), "strided": np.arange(20, dtype=np.float32)[::3],
+        "numpy_fp8": np.asarray(X, jnp.float8_e5m2), "fortran": np.asfortranarray(X),
+        "strided": np.arange(20, dtype=np.float32)[::3],
         "scalar": np.array(3, np.int8), "int4": jnp.asarray([1, -2], jnp.int4), "numpy_scalar": np.float32(4),
-        "key": jax.random.split(jax.random.key(1)), "weak": jnp.full((2,), 1), "fortran": np.asfortranarray(X),
+        "key": jax.random.split(jax.random.key(1)), "weak": jnp.full((2,), 1),
     }
     expected = {k: (str(jax.typeof(v).dtype), jax.typeof(v).weak_type) for k, v in arrays.items()}
     @jax.jit
@@ -440,6 +462,8 @@ CASES = [
     "a_callable_object",
     "a_notebook_cell",
     "a_jitted_function_that_mentions_itself",
+    "a_method_that_mentions_its_class",
+    "a_tuned_function_that_mentions_itself",
     "a_gradient_through_a_custom_vjp_that_mentions_itself",
     "a_tangent_through_a_custom_jvp",
     "a_prebuilt_pallas_call",

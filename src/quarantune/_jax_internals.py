@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -88,8 +91,7 @@ class JitOptions:
         Args:
             plain: the function inside the jitted one.
         """
-        # Both spellings as jit itself resolved them: given one alone it would infer the other from a
-        # signature that, for a function still being unpickled, has no defaults yet.
+        # Both spellings as jit itself resolved them: given one alone, it would have to work the other out.
         options: dict[str, Any] = {}
         if self.static_argnums or self.static_argnames:
             options |= {"static_argnums": self.static_argnums, "static_argnames": self.static_argnames}
@@ -320,9 +322,48 @@ def config_values() -> dict[str, Any]:
 def array_type() -> type:
     """Returns the concrete class of JAX arrays.
 
-    `isinstance(x, jax.Array)` is true of tracers too and several times slower than comparing types, which would
-    be half of a cached call's cost; making an array to ask for its type would initialise a backend.
+    `isinstance(x, jax.Array)` is true of tracers too and several times slower than comparing types, which
+    would be half of a cached call's cost; making an array to ask for its type would initialise a backend.
     """
     from jax._src.array import ArrayImpl
 
     return ArrayImpl
+
+
+@contextlib.contextmanager
+def answer_for_device(platform: str, refuse: Callable[[str], None]) -> Iterator[None]:
+    """Makes JAX speak for a device that this process does not have, while a program is traced for it.
+
+    A kernel may choose its code by `jax.default_backend()`, which in a process without the device would name the CPU: it
+    must hear of the device it is compiled for. Whoever asks for the devices themselves cannot be answered. JAX's own
+    calls are left alone. All these public functions, however a module has imported them, get their answer from one
+    private one, so that is where they are told apart, by who calls.
+
+    Args:
+        platform: what `jax.default_backend()` returns meanwhile.
+        refuse: called, with its name, when the user's code calls another function about devices; it must raise.
+    """
+    from jax._src import xla_bridge
+
+    real = xla_bridge.get_backend
+    asking = {"default_backend", "devices", "local_devices", "device_count", "local_device_count"}
+
+    def get_backend(*args: Any, **kwargs: Any) -> Any:
+        asked = sys._getframe(1)
+        name = asked.f_code.co_name
+        asker = asked.f_back
+        if name in asking and asker is not None and not _is_jax(asker):
+            if name == "default_backend":
+                return types.SimpleNamespace(platform=platform)
+            refuse(name)
+        return real(*args, **kwargs)
+
+    xla_bridge.get_backend = get_backend
+    try:
+        yield
+    finally:
+        xla_bridge.get_backend = real
+
+
+def _is_jax(frame: types.FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("jax", "jaxlib")

@@ -127,7 +127,10 @@ def _tile(
         return generator.integers(0, _index_bound(shape, dtype), elements).astype(dtype)
     if jnp.issubdtype(dtype, np.complexfloating):
         return (_floats(generator, kind, elements) + 1j * _floats(generator, kind, elements)).astype(dtype)
-    return _floats(generator, kind, elements).astype(dtype)
+    numbers = _floats(generator, kind, elements)
+    smallest = float(jnp.finfo(dtype).min)  # type: ignore[no-untyped-call]
+    unsigned = smallest > 0  # the fp8 format that holds nothing but scales
+    return (np.abs(numbers) if unsigned else numbers).astype(dtype)
 
 
 def _index_bound(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:

@@ -70,6 +70,7 @@ class Trial:
         message: one sentence that says what happened; empty where all went well.
         log_tail: the last lines the trial wrote to stdout or stderr.
         route: which processes ran it; None where it never started.
+        device: the device it was measured on, as `cuda:0`; empty where it was not.
     """
 
     config: Config
@@ -82,9 +83,10 @@ class Trial:
     message: str = ""
     log_tail: str = ""
     route: Route | None = None
+    device: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the trial as JSON-able data, complete but for nothing."""
+        """Returns the trial as JSON-able data, with nothing left out."""
         data = dataclasses.asdict(self)
         data["samples_ms"] = list(self.samples_ms)
         return data
@@ -104,6 +106,7 @@ class Trial:
             message=data.get("message", ""),
             log_tail=data.get("log_tail", ""),
             route=None if route is None else Route(route),
+            device=data.get("device", ""),
         )
 
 

@@ -64,6 +64,15 @@ _PROCESS_OPTIONS = (
     "jax_thread_guard",
 )
 
+_SIGNATURE_ATTRIBUTES = (
+    "__name__",
+    "__qualname__",
+    "__module__",
+    "__doc__",
+    "__defaults__",
+    "__kwdefaults__",
+)
+
 _REMEDY = (
     "Create it inside the function, pass it as an argument, or move the function into a module that can be "
     "imported (it then travels by name)."
@@ -148,18 +157,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_function(self, function: types.FunctionType) -> Any:
         self._note_module(function.__module__)
         reduced = super().reducer_override(function)
+        if reduced is NotImplemented:
+            return reduced
+        rebuild, (code, namespace, *rest), (attributes, slots), _, _, set_state = reduced
         # Its globals' name, not its own: a decorator may have given it another (functools.wraps).
         module = sys.modules.get(function.__globals__.get("__name__", ""))
-        if reduced is NotImplemented or module is None or function.__globals__ is not vars(module):
-            return reduced
-        if not self._can_import(module.__name__):
-            return reduced
-        # By value, but at home in a module the worker can import: there it gets the module's own globals.
-        # Copies of them could hold locks, and would no longer be the sentinels and primitives that JAX knows
-        # by identity.
-        rebuild, (code, _, *rest), (attributes, slots), _, _, set_state = reduced
-        arguments = (code, _ModuleGlobals(module.__name__), *rest)
-        return rebuild, arguments, (attributes, slots | {"__globals__": {}}), None, None, set_state
+        if module and function.__globals__ is vars(module) and self._can_import(module.__name__):
+            # At home in a module the worker can import, where it gets the module's own globals. Copies of
+            # them could hold locks, and would not be the sentinels and primitives that JAX knows by identity.
+            namespace, slots = _ModuleGlobals(module.__name__), slots | {"__globals__": {}}
+        # A function that mentions something that wraps it is wrapped before it is whole, and the wrapper wants
+        # to know its signature and name: cloudpickle would give it these at the end.
+        early = {name: slots[name] for name in _SIGNATURE_ATTRIBUTES}
+        arguments = (rebuild, (code, namespace, *rest), early)
+        return _make_function, arguments, (attributes, slots), None, None, set_state
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
         self._note_module(module.__name__)
@@ -174,9 +185,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             options.check_can_travel(getattr(fn, "__qualname__", repr(fn)))
         except TypeError as error:
             raise _CannotTravelError(str(error)) from None
-        # The third item makes `_refresh` run once the function inside is whole: a function that mentions its
-        # own jitted self is still an empty shell when it is jitted.
-        return options.rebuild, (fn.__wrapped__,), True, None, None, _refresh_jitted
+        return options.rebuild, (fn.__wrapped__,)
 
     def _reduce_custom_rule(self, rule: Any) -> Any:
         by_name = self._by_name(rule)
@@ -372,6 +381,15 @@ def restore_array(data: np.ndarray[Any, Any], weak_type: bool, impl: str | None)
     return _jax_internals.as_weak(array) if weak_type else array
 
 
+def _make_function(
+    make: Callable[..., types.FunctionType], arguments: tuple[Any, ...], attributes: Mapping[str, Any]
+) -> types.FunctionType:
+    function = make(*arguments)
+    for name, value in attributes.items():
+        setattr(function, name, value)
+    return function
+
+
 def _rebuild_treedef(tree: Any) -> Any:
     return jax.tree_util.tree_structure(tree)
 
@@ -382,10 +400,6 @@ def _rebuild_lru_cache(function: Callable[..., Any], maxsize: int | None, typed:
 
 def _set_attributes(obj: Any, attributes: Mapping[str, Any]) -> None:
     vars(obj).update(attributes)
-
-
-def _refresh_jitted(fn: Any, _: object) -> None:
-    functools.update_wrapper(fn, fn.__wrapped__)
 
 
 def _set_class_and_register(cls: type, state: tuple[Any, Any, _jax_internals.PytreeRegistration]) -> None:
@@ -695,19 +709,25 @@ def _describe(array: Any, *, index: int, offset: int) -> ArraySpec:
             nbytes=array.nbytes,
         )
     impl = _jax_internals.key_impl(array.dtype) if is_key_dtype(array.dtype) else None
+    made = not _has_value(array)
     spec = ArraySpec(
         index=index,
         shape=tuple(array.shape),
-        dtype="uint32" if impl else array.dtype.name,
+        dtype="uint32" if impl else _dtype_name(array.dtype, made=made),
         weak_type=bool(getattr(array, "weak_type", False)),
         kind="key" if impl else "jax",
         key_impl=impl,
-        made=not _has_value(array),
+        made=made,
     )
     if spec.made:
         return spec
     nbytes = int(np.prod(spec.data_shape, dtype=np.int64)) * dtype_from_name(spec.dtype).itemsize
     return dataclasses.replace(spec, offset=offset, nbytes=nbytes)
+
+
+def _dtype_name(dtype: np.dtype[Any], *, made: bool) -> str:
+    # A concrete array has the dtype it has; a struct's float64 is float32 unless x64 is on.
+    return str((jax.dtypes.canonicalize_dtype(dtype) if made else dtype).name)
 
 
 def _has_value(array: Any) -> bool:

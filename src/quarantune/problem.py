@@ -11,7 +11,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ import numpy as np
 from quarantune import payload
 
 _EMPTY = inspect.Parameter.empty
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+|\.\.\.")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
@@ -82,7 +82,7 @@ def describe_call(
     bound = signature.bind(*args, **kwargs)
     given = tunable.intersection(bound.arguments)
     bound.apply_defaults()
-    values = {name: value for name, value in bound.arguments.items() if name not in tunable}
+    values = {name: value for name, value in _named(bound) if name not in tunable}
     key_values = {
         name: describe_static(value) if name in static else _describe_dynamic(value)
         for name, value in values.items()
@@ -99,6 +99,15 @@ def describe_call(
         has_tracers=any(isinstance(leaf, jax.core.Tracer) for leaf in leaves),
         devices=_devices(leaves),
     )
+
+
+def _named(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
+    """Yields the arguments by name, those that `**kwargs` takes in by their own."""
+    for name, value in bound.arguments.items():
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            yield from value.items()
+        else:
+            yield name, value
 
 
 def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -184,7 +193,14 @@ def _describe_sharding(array: Any) -> Any:
             return None
     if not hasattr(sharding, "spec"):
         return {"type": type(sharding).__name__, "devices": len(sharding.device_set)}
-    return {"spec": str(sharding.spec), "mesh": dict(sharding.mesh.shape)}
+    return {"spec": _describe_spec(sharding.spec), "mesh": dict(sharding.mesh.shape)}
+
+
+def _describe_spec(spec: Any) -> list[Any]:
+    axes = [list(axis) if isinstance(axis, tuple) else axis and str(axis) for axis in spec]
+    while axes and axes[-1] is None:  # P("x") and P("x", None) are one layout
+        axes.pop()
+    return axes
 
 
 def _is_array(leaf: Any) -> bool:
@@ -264,18 +280,15 @@ def _describe_plain(value: Any) -> Any:
         return {"dtype": value.name}
     if isinstance(value, types.ModuleType):
         return {"module": value.__name__}
-    if isinstance(value, (np.ndarray, jax.Array)):
+    if isinstance(value, (np.ndarray, jax.Array)) and not value.dtype.hasobject:
         return _describe_array(value) | {"data": _digest(np.asarray(value).tobytes())}
-    if isinstance(value, type) or (callable(value) and isinstance(getattr(value, "dtype", None), np.dtype)):
-        return _describe_type(value)
-    return _EMPTY
+    return _describe_type(value) if isinstance(value, type) else _EMPTY
 
 
 def _describe_type(value: Any) -> Any:
     # jnp.float32, np.float32 and np.dtype("float32") are one thing to JAX.
-    if not isinstance(value, type):
-        return {"dtype": value.dtype.name}
-    return {"dtype": np.dtype(value).name} if issubclass(value, np.generic) else {"type": _name_of(value)}
+    dtype = np.dtype(value) if issubclass(value, np.generic) else getattr(value, "dtype", None)
+    return {"dtype": dtype.name} if isinstance(dtype, np.dtype) else {"type": _name_of(value)}
 
 
 def _describe_function(function: Any, outer: tuple[int, ...]) -> Any:
@@ -303,31 +316,39 @@ def _code(code: types.CodeType) -> str:
 
 
 def _describe_object(value: Any, outer: tuple[int, ...]) -> Any:
-    """Describes an object by the first that tells enough: fields, attributes, repr, pickle."""
-    kind: Any = type(value)
-    name = _name_of(kind)
+    """Describes an object by its fields, or by what pickle would take to build it again, or by its repr."""
+    name = _name_of(type(value))
     if dataclasses.is_dataclass(value):
         fields = [field.name for field in dataclasses.fields(value) if field.compare]
         return {"type": name, "fields": {field: _describe(getattr(value, field), outer) for field in fields}}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {
-            "type": name,
-            "fields": {field: _describe(getattr(value, field), outer) for field in value._fields},
-        }
-    attributes = getattr(value, "__dict__", None)
-    if attributes and kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__:
-        return {
-            "type": name,
-            "fields": {
-                field: _describe(item, outer)
-                for field, item in sorted(attributes.items())
-                if not isinstance(getattr(kind, field, None), functools.cached_property)
-            },
-        }
+    if isinstance(value, np.ndarray):
+        return {"type": name, "shape": list(value.shape), "items": _describe(value.tolist(), outer)}
+    try:
+        build, arguments, *state = value.__reduce_ex__(4)
+    except (TypeError, ValueError):  # cannot be pickled, or is a name
+        return {"type": name, "repr": _stable_repr(value)}
+    parts = [list(part) if isinstance(part, Iterator) else part for part in state]
+    parts = [_without_caches(value, part) for part in parts]
+    return {"type": name, "build": [_describe(part, outer) for part in (build, arguments, *parts)]}
+
+
+def _without_caches(value: Any, state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    cached = functools.cached_property
+    return {
+        key: item for key, item in state.items() if not isinstance(getattr(type(value), key, None), cached)
+    }
+
+
+def _stable_repr(value: Any) -> str:
     text = repr(value)
-    if kind.__repr__ is not object.__repr__ and not _ADDRESS.search(text):
-        return {"type": name, "repr": text}
-    return {"type": name, "pickle": _digest(payload.dumps(value))}
+    if _ADDRESS.search(text):
+        raise TypeError(
+            f"{text} has neither a pickle nor a repr that another process would agree on, so results for it "
+            f"cannot be remembered. Pass a value with a repr of its own (a frozen dataclass, say)."
+        )
+    return text
 
 
 def _name_of(thing: Any) -> str:

@@ -499,6 +499,7 @@ class Scheduler:
             peak_memory_bytes=job.peak_bytes or None,
             log_tail=log[-_LOG_TAIL_CHARS:],
             route=self._plan.route,
+            device="" if worker is None or worker.device is None else worker.device.device.name,
             **measured,
         )
         _close_executable(job)

@@ -172,8 +172,12 @@ def _abstract_device(target: dict[str, Any]) -> Iterator[SingleDeviceSharding]:
         device_kind=target["device_kind"], num_cores=target["num_cores"], platform=target["platform"]
     )
     mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(mesh), _jax_internals.answer_for_device("gpu", _refuse_devices):
         yield SingleDeviceSharding(topology.devices[0])
+
+
+def _refuse_devices(function: str) -> None:
+    raise NeedsDeviceError(f"it calls jax.{function}() while it is traced")
 
 
 _TUNED_BY_XLA = frozenset({"dot_general", "conv_general_dilated", "scaled_dot", "ragged_dot", "ragged_dot_general"})

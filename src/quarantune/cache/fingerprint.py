@@ -77,8 +77,8 @@ class _Walk:
         if function is None:
             self.parts["code"] = _hash(_describe(fn))
             return
-        if not isinstance(fn, types.FunctionType):
-            self.parts["bound"] = _hash(_describe_wrapping(fn))
+        if (wrapping := _describe_wrapping(fn)) is not None:
+            self.parts["bound"] = _hash(wrapping)
         self._seen.add(id(function))
         self.parts["code"] = _hash(_code_text(function, with_decorators=False))
         self.parts["defaults"] = _hash(_describe_defaults(function))
@@ -152,9 +152,13 @@ def _describe_wrapping(value: Any) -> Any:
         return ["partial", _describe(value.args), _describe(value.keywords), _describe_wrapping(value.func)]
     if isinstance(value, types.MethodType):
         return ["method", _describe(value.__self__)]
-    if isinstance(value, (types.FunctionType, staticmethod, classmethod)):
-        return None
-    return ["wrapper", _type_name(type(value))] if _plain_function(value) else ["callable", _describe(value)]
+    if isinstance(value, types.FunctionType):
+        is_wrapper = hasattr(value, "__wrapped__") and not _is_installed(value.__code__.co_filename)
+        return ["function", _code_text(value)] if is_wrapper else None
+    if isinstance(value, (staticmethod, classmethod)):
+        return _describe_wrapping(value.__func__)
+    # A jit wrapper's options are in the decorator's text; its type is its version's affair.
+    return None if _plain_function(value) else ["callable", _describe(value)]
 
 
 def _describe_defaults(function: types.FunctionType) -> Any:

@@ -116,7 +116,9 @@ def side_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
     if _has_flock(path):
         lock = filelock.UnixFileLock(path)
     else:
-        lock = filelock.SoftFileLock(path.with_suffix(".softlock"), lifetime=_STALE_S)
+        soft_path = path.with_suffix(".softlock")
+        _drop_if_abandoned(soft_path, clock=path)
+        lock = filelock.SoftFileLock(soft_path)
     try:
         lock.acquire(timeout=timeout_s, poll_interval=0.005)
     except filelock.Timeout:
@@ -141,6 +143,15 @@ def _has_flock(path: Path) -> bool:
     finally:
         os.close(fd)
     return True
+
+
+def _drop_if_abandoned(soft_path: Path, *, clock: Path) -> None:
+    # filelock breaks a soft lock whose owner died on this host. One of another host it cannot judge; by age it can
+    # go too, as the announcements keep writers apart even if its owner lives.
+    os.utime(clock)
+    with contextlib.suppress(FileNotFoundError):
+        if clock.stat().st_mtime - soft_path.stat().st_mtime > _STALE_S:
+            soft_path.unlink()
 
 
 def _announce(target: Path, *, deadline: float, timeout_s: float) -> Path:

@@ -1,0 +1,340 @@
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from quarantune.cache import CacheWriteError, Claim, wait
+from quarantune.cache.owners import Owner
+
+HOLD = """
+import fcntl, sys
+from pathlib import Path
+from quarantune.cache import Claim
+if sys.argv[2] == "no-op":
+    fcntl.flock = lambda fd, operation: None
+claim = Claim(Path(sys.argv[1]), "f", "cpu", "key", worst_case_s=1000)
+print(claim.try_acquire(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., Claim]:
+    return lambda **options: Claim(tmp_path, "f", "cpu", "key", **options)
+
+
+@pytest.fixture(params=["working locks", "no-op locks", "no locks"])
+def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    if request.param == "no-op locks":
+        monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
+    elif request.param == "no locks":
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    return str(request.param)
+
+
+def age(claim: Claim, seconds: float) -> None:
+    past = time.time() - seconds
+    os.utime(claim._path, (past, past))
+
+
+def be_on_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quarantune.cache.owners._host_token", lambda pid: "0123456789ab")
+    monkeypatch.setattr("quarantune.cache.claims.boot_id", lambda: "another kernel")
+
+
+@pytest.mark.usefixtures("locks")
+def test_one_claim_at_a_time_and_the_next_after_its_release(make: Callable[..., Claim]) -> None:
+    one, other = make(), make()
+    assert one.try_acquire()
+    assert one.try_acquire()
+    assert not other.try_acquire()
+    assert one.held
+    assert not other.held
+    assert str(os.getpid()) in str(other.holder())
+    one.release()
+    assert other.holder() is None
+    assert other.try_acquire()
+    assert not one.try_acquire()
+    other.release()
+
+
+def test_different_problems_are_claimed_independently(tmp_path: Path) -> None:
+    claims = [Claim(tmp_path, *names) for names in (("f", "cpu", "a"), ("f", "cpu", "b"), ("f", "gpu", "a"))]
+    assert [claim.try_acquire() for claim in claims] == [True] * 3
+    for claim in claims:
+        claim.release()
+
+
+def test_a_with_block_releases_the_claim(make: Callable[..., Claim]) -> None:
+    with make() as claim:
+        assert claim.try_acquire()
+    assert not claim.held
+    assert make().holder() is None
+    claim.release()
+
+
+def test_releasing_leaves_no_descriptor_and_no_holder(make: Callable[..., Claim]) -> None:
+    rival = make()
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        claim = make()
+        assert claim.try_acquire()
+        assert not rival.try_acquire()
+        claim.release()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("locks_of_holder", ["working", "no-op"])
+def test_a_claim_dies_with_its_holder(tmp_path: Path, make: Callable[..., Claim], locks_of_holder: str) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path), locks_of_holder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "True\n"
+        claim = make()
+        assert not claim.try_acquire()
+        assert not claim.is_stale()
+        assert str(claim.holder()) == f"process {holder.pid} on {os.uname().nodename}"
+        holder.kill()
+        holder.wait()
+        assert claim.is_stale()
+        assert claim.try_acquire()
+        claim.release()
+
+
+def test_a_dead_holder_in_another_pid_namespace_of_this_kernel_is_known_by_its_lock(
+    tmp_path: Path, make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path), "working"]
+    monkeypatch.setattr("quarantune.cache.owners._host_token", lambda pid: "0123456789ab")
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "True\n"
+        claim = make()
+        assert not claim.try_acquire()
+        holder.kill()
+        holder.wait()
+        assert claim.try_acquire()
+        claim.release()
+
+
+@pytest.mark.usefixtures("locks")
+def test_a_silent_holder_loses_the_claim_after_its_own_worst_case(make: Callable[..., Claim]) -> None:
+    slow, waiter = make(worst_case_s=30), make(worst_case_s=1)
+    assert slow.try_acquire()
+    age(slow, 25)
+    assert not waiter.try_acquire()
+    age(slow, 40)
+    assert waiter.is_stale()
+    assert waiter.try_acquire()
+    assert not slow.refresh()
+    assert not slow.held
+    assert waiter.refresh()
+    assert not make().try_acquire()
+    waiter.release()
+    assert make().holder() is None
+
+
+@pytest.mark.usefixtures("locks")
+def test_refreshing_keeps_the_claim_and_may_change_the_worst_case(make: Callable[..., Claim]) -> None:
+    holder, waiter = make(worst_case_s=30), make()
+    assert not holder.refresh()
+    assert holder.try_acquire()
+    age(holder, 1000)
+    assert holder.refresh()
+    assert not waiter.try_acquire()
+    assert holder.refresh(worst_case_s=5000)
+    age(holder, 1000)
+    assert not waiter.try_acquire()
+    assert holder.refresh(worst_case_s=5)
+    age(holder, 10)
+    assert waiter.try_acquire()
+    waiter.release()
+
+
+def test_hosts_judge_each_other_by_silence_alone(make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch) -> None:
+    there = make(worst_case_s=30)
+    monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
+    assert there.try_acquire()
+    be_on_another_host(monkeypatch)
+    here = make()
+    assert not here.try_acquire()
+    age(there, 40)
+    assert here.try_acquire()
+    here.release()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"token": 1}'])
+def test_a_claim_torn_by_a_crash_is_taken_over_soon(make: Callable[..., Claim], content: bytes) -> None:
+    claim = make()
+    claim._path.parent.mkdir()
+    claim._path.write_bytes(content)
+    assert not claim.try_acquire()
+    age(claim, 10)
+    assert claim.try_acquire()
+    claim.release()
+
+
+def test_a_waiter_that_was_slower_does_not_take_the_fresh_claim_of_the_quicker(
+    make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
+    dead, quick, slow = make(worst_case_s=1), make(), make()
+    assert dead.try_acquire()
+    age(dead, 100)
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", real)
+        assert quick.try_acquire()
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    assert not slow.try_acquire()
+    assert quick.refresh()
+    assert list(quick._path.parent.glob("*.tmp")) == []
+    quick.release()
+    dead.release()
+
+
+def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
+    (tmp_path / "f.trials").write_text("")
+    with pytest.raises(CacheWriteError, match="other jobs cannot be told"):
+        Claim(tmp_path, "f", "cpu", "key").try_acquire()
+
+
+def test_of_many_processes_exactly_one_acquires_at_a_time(tmp_path: Path) -> None:
+    script = """
+import os, sys, time
+from pathlib import Path
+from quarantune.cache import Claim
+claim = Claim(Path(sys.argv[1]), "f", "cpu", "key")
+done = 0
+while done < 10:
+    if claim.try_acquire():
+        os.close(os.open(Path(sys.argv[1]) / "inside", os.O_CREAT | os.O_EXCL))
+        time.sleep(0.001)
+        os.unlink(Path(sys.argv[1]) / "inside")
+        claim.release()
+        done += 1
+    time.sleep(0.001)
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(4)]
+    assert [process.wait(timeout=60) for process in processes] == [0] * 4
+
+
+def test_wait_returns_an_answer_that_is_there_without_claiming(make: Callable[..., Claim]) -> None:
+    claim = make()
+    assert wait(claim, lambda: "answer", lambda *_: None) == "answer"
+    assert not claim.held
+
+
+def test_wait_returns_the_claim_when_nobody_has_it(make: Callable[..., Claim]) -> None:
+    claim = make()
+    assert wait(claim, lambda: None, lambda *_: None) is claim
+    assert claim.held
+    claim.release()
+
+
+def test_wait_looks_again_after_acquiring_as_the_holder_may_just_have_finished(make: Callable[..., Claim]) -> None:
+    answers = [None, "answer"]
+    claim = make()
+    assert wait(claim, lambda: answers.pop(0), lambda *_: None) == "answer"
+    assert not claim.held
+
+
+def test_wait_tells_who_holds_the_claim_and_ends_with_the_answer(make: Callable[..., Claim]) -> None:
+    holder = make()
+    assert holder.try_acquire()
+    told: list[tuple[str, float]] = []
+    answers: list[str] = []
+
+    def on_wait(who: str, waited_s: float) -> None:
+        told.append((who, waited_s))
+        if len(told) == 3:
+            answers.append("answer")
+
+    claim = make()
+    assert wait(claim, lambda: answers[0] if answers else None, on_wait, poll_s=0.01) == "answer"
+    assert [who for who, _ in told] == [f"process {os.getpid()} on {os.uname().nodename}"] * 3
+    assert sorted(told, key=lambda each: each[1]) == told
+    holder.release()
+
+
+def test_wait_takes_over_when_the_holder_lets_go(make: Callable[..., Claim]) -> None:
+    holder, claim = make(), make()
+    assert holder.try_acquire()
+    assert wait(claim, lambda: None, lambda *_: holder.release(), poll_s=0.01) is claim
+    claim.release()
+
+
+def test_wait_can_be_interrupted(make: Callable[..., Claim]) -> None:
+    holder = make()
+    assert holder.try_acquire()
+
+    def interrupt(_who: str, _waited_s: float) -> None:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        wait(make(), lambda: None, interrupt, poll_s=60)
+    holder.release()
+
+
+def test_sixteen_processes_find_one_answer_and_a_killed_finders_work_is_taken_over(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+from pathlib import Path
+from quarantune.cache import Claim, Journal, Store, wait
+directory = Path(sys.argv[1])
+store, journal = Store(directory), Journal(directory, "f", "cpu", "key")
+claim = Claim(directory, "f", "cpu", "key")
+sys.stdin.readline()
+found = wait(claim, lambda: store.get("f", "cpu", "key"), lambda *_: None, poll_s=0.01)
+if found is claim:
+    for trial in range(len(journal.records()), 10):
+        journal.append({"trial": trial})
+        if trial == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+    store.put("f", "cpu", "key", {"config": {"BM": 32}})
+    claim.release()
+    found = store.get("f", "cpu", "key")
+print(found["config"])
+"""
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    pipe = subprocess.PIPE
+    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(16)]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    endings = [process.returncode for process in processes]
+    from quarantune.cache import Journal
+
+    assert sorted(endings) == [-signal.SIGKILL] + [0] * 15
+    assert [output for output in outputs if output] == ["{'BM': 32}\n"] * 15
+    trials = [record["trial"] for record in Journal(tmp_path, "f", "cpu", "key").records()]
+    assert trials == list(range(10))
+
+
+def test_this_process_is_alive_and_a_forked_child_is_another(tmp_path: Path) -> None:
+    me = Owner.this_process()
+    assert not me.is_dead()
+    read_end, write_end = os.pipe()
+    command = [sys.executable, "-c", "from quarantune.cache.owners import Owner; print(Owner.this_process().pid)"]
+    child = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    os.close(read_end)
+    os.close(write_end)
+    assert child != me.pid
+    assert Owner(host=me.host, pid=child, started=1).is_dead()
+    assert not Owner(host="0123456789ab", pid=child, started=1).is_dead()

@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quarantune.cache import Fingerprint, fingerprint
+
+BASE = """
+import functools
+
+SCALE = 2.0
+UNUSED = 1
+
+def helper(x):
+    return deeper(x) * SCALE
+
+def deeper(x):
+    return x + 1
+
+def unused(x):
+    return x
+
+class Table:
+    size = 3
+    def look(self, x):
+        return x * 7
+
+def kernel(x, BM=32):
+    def inner(y):
+        return helper(y) - 3
+    return inner(x) * BM + Table().look(x)
+"""
+_serial = iter(range(10**6))
+
+
+def load(directory: Path, source: str, *, name: str = "module_under_test") -> dict[str, Any]:
+    path = directory / f"source_{next(_serial)}.py"
+    path.write_text(source)
+    scope: dict[str, Any] = {"__name__": name, "__file__": str(path)}
+    exec(compile(source, str(path), "exec"), scope)
+    return scope
+
+
+def parts_that_differ(directory: Path, old: str, new: str, *, source: str = BASE) -> list[str]:
+    assert old in source
+    before = fingerprint(load(directory, source)["kernel"])
+    after = fingerprint(load(directory, source.replace(old, new))["kernel"])
+    assert (before.digest == after.digest) == (before.differences(after) == [])
+    return before.differences(after)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    return inner(x)", "    # a comment\n\n    return inner(x)"),
+        ("    return inner(x) * BM", "    return (inner(x)   *BM)"),
+        ("    def inner(y):", '    def inner(y):\n        """Says something."""'),
+        ("def kernel(x, BM=32):", 'def kernel(x, BM=32):\n    """Says something."""'),
+        ("def deeper(x):", "# a comment\n\n\ndef deeper(x):"),
+        ("def kernel", "@(lambda function: function)\ndef kernel"),
+        ("UNUSED = 1", "UNUSED = 2"),
+        ("def unused(x):\n    return x", "def unused(x):\n    return -x"),
+    ],
+)
+def test_what_does_not_change_the_result_does_not_change_the_fingerprint(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    assert parts_that_differ(tmp_path, old, new) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ("inner(x) * BM", "inner(x) * BM * 1", "code"),
+        ("helper(y) - 3", "helper(y) - 4", "code"),
+        ("helper(y) - 3", "helper(y) - 3.0", "code"),
+        ("deeper(x) * SCALE", "deeper(x) / SCALE", "helper:helper"),
+        ("return x + 1", "return x + 2", "helper:deeper"),
+        ("SCALE = 2.0", "SCALE = 2", "global:SCALE"),
+        ("x * 7", "x * 8", "helper:Table.look"),
+        ("size = 3", "size = 4", "class:Table.size"),
+    ],
+)
+def test_a_change_that_may_change_the_result_shows_in_the_part_it_is_in(
+    tmp_path: Path, old: str, new: str, part: str
+) -> None:
+    assert parts_that_differ(tmp_path, old, new) == [part]
+
+
+def test_a_changed_default_shows_as_code_and_default(tmp_path: Path) -> None:
+    assert parts_that_differ(tmp_path, "BM=32", "BM=64") == ["code", "defaults"]
+
+
+def test_helpers_that_call_each_other_end_the_walk(tmp_path: Path) -> None:
+    source = """
+def kernel(x):
+    return even(x)
+def even(n):
+    return n == 0 or odd(n - 1)
+def odd(n):
+    return n != 0 and even(n - 1) and kernel(n)
+"""
+    assert parts_that_differ(tmp_path, "n != 0", "n > 0", source=source) == ["helper:odd"]
+
+
+def test_a_file_edited_after_it_was_loaded_does_not_change_the_fingerprint_of_what_runs(tmp_path: Path) -> None:
+    scope = load(tmp_path, BASE)
+    path = Path(scope["__file__"])
+    fresh = load(tmp_path, BASE.replace("inner(x) * BM", "inner(x) - BM"))
+    path.write_text(BASE.replace("inner(x) * BM", "inner(x) - BM"))
+    assert "code" in fingerprint(scope["kernel"]).differences(fingerprint(fresh["kernel"]))
+
+
+def test_the_fingerprint_covers_functions_without_source() -> None:
+    def make(source: str) -> Fingerprint:
+        scope: dict[str, Any] = {"__name__": "nowhere"}
+        exec(source, scope)
+        return fingerprint(scope["f"])
+
+    assert make("def f(x): return x + 1") == make("\n\ndef f(x):\n  # comment\n  return x+1")
+    assert make("def f(x): return x + 1").differences(make("def f(x): return x + 2")) == ["code"]
+    assert make("def f(x): return x in {1, 2}").differences(make("def f(x): return x in {1, 3}")) == ["code"]
+
+
+def closure_over(value: Any) -> Fingerprint:
+    def kernel(x: Any) -> Any:
+        return x, value
+
+    return fingerprint(kernel)
+
+
+class Opaque:
+    pass
+
+
+def with_arrays(step: int) -> np.ndarray[Any, Any]:
+    return np.arange(0, 4 * step, step)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 2),
+        (1, True),
+        ("a", "b"),
+        ([1, 2], [2, 1]),
+        ({"a": 1}, {"a": 2}),
+        ({1, 2}, {1, 3}),
+        (with_arrays(1), with_arrays(2)),
+        (with_arrays(1), with_arrays(1).astype(np.int8)),
+        (np.zeros((2, 3)), np.zeros((3, 2))),
+        (lambda x: x + 1, lambda x: x + 2),
+        (functools.partial(max, 1), functools.partial(max, 2)),
+        (int, float),
+        (os, sys),
+        (np.dtype("float32"), np.dtype("float16")),
+    ],
+)
+def test_closures_count_by_value(one: Any, other: Any) -> None:
+    (part,) = closure_over(one).differences(closure_over(other))
+    assert part in ("closure:value", "helper:value")
+    assert closure_over(one) == closure_over(one)
+
+
+def test_objects_without_a_value_of_their_own_do_not_count_by_address() -> None:
+    assert closure_over(Opaque()) == closure_over(Opaque())
+    assert closure_over(Opaque()) != closure_over(object())
+    assert closure_over([Opaque()]) == closure_over([Opaque()])
+
+
+def test_a_function_inside_wrappers_is_found() -> None:
+    def plain(x: int, factor: int = 2) -> int:
+        return x * factor
+
+    class Wrapper:
+        def __init__(self, fn: Callable[..., Any]) -> None:
+            self.__wrapped__ = fn
+
+    bare = fingerprint(plain)
+    assert fingerprint(functools.lru_cache(plain)) == bare
+    assert fingerprint(Wrapper(Wrapper(plain))) == bare
+    assert fingerprint(functools.partial(plain, factor=3)) != fingerprint(functools.partial(plain, factor=4))
+
+
+def test_a_decorator_around_a_helper_counts_by_its_own_code(tmp_path: Path) -> None:
+    source = """
+import functools
+def twice(fn):
+    @functools.wraps(fn)
+    def wrapper(x):
+        return fn(fn(x))
+    return wrapper
+@twice
+def helper(x):
+    return x + 1
+def kernel(x):
+    return helper(x)
+"""
+    assert parts_that_differ(tmp_path, "fn(fn(x))", "fn(x)", source=source) == ["helper:helper"]
+    assert parts_that_differ(tmp_path, "x + 1", "x + 2", source=source) == ["helper:helper"]
+
+
+def test_methods_and_callable_objects_count_by_their_code() -> None:
+    class Kernel:
+        def __call__(self, x: int) -> int:
+            return x + 1
+
+        def method(self, x: int) -> int:
+            return x + 2
+
+    assert fingerprint(Kernel()) == fingerprint(Kernel())
+    assert fingerprint(Kernel().method).parts["code"] != fingerprint(Kernel()).parts["code"]
+    assert fingerprint(Kernel().method) == fingerprint(Kernel().method)
+
+
+class Hostile:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+    def __repr__(self) -> str:
+        raise RuntimeError("repr")
+
+
+class Endless:
+    def __getattr__(self, name: str) -> Endless:
+        return Endless()
+
+
+def endless_list() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+ODD = {"hostile": Hostile(), "endless": Endless(), "list": endless_list(), "nan": float("nan"), "iterator": iter([])}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_objects_are_described_and_never_raise(name: str) -> None:
+    assert closure_over(ODD[name]) == closure_over(ODD[name])
+
+
+def test_a_builtin_and_a_class_have_a_fingerprint() -> None:
+    assert fingerprint(max) != fingerprint(min)
+    assert fingerprint(Opaque) != fingerprint(Hostile)
+
+
+def test_options_are_parts_and_functions_among_them_count_by_code() -> None:
+    def kernel(x: Any) -> Any:
+        return x
+
+    base = fingerprint(kernel, options={"rtol": 0.1, "ref_fn": lambda x: x})
+    assert base.differences(fingerprint(kernel, options={"rtol": 0.2, "ref_fn": lambda x: x})) == ["option:rtol"]
+    assert base.differences(fingerprint(kernel, options={"rtol": 0.1, "ref_fn": lambda x: -x})) == ["option:ref_fn"]
+    assert base.differences(fingerprint(kernel)) == ["option:ref_fn", "option:rtol"]
+    assert base.differences(base.parts) == []
+
+
+def test_a_fingerprint_is_the_same_in_every_process_and_directory(tmp_path: Path) -> None:
+    module = textwrap.dedent(
+        """
+        import functools
+        SET = frozenset({"a", "b", "c", 1, 2.5})
+        class Thing: pass
+        def helper(x, thing=Thing(), names={"u", "v", "w"}): return x in {"p", "q", "r"}, SET
+        def make():
+            thing, fn = Thing(), (lambda x: x in {"i", "j", "k"})
+            def kernel(x, BM=32): return helper(x), thing, fn
+            return kernel
+        kernel = make()
+        """
+    )
+    (tmp_path / "stable_module.py").write_text(module)
+    script = "import stable_module; from quarantune.cache import fingerprint; f = fingerprint(stable_module.kernel)"
+    digests = set()
+    for seed in range(3):
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        paths = [str(tmp_path), *(str(Path(path).resolve()) for path in sys.path if path)]
+        environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-c", f"{script}; print(f.digest, len(f.parts))"]
+        run = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=True)
+        digests.add(run.stdout)
+    assert len(digests) == 1

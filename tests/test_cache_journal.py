@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import errno
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quarantune.cache import CacheWarning, CacheWriteError, Journal, remember_trouble, troublesome
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path, "m.make.<locals>.f", "cpu", "key")
+
+
+def file_of(journal: Journal) -> Path:
+    (path,) = journal.directory.glob("*.jsonl")
+    return path
+
+
+def test_records_come_back_in_order_from_another_journal_object(tmp_path: Path, journal: Journal) -> None:
+    assert journal.records() == []
+    records = [{"config": {"BM": n}, "outcome": "ok", "samples_ms": (0.1, n)} for n in range(3)]
+    for record in records:
+        journal.append(record)
+    found = Journal(tmp_path, "m.make.<locals>.f", "cpu", "key").records()
+    assert found == [record | {"samples_ms": list(record["samples_ms"])} for record in records]  # type: ignore[call-overload]
+
+
+def test_problems_devices_and_functions_have_journals_of_their_own(tmp_path: Path, journal: Journal) -> None:
+    journal.append({"n": 1})
+    for name, device, key in (("g", "cpu", "key"), ("m.f", "gpu", "key"), ("m.f", "cpu", "key2")):
+        assert Journal(tmp_path, name, device, key).records() == []
+
+
+def test_nothing_is_made_before_the_first_record(tmp_path: Path, journal: Journal) -> None:
+    journal.records()
+    journal.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_discard_starts_over(journal: Journal) -> None:
+    journal.append({"n": 1})
+    journal.discard()
+    assert journal.records() == []
+    journal.append({"n": 2})
+    assert journal.records() == [{"n": 2}]
+
+
+def test_a_torn_tail_is_left_out_and_the_next_record_is_whole(journal: Journal) -> None:
+    journal.append({"n": 1})
+    journal.append({"n": 2})
+    path = file_of(journal)
+    path.write_bytes(path.read_bytes()[:-5])
+    assert journal.records() == [{"n": 1}]
+    with pytest.warns(CacheWarning, match="1 damaged line"):
+        journal.append({"n": 3})
+        assert journal.records() == [{"n": 1}, {"n": 3}]
+        assert journal.records() == [{"n": 1}, {"n": 3}]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"\x00\xff garbage", b"{}", b"00000000 {}", b'8b3f4a3c {"n": 1}', b"zzzzzzzz []", b" ", b"\r"],
+)
+def test_damaged_lines_are_left_out_and_reported_once(journal: Journal, damage: bytes) -> None:
+    journal.append({"n": 1})
+    path = file_of(journal)
+    path.write_bytes(damage + b"\n" + path.read_bytes() + damage + b"\n")
+    with pytest.warns(CacheWarning, match="2 damaged lines of the journal") as caught:
+        assert [journal.records() for _ in range(2)] == [[{"n": 1}]] * 2
+    assert len(caught) == 1
+
+
+def test_a_changed_digit_is_noticed(journal: Journal) -> None:
+    journal.append({"time_ms": 1234})
+    path = file_of(journal)
+    path.write_bytes(path.read_bytes().replace(b"1234", b"1235"))
+    with pytest.warns(CacheWarning, match="damaged"):
+        assert journal.records() == []
+
+
+def test_nan_becomes_none_as_a_sweep_must_not_fail_for_its_journal(journal: Journal) -> None:
+    journal.append({"time_ms": math.nan, "samples_ms": [np.float32("inf"), np.float64("nan"), 1.0]})
+    assert journal.records() == [{"time_ms": None, "samples_ms": [None, None, 1.0]}]
+
+
+def test_newlines_and_odd_text_in_a_record_stay_in_its_line(journal: Journal) -> None:
+    record = {"message": "a\nb\r\n\u2028\0\udce4 é"}
+    journal.append(record)
+    assert journal.records() == [record]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_record_that_cannot_be_written_is_a_typed_error(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(CacheWriteError, match=os.strerror(code)):
+        journal.append({"n": 1})
+
+
+def test_a_record_cut_short_by_a_full_disk_is_a_typed_error_and_harms_no_other(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal.append({"n": 1})
+    real = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: real(fd, data[:7]))
+        with pytest.raises(CacheWriteError, match="only 7 bytes"):
+            journal.append({"n": 2})
+    journal.append({"n": 3})
+    with pytest.warns(CacheWarning, match="1 damaged line"):
+        assert journal.records() == [{"n": 1}, {"n": 3}]
+
+
+def test_a_file_in_place_of_the_directory_is_a_typed_error_and_no_records(tmp_path: Path) -> None:
+    (tmp_path / "f.trials").write_text("")
+    journal = Journal(tmp_path, "f", "cpu", "key")
+    assert journal.records() == []
+    with pytest.raises(CacheWriteError, match="not recorded"):
+        journal.append({"n": 1})
+
+
+def test_processes_appending_at_once_and_one_killed_lose_no_acknowledged_record(tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from quarantune.cache import Journal
+journal = Journal(Path(sys.argv[1]), "f", "cpu", "key")
+for number in range(int(sys.argv[3])):
+    journal.append({"writer": sys.argv[2], "number": number, "filling": "x" * (number % 50) * 100})
+    print(number, flush=True)
+"""
+
+    def start(name: str, records: int) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", script, str(tmp_path), name, str(records)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    with start("victim", 10**9) as victim, start("a", 200) as one, start("b", 200) as other:
+        assert victim.stdout is not None
+        acknowledged = -1
+        while acknowledged < 100:
+            acknowledged = int(victim.stdout.readline())
+        victim.kill()
+        acknowledged = max([acknowledged, *map(int, victim.stdout.read().split())])
+        one.communicate(timeout=60)
+        other.communicate(timeout=60)
+    found: dict[str, list[int]] = {}
+    for record in Journal(tmp_path, "f", "cpu", "key").records():
+        found.setdefault(record["writer"], []).append(record["number"])
+    assert found["a"] == found["b"] == list(range(200))
+    assert found["victim"][: acknowledged + 1] == list(range(acknowledged + 1))
+
+
+def test_hosts_append_to_files_of_their_own_and_all_are_read(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal.append({"n": 1})
+    monkeypatch.setattr("quarantune.cache.owners._host_token", lambda pid: "0123456789ab")
+    journal.append({"n": 2})
+    assert len(list(journal.directory.glob("*.jsonl"))) == 2
+    assert sorted(record["n"] for record in journal.records()) == [1, 2]
+    journal.discard()
+    assert journal.records() == []
+
+
+def test_trouble_is_remembered_for_a_device_whatever_the_problem(tmp_path: Path) -> None:
+    assert troublesome(tmp_path, "f", "cpu") == {}
+    remember_trouble(tmp_path, "f", "cpu", {"BN": 1, "BM": np.int64(2)}, "crashed")
+    remember_trouble(tmp_path, "f", "cpu", {"BM": (4,)}, "timeout")
+    assert troublesome(tmp_path, "f", "cpu") == {'{"BM":2,"BN":1}': "crashed", '{"BM":[4]}': "timeout"}
+    assert troublesome(tmp_path, "f", "gpu") == {}
+    assert troublesome(tmp_path, "g", "cpu") == {}
+
+
+def test_only_crashing_and_hanging_are_trouble_and_a_good_end_clears_it(tmp_path: Path) -> None:
+    for outcome in ("ok", "error", "wrong", "pruned"):
+        remember_trouble(tmp_path, "f", "cpu", {"BM": 1}, outcome)
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(3):
+        remember_trouble(tmp_path, "f", "cpu", {"BM": 1}, "crashed")
+    (path,) = tmp_path.rglob("*.jsonl")
+    assert path.read_bytes().count(b"\n") == 1
+    remember_trouble(tmp_path, "f", "cpu", {"BM": 1}, "ok")
+    assert troublesome(tmp_path, "f", "cpu") == {}

@@ -1,0 +1,185 @@
+"""On a real GPU: compiling without one, and containing kernels that go wrong on it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+
+import quarantune
+from quarantune import Outcome, Route
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+jax = pytest.importorskip("jax")
+jnp = pytest.importorskip("jax.numpy")
+pl = pytest.importorskip("jax.experimental.pallas")
+plt = pytest.importorskip("jax.experimental.pallas.triton")
+
+
+@pytest.fixture(scope="module")
+def held():
+    """Makes this process hold the GPU with JAX's default preallocation, as a training job does."""
+    value = jnp.arange(1 << 20, dtype=jnp.float32)
+    return jax.block_until_ready(value)
+
+
+def still_computes(held) -> bool:
+    return float(jnp.sum(held[:1000] * 2)) == 999000.0
+
+
+def call(kernel, x, *, out=None, grid=()):
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype) if out is None else out,
+        grid=grid,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+    )(x)
+
+
+def note_devices(directory: str) -> None:
+    """Notes, inside a compile worker, which device files it has open and what it takes its platform for."""
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    held = [name for name in names if name.startswith("/dev/nvidia")]
+    Path(directory, str(os.getpid())).write_text(f"{jax.default_backend()} {held}")
+
+
+def double_kernel(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+
+@quarantune.autotune({"block": [64, 128, 256]}, rep=5)
+@functools.partial(jax.jit, static_argnames=["block", "directory"])
+def doubled(x, directory: str, block: int = 64):
+    note_devices(directory)
+    spec = pl.BlockSpec((block,), lambda i: (i,))
+    return pl.pallas_call(
+        double_kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(x.shape[0] // block,),
+        in_specs=[spec],
+        out_specs=spec,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+    )(x)
+
+
+def test_kernels_compile_in_workers_that_never_open_the_gpu(held, tmp_path):
+    x, notes_in = held[:4096], tmp_path / "notes"
+    notes_in.mkdir()
+    result = doubled.tune(x, str(notes_in))
+    assert [trial.outcome for trial in result.trials] == [Outcome.OK] * 3, result.table()
+    assert {trial.route for trial in result.trials} == {Route.APART}
+    notes = [file.read_text() for file in notes_in.iterdir()]
+    assert notes == ["gpu []"] * 3
+    assert (doubled(x, str(notes_in)) == 2 * x).all()
+
+
+def bad_kernel(x_ref, o_ref, *, mode: str):
+    if mode == "spin":
+        # It stores and loads each time round: a loop without effect may be compiled away, however long it is.
+        def body(last):
+            o_ref[...] = x_ref[...] * 0 + last
+            return jnp.max(o_ref[...])
+
+        o_ref[...] = x_ref[...] + jax.lax.while_loop(lambda last: last < 1e30, body, x_ref[1])
+    elif mode == "wild":
+        far = (x_ref[1] * 0 + 1e9).astype(jnp.int32)
+        pl.store(o_ref, (pl.ds(far, 128),), x_ref[pl.ds(0, 128)]) if hasattr(pl, "store") else plt.store(
+            o_ref.at[pl.ds(far, 128)], x_ref[pl.ds(0, 128)]
+        )
+    else:
+        o_ref[...] = x_ref[...] * 2
+
+
+@quarantune.autotune({"mode": ["good", "spin", "wild", "good again"]}, rep=5, timeout=5, compile_timeout=60)
+@functools.partial(jax.jit, static_argnames=["mode"])
+def risky(x, mode: str = "good"):
+    return call(functools.partial(bad_kernel, mode=mode.split()[0]), x)
+
+
+def test_kernels_that_spin_or_scribble_are_contained(held):
+    result = risky.tune(held[:1024])
+    outcomes = {trial.config["mode"]: trial for trial in result.trials}
+    table = result.table(width=160)
+    assert outcomes["good"].outcome is Outcome.OK, table
+    assert outcomes["good again"].outcome is Outcome.OK, table
+    assert outcomes["spin"].outcome is Outcome.TIMEOUT, table
+    assert outcomes["wild"].outcome in (Outcome.ERROR, Outcome.CRASHED), table
+    assert still_computes(held)
+
+
+# XLA's allocator tries again for ten seconds before it gives up.
+@quarantune.autotune({"mode": ["good", "greedy", "good again"]}, rep=5, timeout=40)
+@functools.partial(jax.jit, static_argnames=["mode"])
+def hungry(x, mode: str = "good"):
+    if mode == "greedy":
+        # What a loop carries must exist as a whole: 256 GB.
+        big = jnp.broadcast_to(x[:1], (1 << 36,))
+        return x + jax.lax.fori_loop(0, 3, lambda i, carried: carried * 1.5 + i, big)[: x.shape[0]]
+    return call(functools.partial(bad_kernel, mode="good"), x)
+
+
+def test_a_program_that_wants_more_memory_than_the_gpu_has_is_contained(held):
+    result = hungry.tune(held[:1024])
+    table = result.table(width=160)
+    assert [trial.outcome.value for trial in result.trials] == ["ok", "device_oom", "ok"], table
+    assert still_computes(held)
+
+
+@quarantune.autotune({"chunks": [1, 2, 4]}, rep=5)
+@functools.partial(jax.jit, static_argnames=["chunks"])
+def plain_dot(a, b, chunks: int = 1):
+    return jnp.concatenate([part @ b for part in jnp.split(a, chunks)])
+
+
+def test_programs_whose_dots_xla_tunes_are_compiled_on_the_gpu(held):
+    a = jnp.ones((512, 512), jnp.bfloat16)
+    result = plain_dot.tune(a, a)
+    assert {trial.route for trial in result.trials} == {Route.TOGETHER}, result.table()
+    assert [trial.outcome for trial in result.trials] == [Outcome.OK] * 3, result.table()
+
+
+@quarantune.autotune({"mode": ["good", "raise", "raise too"]}, rep=5)
+@functools.partial(jax.jit, static_argnames=["mode"])
+def raising(x, mode: str = "good"):
+    if mode != "good":
+        raise ValueError("not this one")
+    return call(functools.partial(bad_kernel, mode="good"), x)
+
+
+def test_an_error_raised_without_the_gpu_is_confirmed_on_it(held):
+    result = raising.tune(held[:1024])
+    assert result.failures == {"error": 2}
+    assert {trial.route for trial in result.trials[1:]} == {Route.APART, Route.TOGETHER}
+
+
+def test_every_gpu_of_one_kind_takes_its_share(held, tmp_path):
+    if len(jax.devices()) < 2:
+        pytest.skip("one GPU")
+    result = spread.tune(held[:4096])
+    assert {trial.device for trial in result.trials} == {f"cuda:{i}" for i in range(len(jax.devices()))}
+
+
+@quarantune.autotune({"block": [32, 64, 128, 256], "warps": [1, 2, 4, 8]}, rep=20)
+@functools.partial(jax.jit, static_argnames=["block", "warps"])
+def spread(x, block: int = 64, warps: int = 4):
+    spec = pl.BlockSpec((block,), lambda i: (i,))
+    return pl.pallas_call(
+        double_kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(x.shape[0] // block,),
+        in_specs=[spec],
+        out_specs=spec,
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
+    )(x)

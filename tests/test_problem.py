@@ -1,0 +1,378 @@
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quarantune import problem
+
+
+def _kernel(a: Any, b: Any = None, transpose: bool = False, BM: int = 32, BN: int = 32) -> None:
+    """What the calls below call."""
+
+
+SIGNATURE = inspect.signature(_kernel)
+
+
+def _describe(*args: Any, static: tuple[str, ...] = ("transpose",), **kwargs: Any) -> problem.CallDescription:
+    return problem.describe_call(SIGNATURE, static, ("BM", "BN"), args, kwargs)
+
+
+def _values(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    values = _describe(*args, **kwargs).key_values
+    json.dumps(values, allow_nan=False)
+    return values
+
+
+def test_spellings_of_one_call_have_one_description() -> None:
+    a = jnp.ones((3, 4))
+    expected = _values(a)
+    assert _values(a=a) == expected
+    assert _values(a, None, False) == expected
+    assert _values(a, transpose=False) == expected
+    assert _values(a, transpose=np.bool_(False)) == expected
+    assert _values(a, transpose=True) != expected
+
+
+def test_arrays_are_told_apart_by_shape_dtype_and_weak_type() -> None:
+    calls = [
+        jnp.ones((3, 4)),
+        jnp.ones((4, 3)),
+        jnp.ones((3, 4), jnp.bfloat16),
+        jnp.full((3, 4), 1.0),
+        jax.random.key(0),
+        jax.random.key(0, impl="rbg"),
+    ]
+    assert len({json.dumps(_values(call)) for call in calls}) == len(calls)
+    assert _values(jnp.zeros((3, 4))) == _values(jnp.ones((3, 4)))
+
+
+def test_a_numpy_array_counts_as_the_jax_array_it_becomes() -> None:
+    assert _values(np.ones((3, 4))) == _values(jnp.ones((3, 4)))
+    assert _values(np.float64(2)) == _values(jnp.asarray(2, jnp.float32))
+    with jax.enable_x64(True):
+        assert _values(np.ones((3, 4)))["a"]["dtype"] == "float64"
+
+
+def test_structs_count_as_the_arrays_they_stand_for() -> None:
+    assert _values(jax.ShapeDtypeStruct((3,), jnp.float32)) == _values(jnp.ones(3))
+
+
+def test_python_scalars_in_dynamic_parameters_count_by_type() -> None:
+    assert _values(1.5) == _values(2.5)
+    assert len({json.dumps(_values(value)) for value in (True, 1, 1.0, 1j, None)}) == 5
+
+
+def test_pytrees_are_told_apart_by_structure_and_by_each_leaf() -> None:
+    a = jnp.ones(3)
+    calls = [{"x": a}, {"y": a}, [a], (a,), {"x": [a]}, {"x": a, "y": a}, {"x": jnp.ones(4)}, a]
+    assert len({json.dumps(_values(call)) for call in calls}) == len(calls)
+    assert _values({"x": a, "y": 1}) == _values({"y": 2, "x": a})
+
+
+def test_leaves_are_listed_by_their_path() -> None:
+    described = _values({"weights": [jnp.ones(3)]})["a"]
+    assert described["leaves"] == {"['weights'][0]": {"shape": [3], "dtype": "float32"}}
+
+
+class _Opaque:
+    pass
+
+
+@jax.tree_util.register_pytree_node_class
+class _Node:
+    def __init__(self, x: Any, data: Any) -> None:
+        self.x, self.data = x, data
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        return (self.x,), self.data
+
+    @classmethod
+    def tree_unflatten(cls, data: Any, children: Any) -> _Node:
+        return cls(children[0], data)
+
+
+def test_static_data_of_a_pytree_class_counts_and_brings_no_address_in() -> None:
+    described = json.dumps(_values(_Node(jnp.ones(3), _Opaque())))
+    assert described == json.dumps(_values(_Node(jnp.ones(3), _Opaque())))
+    assert " at 0x" not in described
+    assert _values(_Node(jnp.ones(3), 1)) != _values(_Node(jnp.ones(3), 2))
+
+
+def test_var_arguments_are_described() -> None:
+    def kernel(*arrays: Any, BM: int = 2, **options: Any) -> None: ...
+
+    def values(*args: Any, **kwargs: Any) -> Any:
+        return problem.describe_call(inspect.signature(kernel), (), ("BM",), args, kwargs).key_values
+
+    a, b = jnp.ones(2), jnp.ones(3)
+    assert values(a, b) != values(b, a)
+    assert values(a, scale=b, shift=a) == values(a, shift=a, scale=b)
+    assert values(a, scale=b) != values(a, shift=b)
+
+
+def test_static_arguments_taken_in_by_var_keywords_count_by_value() -> None:
+    def kernel(a: Any, **options: Any) -> None: ...
+
+    def values(**kwargs: Any) -> Any:
+        signature = inspect.signature(kernel)
+        return problem.describe_call(signature, ("mode",), (), (jnp.ones(2),), kwargs).key_values
+
+    assert values(mode=1) != values(mode=2)
+    assert values(scale=1) == values(scale=2)
+
+
+def test_tunables_passed_by_hand_are_reported_and_left_out() -> None:
+    a = jnp.ones(3)
+    assert _describe(a).tunables_given == frozenset()
+    assert _describe(a, BM=16).tunables_given == {"BM"}
+    assert _describe(a, None, False, 16, BN=8).tunables_given == {"BM", "BN"}
+    assert _values(a, BM=16) == _values(a)
+
+
+def test_a_call_that_does_not_fit_the_signature_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'c'"):
+        _describe(jnp.ones(3), c=1)
+
+
+def test_tracers_are_seen_and_described_as_arrays() -> None:
+    seen = []
+
+    @jax.jit
+    def outer(a: jax.Array) -> jax.Array:
+        seen.append(_describe({"x": a}))
+        jax.vmap(lambda row: seen.append(_describe(row)) or row)(a)
+        return a
+
+    outer(jnp.ones((5, 3)))
+    whole, row = seen
+    assert whole.has_tracers
+    assert row.has_tracers
+    assert row.key_values["a"] == {"shape": [3], "dtype": "float32"}
+    assert whole.devices == ()
+    assert not _describe(jnp.ones(3)).has_tracers
+
+
+def test_devices_are_those_of_the_concrete_jax_arrays() -> None:
+    (device,) = _describe({"x": jnp.ones(3)}, np.ones(3)).devices
+    assert (device.platform, device.index) == ("cpu", 0)
+    assert _describe(np.ones(3), 1.0).devices == ()
+
+
+class _Mode(enum.Enum):
+    UP = 1
+    DOWN = 2
+
+
+class _Level(enum.IntEnum):
+    LOW = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    width: int
+    mode: _Mode = _Mode.UP
+    note: str = dataclasses.field(default="", compare=False)
+
+
+class _Pair(typing.NamedTuple):
+    x: int
+    y: int
+
+
+class _Plain:
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    @functools.cached_property
+    def area(self) -> int:
+        return self.width**2
+
+
+class _Stated:
+    __slots__ = ("width",)
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __getstate__(self) -> Any:
+        return (None, {"width": self.width})
+
+
+class _Many(list[int]):
+    pass
+
+
+def _adder(n: int) -> Callable[[int], int]:
+    return lambda a: a + n
+
+
+EQUAL = {
+    "numpy scalar": (np.int64(3), 3),
+    "dtypes": (jnp.float32, np.dtype("float32")),
+    "scalar types": (np.float32, jnp.float32),
+    "dataclass": (_Options(3), _Options(3, note="other")),
+    "set": ({"a", "b", "c"}, {"c", "b", "a"}),
+    "dict": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    "object": (_Plain(3), _Plain(3)),
+    "object with state of its own": (_Stated(3), _Stated(3)),
+    "array": (np.arange(3), np.arange(3)),
+    "closures": (_adder(1), _adder(1)),
+    "partial": (functools.partial(_kernel, 1), functools.partial(_kernel, 1)),
+    "method": (_Options(3).__eq__, _Options(3).__eq__),
+    "tuple": ((1, (2, "x")), (1, (2, "x"))),
+}
+
+DIFFERENT = {
+    "numbers": (1, 1.0),
+    "bool and int": (True, 1),
+    "number and text": (1, "1"),
+    "nan and text": (float("nan"), "nan"),
+    "infinities": (float("inf"), float("-inf")),
+    "enum": (_Mode.UP, _Mode.DOWN),
+    "enum and its value": (_Level.LOW, 1),
+    "dtypes": (jnp.float32, jnp.bfloat16),
+    "dataclass": (_Options(3), _Options(4)),
+    "nested dataclass": (_Options(3), _Options(3, _Mode.DOWN)),
+    "named tuples": (_Pair(1, 2), _Pair(2, 1)),
+    "named tuple and tuple": (_Pair(1, 2), (1, 2)),
+    "object": (_Plain(3), _Plain(4)),
+    "object with state of its own": (_Stated(3), _Stated(4)),
+    "array": (np.arange(3), np.arange(1, 4)),
+    "long arrays": (np.arange(5000), np.arange(5000) ** 2),
+    "functions": (_kernel, _adder),
+    "lambdas": (lambda a: a + 1, lambda a: a + 2),
+    "closures": (_adder(1), _adder(2)),
+    "jitted functions": (jax.jit(_kernel), jax.jit(_adder)),
+    "partial": (functools.partial(_kernel, 1), functools.partial(_kernel, 2)),
+    "bytes": (b"a", b"b"),
+    "types": (int, float),
+    "modules": (json, os),
+    "specs": (jax.P("x"), jax.P("y")),
+    "arrays of objects": (np.array([None, "a"], object), np.array([None, "b"], object)),
+    "ordered dicts": (collections.OrderedDict(a=1), collections.OrderedDict(a=2)),
+    "lists of a class": (_Many([1, 2]), _Many([1, 3])),
+    "descriptions": (re.compile("a"), re.compile("b")),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_equal_static_values_have_one_description(name: str) -> None:
+    first, second = (json.dumps(problem.describe_static(value), allow_nan=False) for value in EQUAL[name])
+    assert first == second
+    assert " at 0x" not in first
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_different_static_values_have_different_descriptions(name: str) -> None:
+    first, second = (json.dumps(problem.describe_static(value), allow_nan=False) for value in DIFFERENT[name])
+    assert first != second
+
+
+def test_a_cached_property_does_not_change_an_objects_description() -> None:
+    plain, used = _Plain(3), _Plain(3)
+    assert used.area == 9
+    assert problem.describe_static(used) == problem.describe_static(plain)
+
+
+def test_an_object_known_by_its_address_alone_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"<unlocked .* frozen dataclass"):
+        problem.describe_static(threading.Lock())
+
+
+def test_an_object_that_holds_itself_can_be_described() -> None:
+    loop, other = _Plain(3), _Plain(3)
+    loop.width = loop  # type: ignore[assignment]
+    other.width = other  # type: ignore[assignment]
+    assert problem.describe_static(loop) == problem.describe_static(other)
+
+
+def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
+    path = tmp_path / "describe.py"
+    path.write_text(
+        "import dataclasses, enum, json\nfrom quarantune import problem\n"
+        "class Mode(enum.Enum):\n    UP = 1\n"
+        "@dataclasses.dataclass(frozen=True)\nclass Options:\n    mode: Mode\n    names: frozenset\n"
+        "class Slots:\n    __slots__ = ('x',)\n"
+        "slots = Slots(); slots.x = 5\n"
+        "values = [Options(Mode.UP, frozenset('abcdef')), lambda a: a + 1, slots, {'b': 1, 'a': (2, 3)}]\n"
+        "print(json.dumps([problem.describe_static(value) for value in values]))\n"
+    )
+    source = str(Path(problem.__file__).parents[1])
+
+    def described(hash_seed: str) -> str:
+        env = os.environ | {"PYTHONPATH": source, "PYTHONHASHSEED": hash_seed, "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, str(path)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+
+    assert described("1") == described("2")
+
+
+def test_as_structs_replaces_arrays_and_nothing_else() -> None:
+    options = _Options(3)
+    args, kwargs = problem.as_structs(
+        (np.ones((2, 3)), 2.5, options), {"b": {"x": jnp.full((3,), 1.0), "n": 1}}
+    )
+    assert args[0] == jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    assert args[1:] == (2.5, options)
+    assert kwargs == {"b": {"x": jax.ShapeDtypeStruct((3,), jnp.float32, weak_type=True), "n": 1}}
+    assert kwargs["b"]["x"].weak_type
+
+
+SHARDED = """
+import inspect, json
+import jax, jax.numpy as jnp
+from quarantune import problem
+
+def values(a):
+    return problem.describe_call(inspect.signature(lambda a: a), (), (), (a,), {}).key_values["a"]
+
+found = {}
+auto = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+found["auto"] = values(jax.device_put(jnp.ones((4, 2)), jax.NamedSharding(auto, jax.P("x"))))
+found["one device"] = values(jnp.ones((4, 2)))
+explicit = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+with jax.set_mesh(explicit):
+    array = jax.device_put(jnp.ones((4, 2)), jax.P("x"))
+    found["explicit"] = values(array)
+    jax.jit(lambda a: found.update(traced=values(a)) or a)(array)
+with jax.set_mesh(auto):
+    traced_auto = jax.jit(lambda a: found.update(traced_auto=values(a)) or a)
+    traced_auto(jax.device_put(jnp.ones((4, 2)), jax.P("x")))
+print(json.dumps(found))
+"""
+
+
+def test_sharding_counts_where_jax_makes_it_explicit_or_there_are_several_devices(tmp_path: Path) -> None:
+    path = tmp_path / "sharded.py"
+    path.write_text(SHARDED)
+    source = str(Path(problem.__file__).parents[1])
+    env = os.environ | {
+        "PYTHONPATH": source,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert "sharding" not in found["one device"]
+    assert "sharding" not in found["traced_auto"]
+    assert found["auto"]["sharding"]["mesh"] == {"x": 2}
+    assert found["explicit"] == found["traced"]

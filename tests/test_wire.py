@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+
+import pytest
+
+from quarantune.sandbox import wire
+from quarantune.sandbox.wire import Connection, Decoder, WireClosedError, WireError, encode
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, socket.socket]]:
+    """Our non-blocking end, and the raw socket of the process at the other end."""
+    ours, theirs = wire.connection_pair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def frame_of(body: bytes, *, magic: bytes = b"qtf1", size: int | None = None, crc: int | None = None) -> bytes:
+    """A frame forged by hand."""
+    size = len(body) if size is None else size
+    return struct.pack("<4sII", magic, size, zlib.crc32(body) if crc is None else crc) + body
+
+
+def open_fds() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+MESSAGES = [
+    {"type": "phase", "trial": 3, "phase": "load"},
+    {},
+    {"text": "ümläut \ud800 \x00", "deep": [[1, 2.5, None, True], {"a": {}}]},
+    {"long": "x" * 300_000},
+]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 1 << 16])
+def test_messages_come_out_as_they_went_in_however_the_stream_is_cut(chunk_bytes: int) -> None:
+    messages = MESSAGES if chunk_bytes > 1 else MESSAGES[:3]
+    stream = b"".join(map(encode, messages))
+    decoder = Decoder()
+
+    received = []
+    for start in range(0, len(stream), chunk_bytes):
+        received += decoder.feed(stream[start : start + chunk_bytes])
+
+    assert received == messages
+    assert not decoder.is_partial
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_json_does_not_have_are_not_sent(number: float) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        encode({"samples_ms": [number]})
+
+
+def test_a_message_over_the_size_cap_is_not_sent() -> None:
+    with pytest.raises(ValueError, match="over the wire's limit"):
+        encode({"text": "x" * wire.MAX_FRAME_BYTES})
+
+
+@pytest.mark.parametrize(
+    ("stream", "complaint"),
+    [
+        (b"\xff" * 4096, "no frame"),
+        (b"a line that a config printed to the wrong descriptor\n", "no frame"),
+        (frame_of(b"{}", magic=b"qtf2"), "no frame"),
+        (frame_of(b"{}", size=wire.MAX_FRAME_BYTES + 1), "no frame"),
+        (frame_of(b"{}", size=0xFFFFFFFF), "no frame"),
+        (frame_of(b"{}", crc=zlib.crc32(b"{}") ^ 1), "checksum"),
+        (frame_of(b""), "not JSON"),
+        (frame_of(b"{"), "not JSON"),
+        (frame_of(b"\xff\xfe"), "not JSON"),
+        (frame_of(b"[" * 200_000), "not JSON"),
+        (frame_of(b'{"a":' * 100_000 + b"1" + b"}" * 100_000), "not JSON"),
+        (frame_of(b"9" * 10_000), "not JSON"),
+        (frame_of(b'["no","object"]'), "no message"),
+        (frame_of(b"null"), "no message"),
+        (frame_of(b'{"fds":1}'), "descriptors"),
+        (frame_of(b'{"fds":-1}'), "descriptors"),
+        (frame_of(b'{"fds":"0"}'), "descriptors"),
+        (frame_of(b'{"fds":null}'), "descriptors"),
+    ],
+)
+def test_whatever_is_no_frame_of_ours_is_damage_and_nothing_worse(
+    ends: tuple[Connection, socket.socket], stream: bytes, complaint: str
+) -> None:
+    ours, theirs = ends
+    theirs.setblocking(False)
+    with pytest.raises(WireError, match=complaint) as caught:
+        while stream:
+            with contextlib.suppress(BlockingIOError):
+                stream = stream[theirs.send(stream) :]
+            ours.receive()
+        ours.receive()
+    assert not isinstance(caught.value, WireClosedError)
+
+
+def test_a_single_flipped_bit_is_damage_or_waits_for_more_but_is_never_another_message() -> None:
+    message = {"type": "measured", "samples_ms": [1.25, 1.5], "trial": 7, "phase": "measure"}
+    frame = encode(message)
+    for bit in range(8 * len(frame)):
+        damaged = bytearray(frame)
+        damaged[bit // 8] ^= 1 << bit % 8
+        decoder = Decoder()
+        try:
+            assert decoder.feed(bytes(damaged)) == []
+            assert decoder.is_partial
+        except WireError:
+            continue
+
+
+def test_random_garbage_never_raises_anything_but_damage() -> None:
+    generator = random.Random(0)
+    frames = [encode(message) for message in MESSAGES[:3]]
+    for _ in range(500):
+        stream = bytearray(b"".join(generator.choices(frames, k=3)))
+        for _ in range(generator.randrange(1, 4)):
+            position = generator.randrange(len(stream))
+            stream[position : position + generator.randrange(3)] = generator.randbytes(generator.randrange(4))
+        with contextlib.suppress(WireError):
+            Decoder().feed(bytes(stream))
+
+
+def test_a_message_and_its_descriptors_arrive_together(ends: tuple[Connection, socket.socket]) -> None:
+    ours, theirs = ends
+    other = Connection(theirs)
+    files = [os.memfd_create(f"file-{number}") for number in range(5)]
+    sent = [("none", []), ("two", files[:2]), ("none again", []), ("three", files[2:]), ("last", [])]
+    for name, fds in sent:
+        other.send({"name": name}, fds)
+
+    received: list[tuple[str, list[int]]] = []
+    while len(received) < len(sent):
+        received += [(message["name"], fds) for message, fds in ours.receive()]
+
+    assert [name for name, _ in received] == [name for name, _ in sent]
+    for (_, before), (_, after) in zip(sent, received, strict=True):
+        assert [os.fstat(fd).st_ino for fd in after] == [os.fstat(fd).st_ino for fd in before]
+        assert not any(os.get_inheritable(fd) for fd in after)
+        wire.close_all(after)
+    wire.close_all(files)
+
+
+def test_descriptors_of_a_large_message_are_its_own(ends: tuple[Connection, socket.socket]) -> None:
+    ours, theirs = ends
+    other = Connection(theirs)
+    first, second = os.memfd_create("first"), os.memfd_create("second")
+    inodes = [os.fstat(first).st_ino, os.fstat(second).st_ino]
+
+    def send() -> None:
+        other.send({"text": "x" * 500_000}, [first])
+        other.send({"text": "short"}, [second])
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    received = []
+    while len(received) < 2:
+        received += ours.receive()
+    sender.join()
+
+    assert [os.fstat(fds[0]).st_ino for _, fds in received] == inodes
+    wire.close_all([first, second, *(fd for _, fds in received for fd in fds)])
+
+
+def test_descriptors_nobody_asked_for_do_not_stay_open(ends: tuple[Connection, socket.socket]) -> None:
+    ours, theirs = ends
+    before = open_fds()
+    null = os.open(os.devnull, os.O_RDONLY)
+    whole = encode({"fds": 1})
+    socket.send_fds(theirs, [whole], [null])
+    socket.send_fds(theirs, [frame_of(b'{"fds":9}')], [null, null])
+    with pytest.raises(WireError, match="descriptors"):
+        while True:
+            for _, fds in ours.receive():
+                wire.close_all(fds)
+    ours.close()
+    os.close(null)
+    assert open_fds() == before - {str(ours.fileno())} or len(open_fds()) == len(before) - 1
+
+
+def test_a_flood_of_descriptors_without_messages_is_damage(ends: tuple[Connection, socket.socket]) -> None:
+    ours, theirs = ends
+    null = os.open(os.devnull, os.O_RDONLY)
+    before = len(open_fds())
+    with pytest.raises(WireError, match="descriptors"):
+        for byte in encode({"text": "x" * 200}):
+            socket.send_fds(theirs, [bytes([byte])], [null])
+            ours.receive()
+    assert len(open_fds()) <= before + 64
+    ours.close()
+    os.close(null)
+    assert len(open_fds()) == before - 2
+
+
+def test_an_unfinished_frame_is_damage_once_its_deadline_has_passed(
+    ends: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = ends
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    theirs.send(encode({"type": "measured"})[:-1])
+    assert ours.receive() == []
+    now += wire.FRAME_DEADLINE_S - 0.1
+    assert ours.receive() == []
+    ours.check()
+    now += 0.2
+    with pytest.raises(WireError, match="never finished"):
+        ours.check()
+    with pytest.raises(WireError, match="never finished"):
+        ours.receive()
+
+
+def test_dripping_bytes_do_not_put_the_deadline_of_a_frame_off(
+    ends: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = ends
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with pytest.raises(WireError, match="never finished"):
+        for byte in encode({"text": "x" * 100}):
+            theirs.send(bytes([byte]))
+            ours.receive()
+            ours.check()
+            now += wire.FRAME_DEADLINE_S / 4
+    assert now < 100.0 + 2 * wire.FRAME_DEADLINE_S
+
+
+def test_each_frame_has_a_deadline_of_its_own(
+    ends: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = ends
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    frame = encode({"type": "phase"})
+    theirs.send(frame[:5])
+    received = []
+    for _ in range(8):  # there is always a partial frame, but never the same one for long
+        received += ours.receive()
+        ours.check()
+        now += wire.FRAME_DEADLINE_S / 2
+        theirs.send(frame[5:] + frame[:5])
+    assert len(received) == 7
+
+
+def test_a_closed_end_is_told_from_damage_after_its_last_words_were_heard(
+    ends: tuple[Connection, socket.socket],
+) -> None:
+    ours, theirs = ends
+    theirs.send(encode({"type": "measured"}))
+    theirs.close()
+    assert ours.receive() == [({"type": "measured"}, [])]
+    with pytest.raises(WireClosedError):
+        ours.receive()
+    with pytest.raises(WireClosedError):
+        ours.send({"do": "measure"})
+
+
+def test_a_large_message_that_has_arrived_whole_is_received_at_once(
+    ends: tuple[Connection, socket.socket],
+) -> None:
+    ours, theirs = ends
+    message = {"samples_ms": [0.125] * 12_000}
+    assert len(encode(message)) < theirs.send(encode(message)) + 1
+    assert ours.receive() == [(message, [])]
+
+
+def test_hanging_up_is_heard_even_where_a_fork_holds_a_copy_of_the_socket() -> None:
+    ours, theirs = wire.connection_pair()
+    copy = os.dup(ours.fileno())
+    ours.hang_up()
+    theirs.settimeout(5)
+    assert theirs.recv(1) == b""
+    os.close(copy)
+    theirs.close()
+
+
+def test_a_reader_that_does_not_read_never_blocks_the_sender(ends: tuple[Connection, socket.socket]) -> None:
+    ours, _ = ends
+    started = time.monotonic()
+    with pytest.raises(WireClosedError, match="cannot send"):
+        for _ in range(10_000):
+            ours.send({"text": "x" * 4000})
+    with pytest.raises(WireClosedError, match="cannot send"):
+        ours.send({"text": "x" * (1 << 20)})
+    assert time.monotonic() - started < 5
+
+
+def test_nothing_said_is_nothing_received_at_once(ends: tuple[Connection, socket.socket]) -> None:
+    ours, _ = ends
+    assert ours.receive() == []
+    ours.check()
