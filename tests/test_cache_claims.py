@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from quarantune.cache import CacheWriteError, Claim, wait
 from quarantune.cache.owners import Owner
 
@@ -145,6 +146,18 @@ def test_a_silent_holder_loses_the_claim_after_its_own_worst_case(make: Callable
     assert make().holder() is None
 
 
+def test_a_hung_holder_that_keeps_its_lock_does_not_keep_the_claim_for_ever(make: Callable[..., Claim]) -> None:
+    hung, second, third = make(worst_case_s=1), make(), make()
+    assert hung.try_acquire()
+    age(hung, 100)
+    assert second.try_acquire()
+    second.release()
+    # Once it gives way, as the lock may also be held by somebody who is about to make the claim.
+    assert [third.try_acquire(), third.try_acquire()] == [False, True]
+    third.release()
+    hung.release()
+
+
 @pytest.mark.usefixtures("locks")
 def test_refreshing_keeps_the_claim_and_may_change_the_worst_case(make: Callable[..., Claim]) -> None:
     holder, waiter = make(worst_case_s=30), make()
@@ -246,7 +259,9 @@ def test_wait_returns_the_claim_when_nobody_has_it(make: Callable[..., Claim]) -
     claim.release()
 
 
-def test_wait_looks_again_after_acquiring_as_the_holder_may_just_have_finished(make: Callable[..., Claim]) -> None:
+def test_wait_looks_again_after_acquiring_as_the_holder_may_have_finished(
+    make: Callable[..., Claim],
+) -> None:
     answers = [None, "answer"]
     claim = make()
     assert wait(claim, lambda: answers.pop(0), lambda *_: None) == "answer"
@@ -327,14 +342,18 @@ print(found["config"])
     assert trials == list(range(10))
 
 
-def test_this_process_is_alive_and_a_forked_child_is_another(tmp_path: Path) -> None:
+def test_a_process_is_dead_only_when_that_is_certain() -> None:
     me = Owner.this_process()
     assert not me.is_dead()
-    read_end, write_end = os.pipe()
-    command = [sys.executable, "-c", "from quarantune.cache.owners import Owner; print(Owner.this_process().pid)"]
-    child = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    os.close(read_end)
-    os.close(write_end)
-    assert child != me.pid
-    assert Owner(host=me.host, pid=child, started=1).is_dead()
-    assert not Owner(host="0123456789ab", pid=child, started=1).is_dead()
+    script = "from quarantune.cache.owners import Owner; print(Owner.this_process().pid)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    gone = int(run.stdout)
+    assert Owner(host=me.host, pid=gone, started=1).is_dead()
+    assert Owner(host=me.host, pid=me.pid, started=me.started + 1).is_dead()
+    assert not Owner(host="0123456789ab", pid=gone, started=1).is_dead()
+
+
+def test_a_zombie_is_dead() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert Owner(host=Owner.this_process().host, pid=process.pid, started=0).is_dead()

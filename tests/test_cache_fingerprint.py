@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from quarantune.cache import Fingerprint, fingerprint
 
 BASE = """
@@ -70,9 +72,7 @@ def parts_that_differ(directory: Path, old: str, new: str, *, source: str = BASE
         ("def unused(x):\n    return x", "def unused(x):\n    return -x"),
     ],
 )
-def test_what_does_not_change_the_result_does_not_change_the_fingerprint(
-    tmp_path: Path, old: str, new: str
-) -> None:
+def test_what_does_not_change_the_result_does_not_change_the_fingerprint(tmp_path: Path, old: str, new: str) -> None:
     assert parts_that_differ(tmp_path, old, new) == []
 
 
@@ -111,7 +111,9 @@ def odd(n):
     assert parts_that_differ(tmp_path, "n != 0", "n > 0", source=source) == ["helper:odd"]
 
 
-def test_a_file_edited_after_it_was_loaded_does_not_change_the_fingerprint_of_what_runs(tmp_path: Path) -> None:
+def test_a_file_edited_after_it_was_loaded_does_not_change_the_fingerprint_of_what_runs(
+    tmp_path: Path,
+) -> None:
     scope = load(tmp_path, BASE)
     path = Path(scope["__file__"])
     fresh = load(tmp_path, BASE.replace("inner(x) * BM", "inner(x) - BM"))
@@ -174,6 +176,14 @@ def test_objects_without_a_value_of_their_own_do_not_count_by_address() -> None:
     assert closure_over(Opaque()) == closure_over(Opaque())
     assert closure_over(Opaque()) != closure_over(object())
     assert closure_over([Opaque()]) == closure_over([Opaque()])
+
+
+def test_a_logger_does_not_count_by_its_level() -> None:
+    logger = logging.getLogger("kernels")
+    before = closure_over(logger)
+    logger.setLevel(logging.DEBUG)
+    assert closure_over(logger) == before
+    logger.setLevel(logging.NOTSET)
 
 
 def test_a_function_inside_wrappers_is_found() -> None:
@@ -240,7 +250,13 @@ def endless_list() -> list[Any]:
     return value
 
 
-ODD = {"hostile": Hostile(), "endless": Endless(), "list": endless_list(), "nan": float("nan"), "iterator": iter([])}
+ODD = {
+    "hostile": Hostile(),
+    "endless": Endless(),
+    "list": endless_list(),
+    "nan": float("nan"),
+    "iterator": iter([]),
+}
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -279,14 +295,19 @@ def test_a_fingerprint_is_the_same_in_every_process_and_directory(tmp_path: Path
         """
     )
     (tmp_path / "stable_module.py").write_text(module)
-    script = "import stable_module; from quarantune.cache import fingerprint; f = fingerprint(stable_module.kernel)"
+    script = """
+import stable_module
+from quarantune.cache import fingerprint
+found = fingerprint(stable_module.kernel)
+print(found.digest, len(found.parts))
+"""
     digests = set()
     for seed in range(3):
         directory = tmp_path / str(seed)
         directory.mkdir()
         paths = [str(tmp_path), *(str(Path(path).resolve()) for path in sys.path if path)]
         environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-c", f"{script}; print(f.digest, len(f.parts))"]
+        command = [sys.executable, "-c", script]
         run = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=True)
         digests.add(run.stdout)
     assert len(digests) == 1

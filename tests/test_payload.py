@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import primitives
 
 from quarantune import _jax_internals, inputs, payload
 
@@ -436,9 +438,7 @@ def _run(script: str, directory: Path, *args: str, name: str, modules: Path | No
 @pytest.fixture(scope="module")
 def travelled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Every case of the sender as the receiver saw it, with what the sender expected."""
-    out, sender, receiver, modules = (
-        tmp_path_factory.mktemp(name) for name in ("out", "sender", "receiver", "mods")
-    )
+    out, sender, receiver, modules = (tmp_path_factory.mktemp(name) for name in ("out", "sender", "receiver", "mods"))
     (modules / "named_module.py").write_text(NAMED_MODULE)
     _run(SENDER, sender, str(out), name="train.py", modules=modules)
     _run(RECEIVER, receiver, str(out), name="worker.py")
@@ -542,6 +542,15 @@ def wrapped_twice(a: jax.Array) -> jax.Array:
     return a
 
 
+def test_a_primitive_arrives_as_itself() -> None:
+    assert payload.loads(payload.dumps(primitives.sin_p)) is primitives.sin_p
+
+
+def test_a_structure_with_a_class_in_it_can_travel() -> None:
+    structure = jax.tree_util.tree_structure({"a": jax.tree_util.Partial(_plain, 1), "b": (2, None)})
+    assert payload.loads(payload.dumps(structure)) == structure
+
+
 def test_jit_options_survive_the_rebuilding() -> None:
     def plain(a: Any, b: Any, mode: str = "x", n: int = 2) -> Any:
         return a, b
@@ -607,6 +616,16 @@ def test_jax_arguments_arrive_in_buffers_of_their_own_every_time() -> None:
             assert array.is_deleted()
 
 
+def test_nothing_of_the_spool_stays_mapped(tmp_path: Path) -> None:
+    packed = payload.pack_call(_plain, (jnp.arange(100_000.0), np.arange(100_000)), {})
+    with open(tmp_path / "the_spool", "w+b") as spool:
+        payload.write_arrays(packed, spool.fileno())
+        arguments = inputs.materialize(payload.unpack_call(packed.blob), spool.fileno(), seed=0)
+    gc.collect()  # JAX lets go of what it has copied only now
+    assert arguments[0][0][99_999] == 99_999
+    assert "the_spool" not in Path("/proc/self/maps").read_text()
+
+
 def test_arrays_without_a_value_are_made_where_they_arrive() -> None:
     struct = jax.ShapeDtypeStruct((3, 2), jnp.bfloat16, weak_type=True)
     call, (array, key), _ = _roundtrip(_plain, struct, jax.ShapeDtypeStruct((2,), jax.random.key(0).dtype))
@@ -653,9 +672,11 @@ def test_a_spool_that_is_too_short_is_refused() -> None:
 
 
 def test_no_descriptor_stays_open() -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         _roundtrip(_plain, np.ones(100_000), jnp.ones(1000))
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -748,9 +769,7 @@ def test_a_named_sharding_in_a_closure_says_what_to_do_instead() -> None:
     def kernel(a: Any) -> Any:
         return jax.lax.with_sharding_constraint(a, sharding)
 
-    with pytest.raises(
-        TypeError, match=r"closure variable 'sharding' of .*make the mesh inside the function"
-    ):
+    with pytest.raises(TypeError, match=r"closure variable 'sharding' of .*make the mesh inside the function"):
         payload.dumps(kernel)
 
 

@@ -69,6 +69,10 @@ class JitOptions:
     compiler_options: tuple[tuple[str, Any], ...] = ()
     cannot_travel: tuple[str, ...] = ()
 
+    def is_static_position(self, index: int, count: int) -> bool:
+        """Returns whether positional argument `index` of `count` is static; jit counts negative positions from the end."""
+        return index in self.static_argnums or index - count in self.static_argnums
+
     def check_can_travel(self, name: str) -> None:
         """Raises where the function cannot be rebuilt elsewhere from these options.
 
@@ -136,9 +140,7 @@ def jit_options(fn: Any) -> JitOptions:
 def _static_names(fn: Any, info: Any) -> frozenset[str]:
     signature = info.fun_signature or inspect.signature(fn)
     parameters = list(signature.parameters)
-    by_position = {
-        parameters[index] for index in info.static_argnums if -len(parameters) <= index < len(parameters)
-    }
+    by_position = {parameters[index] for index in info.static_argnums if -len(parameters) <= index < len(parameters)}
     return frozenset(info.static_argnames) | by_position
 
 
@@ -221,14 +223,10 @@ def pytree_registration(cls: type) -> PytreeRegistration | None:
         return None
     hidden = _closure(entry.to_iter)
     if "data_fields" in hidden and "meta_fields" in hidden:
-        return PytreeRegistration(
-            data_fields=tuple(hidden["data_fields"]), meta_fields=tuple(hidden["meta_fields"])
-        )
+        return PytreeRegistration(data_fields=tuple(hidden["data_fields"]), meta_fields=tuple(hidden["meta_fields"]))
     if "flatten_with_keys" in hidden:
         return PytreeRegistration(flatten_with_keys=hidden["flatten_with_keys"], unflatten=entry.from_iter)
-    keyed = (
-        operator.methodcaller("tree_flatten_with_keys") if hasattr(cls, "tree_flatten_with_keys") else None
-    )
+    keyed = operator.methodcaller("tree_flatten_with_keys") if hasattr(cls, "tree_flatten_with_keys") else None
     return PytreeRegistration(flatten=entry.to_iter, unflatten=entry.from_iter, flatten_with_keys=keyed)
 
 
@@ -319,7 +317,7 @@ def config_values() -> dict[str, Any]:
 
 
 @functools.cache
-def array_type() -> type:
+def array_type() -> type[Any]:
     """Returns the concrete class of JAX arrays.
 
     `isinstance(x, jax.Array)` is true of tracers too and several times slower than comparing types, which

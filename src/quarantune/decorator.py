@@ -9,16 +9,18 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from quarantune import _jax_internals, space
+from quarantune import _jax_internals, payload, space
 from quarantune.options import Options
 from quarantune.outcomes import Config
-from quarantune.resolve import Resolver
 from quarantune.result import TuningResult
+
+if TYPE_CHECKING:
+    from quarantune.resolve import Resolver
 
 
 def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Autotuned]:
@@ -73,9 +75,12 @@ class Autotuned:
     """
 
     __wrapped__: Callable[..., Any]
+    __qualname__: str
 
     def __init__(self, fn: Callable[..., Any], configs: Any, options: Options) -> None:
         """Wraps a jitted function; use `autotune`."""
+        if isinstance(fn, Autotuned):
+            raise TypeError(f"{_name_of(fn)!r} is autotuned already: put all its tunables into one list of configs")
         if not _jax_internals.is_jitted(fn):
             raise TypeError(
                 f"autotune wraps a function that jax.jit has wrapped, and {_name_of(fn)!r} is a {type(fn).__name__}: "
@@ -84,32 +89,43 @@ class Autotuned:
         functools.update_wrapper(self, fn)
         self.__wrapped__ = fn
         self._jitted: Any = fn
+        self._jit_options = _jax_internals.jit_options(fn)
         plain = inspect.unwrap(fn)
         label = getattr(fn, "__qualname__", "fn")
         listed = configs if callable(configs) else space.expand(configs, fn_name=label)
-        self._resolver = Resolver(
-            fn,
-            listed,
-            name=options.name or f"{_module_name(fn)}.{label}",
-            signature=inspect.signature(plain),
-            static_names=_jax_internals.jit_options(fn).static_names,
-            options=options,
-        )
+        self.name = options.name or f"{_module_name(fn)}.{label}"
+        self._signature = inspect.signature(plain)
         if not callable(configs):
-            self._resolver.check(listed)
-        self._configs = configs
+            space.check_parameters(
+                listed,
+                parameters=self._signature,
+                static_names=self._jit_options.static_names,
+                fn_name=self.name,
+            )
+        self._configs = listed
         self._options = options
         self._array_type = _jax_internals.array_type()
-        jit = _jax_internals.jit_options(fn)
-        self._static_argnums = frozenset(jit.static_argnums)
-        self._static_argnames = frozenset(jit.static_argnames)
         self._memo: dict[Any, Callable[..., Any]] = {}
+
+    @functools.cached_property
+    def _resolver(self) -> Resolver:
+        # Imported with the first call: what it takes to tune is a good part of what it takes to import JAX.
+        from quarantune.resolve import Resolver
+
+        return Resolver(
+            self.__wrapped__,
+            self._configs,
+            name=self.name,
+            signature=self._signature,
+            static_names=self._jit_options.static_names,
+            options=self._options,
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with the best config for these arguments."""
         # The path of every call of a training step: a look at the arguments and one at a dict.
         array_type = self._array_type
-        key = []
+        key: list[Any] = []
         for arg in args:
             if type(arg) is not array_type:
                 return self._call_any(args, kwargs)
@@ -160,11 +176,14 @@ class Autotuned:
 
     def __repr__(self) -> str:
         """Says what is tuned."""
-        return f"<autotuned {self._resolver.name}>"
+        return f"<autotuned {self.name}>"
 
     def __reduce__(self) -> Any:
-        """Travels as the function and how to tune it; what was remembered stays here."""
-        return _rebuild, (self.__wrapped__, self._configs, self._options)
+        """Travels by name, or as the function and how to tune it; what was remembered stays here."""
+        if payload.travels_by_name(self):
+            return self.__qualname__
+        self._jit_options.check_can_travel(_name_of(self))
+        return _rebuild, (self._jitted.__wrapped__, self._jit_options, self._configs, self._options)
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
         """Returns the config to add to a call: none where it has one of its own, or is to run untuned."""
@@ -189,9 +208,9 @@ class Autotuned:
 
     def _memo_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns what tells this call from others within the process; None where that takes a closer look."""
-        positions, names = self._static_argnums, self._static_argnames
+        is_static, names = self._jit_options.is_static_position, self._jit_options.static_argnames
         try:
-            parts = [self._token(arg, index in positions) for index, arg in enumerate(args)]
+            parts = [self._token(arg, is_static(index, len(args))) for index, arg in enumerate(args)]
             for name, arg in kwargs.items():
                 parts += [name, self._token(arg, name in names)]
             key = tuple(parts)
@@ -233,8 +252,8 @@ class _Bound:
         return functools.partial(getattr(self.__wrapped__, name), self._instance)
 
 
-def _rebuild(fn: Callable[..., Any], configs: Any, options: Options) -> Autotuned:
-    return Autotuned(fn, configs, options)
+def _rebuild(plain: Callable[..., Any], jit: _jax_internals.JitOptions, configs: Any, options: Options) -> Autotuned:
+    return Autotuned(jit.rebuild(plain), configs, options)
 
 
 def _name_of(fn: object) -> str:

@@ -14,8 +14,16 @@ from quarantune import _jax_internals, trial
 from quarantune.devices import Device, cpu_device, visible_devices
 from quarantune.environment import Settings
 from quarantune.outcomes import SandboxError
-from quarantune.sandbox import pool
+from quarantune.sandbox import pool, template
 from quarantune.scheduler import STARTUP_DEADLINE_S
+
+_TOLD = "QUARANTUNE_SANDBOX_DEVICE"
+"""Tells a worker what it works for, as a compile worker for a GPU has none to ask."""
+
+
+def telling(platform: str, kind: str) -> dict[str, str]:
+    """Returns the environment that tells a sandbox's processes which device they work for."""
+    return {_TOLD: f"{platform}:{kind}"}
 
 
 def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
@@ -24,6 +32,9 @@ def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
     Args:
         platform_hint: JAX's name for the platform of the call's arrays; None for JAX's default.
     """
+    if template.is_inside() and (told := os.environ.get(_TOLD)):
+        platform, _, kind = told.partition(":")
+        return platform, kind
     if platform_hint == "cpu" or (platform_hint is None and _only_cpu()):
         return "cpu", cpu_device().kind
     described = _described_devices(platform_hint)
@@ -34,8 +45,8 @@ def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
 
 def _only_cpu() -> bool:
     """Whether JAX cannot but choose the CPU: told to, or with no plugin for anything else installed."""
-    if jax.config.jax_platforms:
-        return bool(jax.config.jax_platforms == "cpu")
+    if platforms := _platforms():
+        return platforms == "cpu"
     if importlib.util.find_spec("jax_plugins") is not None or importlib.util.find_spec("libtpu") is not None:
         return False
     return not importlib.metadata.entry_points(group="jax_plugins")
@@ -69,9 +80,14 @@ def devices_and_target(platform: str, settings: Settings) -> tuple[list[Device],
 
 def _visibility() -> tuple[str | None, ...]:
     """What decides which devices a process sees; an answer is good while it stays the same."""
+    variables = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    return (_platforms(), *(os.environ.get(variable) for variable in variables))
 
-    names = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
-    return (jax.config.jax_platforms, *(os.environ.get(name) for name in names))
+
+def _platforms() -> str | None:
+    """Returns the platforms JAX was told to use, by environment or by the caller's code; None where it may choose."""
+    platforms: str | None = jax.config.values["jax_platforms"]
+    return platforms
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,9 +99,7 @@ def _probe(_: tuple[str | None, ...]) -> dict[str, Any]:
     """
     with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
         sandbox.open(load_timeout_s=None)
-        number = sandbox.start(
-            {"do": "probe", "trial": None, "platforms": jax.config.jax_platforms, "last": True}
-        )
+        number = sandbox.start({"do": "probe", "trial": None, "platforms": _platforms(), "last": True})
         said: dict[str, Any] = {}
         while True:
             for event in sandbox.poll(STARTUP_DEADLINE_S):
@@ -96,5 +110,3 @@ def _probe(_: tuple[str | None, ...]) -> dict[str, Any]:
                         return said
                     detail = said.get("message") or sandbox.log(number)[-2000:]
                     raise SandboxError(f"the device probe failed: {detail}")
-
-

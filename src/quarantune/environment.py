@@ -45,9 +45,7 @@ def _flag(value: Any) -> bool:
     return text in _TRUE
 
 
-def _number(
-    *, above: float = -math.inf, least: float = -math.inf, most: float = math.inf
-) -> Callable[[Any], float]:
+def _number(*, above: float = -math.inf, least: float = -math.inf, most: float = math.inf) -> Callable[[Any], float]:
     def parse(value: Any) -> float:
         number = float("nan" if isinstance(value, bool) else value)
         if not (math.isfinite(number) and above < number and least <= number <= most):
@@ -83,18 +81,14 @@ def _path(value: Any) -> Path:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    items: Iterable[Any] = (
-        value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
-    )
+    items: Iterable[Any] = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
     names = tuple(str(item).strip() for item in items)
     if not names or not all(names) or len(set(names)) < len(names):
         raise ValueError
     return names
 
 
-def _setting(
-    parse: Callable[[Any], Any], accepts: str, default: Any = None, *, unset: str | None = None
-) -> Any:
+def _setting(parse: Callable[[Any], Any], accepts: str, default: Any = None, *, unset: str | None = None) -> Any:
     """Returns a dataclass field that knows how to read its value.
 
     Args:
@@ -150,9 +144,7 @@ class Settings:
     max_cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 for no bound", -1)
     compile_timeout: float | None = _setting(_number(above=0), "a number of seconds above 0")
     timeout: float | None = _setting(_number(above=0), "a number of seconds above 0")
-    memory_limit: int | None = _setting(
-        parse_memory, "bytes, or a number with a unit such as '8GB' or '512MiB'"
-    )
+    memory_limit: int | None = _setting(parse_memory, "bytes, or a number with a unit such as '8GB' or '512MiB'")
     devices: tuple[str, ...] | None = _setting(_names, "different indices or UUIDs, as in '0,2'", unset="all")
     configs_per_worker: int | None = _setting(_integer(least=1), "a whole number of at least 1", unset="auto")
     start_method: str | None = _setting(_choice("fork", "spawn"), "'fork' or 'spawn'", unset="auto")
@@ -197,9 +189,7 @@ class settings:
         if unknown:
             close = difflib.get_close_matches(unknown[0].lower(), _FIELDS, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise TypeError(
-                f"settings() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(_FIELDS)}."
-            )
+            raise TypeError(f"settings() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(_FIELDS)}.")
         self._values = {name: _parse(name, name, value) for name, value in overrides.items()}
 
     def __enter__(self) -> None:

@@ -56,9 +56,7 @@ def oom_kills(*, root: Path = _ROOT) -> int:
     One kill may raise it by more than one; only its rising means anything.
     """
     directories = _cgroup_directories("memory", root)
-    files = [
-        directory / name for directory in directories for name in ("memory.events", "memory.oom_control")
-    ]
+    files = [directory / name for directory in directories for name in ("memory.events", "memory.oom_control")]
     return sum(_counter(file, "oom_kill") or 0 for file in [*files, root / "proc/vmstat"])
 
 

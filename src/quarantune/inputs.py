@@ -25,9 +25,7 @@ _TILE_ELEMENTS = 1_000_003
 _MAX_INDEX = 8
 
 
-def materialize(
-    call: Call, fd: int, *, seed: int, kind: str = "auto"
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns a call's arguments with real arrays in them, fresh ones each time.
 
     Args:
@@ -65,9 +63,7 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> tuple[tuple[Any, ...
     """
 
     def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
-        dtype = (
-            dtype_from_name(spec.dtype) if spec.key_impl is None else _jax_internals.key_dtype(spec.key_impl)
-        )
+        dtype = dtype_from_name(spec.dtype) if spec.key_impl is None else _jax_internals.key_dtype(spec.key_impl)
         if spec.kind == "numpy":
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding)
@@ -166,9 +162,7 @@ def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
     return np.frombuffer(spool, dtype, math.prod(spec.data_shape), spec.offset).reshape(spec.data_shape)
 
 
-def _replace_refs(
-    call: Call, make_array: Callable[[ArraySpec], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _replace_refs(call: Call, make_array: Callable[[ArraySpec], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def replace(leaf: Any) -> Any:
         return make_array(call.specs[leaf.index]) if isinstance(leaf, ArrayRef) else leaf
 
@@ -177,6 +171,4 @@ def _replace_refs(
             return value
         return jax.tree_util.tree_map(replace, value)
 
-    return tuple(fill(value) for value in call.args), {
-        name: fill(value) for name, value in call.kwargs.items()
-    }
+    return tuple(fill(value) for value in call.args), {name: fill(value) for name, value in call.kwargs.items()}

@@ -164,9 +164,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         module = sys.modules.get(function.__globals__.get("__name__", ""))
         if module and function.__globals__ is vars(module) and self._can_import(module.__name__):
             # At home in a module the worker can import, where it gets the module's own globals. Copies of
-            # them could hold locks, and would not be the sentinels and primitives that JAX knows by identity.
+            # them could hold locks, and would not be the sentinels and primitives JAX knows by identity.
             namespace, slots = _ModuleGlobals(module.__name__), slots | {"__globals__": {}}
-        # A function that mentions something that wraps it is wrapped before it is whole, and the wrapper wants
+        # A function that mentions what wraps it is wrapped before it is whole, and the wrapper wants
         # to know its signature and name: cloudpickle would give it these at the end.
         early = {name: slots[name] for name in _SIGNATURE_ATTRIBUTES}
         arguments = (rebuild, (code, namespace, *rest), early)
@@ -312,8 +312,7 @@ def _forbidden() -> tuple[tuple[type | tuple[type, ...], str], ...]:
         ),
         (
             stages,
-            "It belongs to this process's compiler. Refer to the jitted function itself; the worker compiles "
-            "its own.",
+            "It belongs to this process's compiler. Refer to the jitted function itself; the worker compiles its own.",
         ),
     )
 
@@ -344,6 +343,14 @@ def _find_spec(name: str, path: Any) -> Any:
             if spec is not None:
                 return spec
     return None
+
+
+def travels_by_name(obj: Any) -> bool:
+    """Returns whether another process finds this very object by its module and qualified name."""
+    try:
+        return _can_import(obj.__module__) and operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
+    except AttributeError:
+        return False
 
 
 # --- what a blob calls when it is loaded --------------------------------------------------------------------
@@ -534,9 +541,7 @@ class ArraySpec:
     @property
     def data_shape(self) -> tuple[int, ...]:
         """The shape of the data in the spool; key arrays have further axes there."""
-        return (
-            self.shape if self.key_impl is None else self.shape + _jax_internals.key_data_shape(self.key_impl)
-        )
+        return self.shape if self.key_impl is None else self.shape + _jax_internals.key_data_shape(self.key_impl)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -612,9 +617,7 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         ValueError: an argument was donated to an earlier call or deleted.
     """
     packer = _ArrayPacker()
-    root = _Root(
-        fn, tuple(packer.pack(value) for value in args), {k: packer.pack(v) for k, v in kwargs.items()}
-    )
+    root = _Root(fn, tuple(packer.pack(value) for value in args), {k: packer.pack(v) for k, v in kwargs.items()})
     path = [os.path.abspath(entry) for entry in sys.path]  # "" means where this process stands
     blob = pickle.dumps((path, _travelling_config(), tuple(packer.specs), dumps(root)))
     return PackedCall(
@@ -673,9 +676,7 @@ class _ArrayPacker:
         leaves = jax.tree_util.tree_leaves(value)
         if not any(_is_spooled(leaf) for leaf in leaves):
             return value  # as it is: an object that is compared by identity stays itself
-        return jax.tree_util.tree_map(
-            lambda leaf: self._reference(leaf) if _is_spooled(leaf) else leaf, value
-        )
+        return jax.tree_util.tree_map(lambda leaf: self._reference(leaf) if _is_spooled(leaf) else leaf, value)
 
     def _reference(self, array: Any) -> ArrayRef:
         spec = _describe(array, index=len(self.specs), offset=_align(self.spool_bytes))

@@ -84,15 +84,9 @@ def describe_call(
     bound.apply_defaults()
     values = {name: value for name, value in _named(bound) if name not in tunable}
     key_values = {
-        name: describe_static(value) if name in static else _describe_dynamic(value)
-        for name, value in values.items()
+        name: describe_static(value) if name in static else _describe_dynamic(value) for name, value in values.items()
     }
-    leaves = [
-        leaf
-        for name, value in values.items()
-        if name not in static
-        for leaf in jax.tree_util.tree_leaves(value)
-    ]
+    leaves = [leaf for name, value in values.items() if name not in static for leaf in jax.tree_util.tree_leaves(value)]
     return CallDescription(
         key_values=key_values,
         tunables_given=given,
@@ -162,9 +156,7 @@ def _describe_leaf(leaf: Any) -> Any:
     if _is_array(leaf) or isinstance(leaf, np.generic):
         return _describe_array(leaf)
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, enum.Enum):
-        return {
-            "scalar": next(kind.__name__ for kind in (bool, int, float, complex) if isinstance(leaf, kind))
-        }
+        return {"scalar": next(kind.__name__ for kind in (bool, int, float, complex) if isinstance(leaf, kind))}
     return describe_static(leaf)
 
 
@@ -215,9 +207,7 @@ def _canonical(dtype: Any) -> Any:
 
 
 def _devices(leaves: Iterable[Any]) -> tuple[DeviceId, ...]:
-    arrays = [
-        leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
-    ]
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     devices = {device for array in arrays for device in array.devices()}
     return tuple(sorted(DeviceId(platform=d.platform, kind=d.device_kind, index=d.id) for d in devices))
 
@@ -336,9 +326,7 @@ def _without_caches(value: Any, state: Any) -> Any:
     if not isinstance(state, dict):
         return state
     cached = functools.cached_property
-    return {
-        key: item for key, item in state.items() if not isinstance(getattr(type(value), key, None), cached)
-    }
+    return {key: item for key, item in state.items() if not isinstance(getattr(type(value), key, None), cached)}
 
 
 def _stable_repr(value: Any) -> str:

@@ -38,9 +38,7 @@ def table(trials: Sequence[Trial], *, best: Config | None = None, width: int = _
     ]
     if sum(max(map(len, column)) + 2 for column in zip(header, *rows, strict=True)) > width:
         header = ["", "config", "outcome", "ms", "compile s"]
-        rows = [
-            [row[0], format_config(trial.config), *row[-3:]] for row, trial in zip(rows, trials, strict=True)
-        ]
+        rows = [[row[0], format_config(trial.config), *row[-3:]] for row, trial in zip(rows, trials, strict=True)]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     if (over := sum(widths) + 2 * len(widths) - width) > 0:
         widths[1] = max(8, widths[1] - over)

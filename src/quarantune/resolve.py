@@ -8,13 +8,15 @@ import datetime
 import functools
 import inspect
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 
 from quarantune import cache, discovery, environment, report, space, sweep
 from quarantune._version import __version__
@@ -88,6 +90,7 @@ class Resolver:
         self._winners: dict[tuple[str, str], Config] = {}
         self._failed: dict[tuple[str, str], TuningFailedError] = {}
         self._tuned: set[tuple[str, str]] = set()
+        self._turns: dict[tuple[int, tuple[str, str]], threading.RLock] = {}
 
     # Faces
 
@@ -98,7 +101,13 @@ class Resolver:
             TuningFailedError: every config failed, now or earlier in this process.
             CacheMissError: nothing is remembered and `ON_MISS` is `error`.
         """
-        call, key = self._describe(args, kwargs)
+        _, key = self._describe(args, kwargs)
+        known = (key.device, key.text)
+        # Of the threads that miss together one tunes; by process, because a fork lacks the thread that holds a lock.
+        with self._turns.setdefault((os.getpid(), known), threading.RLock()):
+            return self._config(key, args, kwargs)
+
+    def _config(self, key: _Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config | None:
         settings = environment.current()
         known = (key.device, key.text)
         must_tune = settings.always_tune and known not in self._tuned and not template.is_inside()
@@ -106,8 +115,7 @@ class Resolver:
             if (config := self._remembered(key, args, kwargs, settings)) is not None:
                 return config
             if known in self._failed:
-                failed = self._failed[known]
-                raise TuningFailedError(str(failed), trials=failed.trials, key=failed.key)
+                raise _afresh(self._failed[known])
         if template.is_inside():
             return None  # a sweep within a sweep would measure the two against each other
         if not must_tune and settings.on_miss != "tune":
@@ -141,14 +149,26 @@ class Resolver:
 
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where a config's keys are not what the function can take."""
-        space.check_parameters(
-            configs, parameters=self._signature, static_names=self._static_names, fn_name=self.name
-        )
+        space.check_parameters(configs, parameters=self._signature, static_names=self._static_names, fn_name=self.name)
 
     def _tunable_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[str]:
         if not self._tunables:  # a callable space, whose keys show with its first use
-            self._tunables = frozenset(self.expand(args, kwargs)[0])
+            self._tunables = frozenset(self.expand(*self._without_tunables(args, kwargs))[0])
         return self._tunables
+
+    def _without_tunables(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Returns a call as a callable space expects it, whose tunables are not known yet but may be given by hand."""
+        expected = inspect.signature(self._configs)
+        try:
+            expected.bind(*args, **kwargs)
+        except TypeError:
+            bound = self._signature.bind(*args, **kwargs)
+            for name in self._static_names - expected.parameters.keys():
+                bound.arguments.pop(name, None)
+            return bound.args, bound.kwargs
+        return args, kwargs
 
     # Remembering
 
@@ -161,9 +181,7 @@ class Resolver:
         call = describe_call(self._signature, self._static_names, tunables, args, kwargs)
         platform, kind = discovery.platform_and_kind(call.devices[0].platform if call.devices else None)
         values = {"call": call.key_values, "code": self._fingerprint.digest}
-        return call, _Key(
-            device=kind, text=cache.canonical_json(values), platform=platform, values=call.key_values
-        )
+        return call, _Key(device=kind, text=cache.canonical_json(values), platform=platform, values=call.key_values)
 
     def _remembered(
         self, key: _Key, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings
@@ -265,7 +283,7 @@ class Resolver:
         try:
             result = run.run()
         except TuningFailedError as error:
-            self._failed[known] = error
+            self._failed[known] = _afresh(error)
             raise
         self._failed.pop(known, None)
         self._winners[known] = result.best_config
@@ -317,9 +335,7 @@ class _Run:
             self._sweep(progress)
             return self._conclude()
 
-    def _take_claim(
-        self, progress: Progress, directory: Path, stack: contextlib.ExitStack
-    ) -> Entry | None:
+    def _take_claim(self, progress: Progress, directory: Path, stack: contextlib.ExitStack) -> Entry | None:
         """Makes this job the one that tunes, or returns the answer of the job that was."""
         claim = Claim(
             directory,
@@ -394,9 +410,7 @@ class _Run:
                 progress.step(trial)
 
     def _sweep(self, progress: Progress) -> None:
-        left = {
-            index: config for index, config in enumerate(self._configs) if index not in self._trials
-        }
+        left = {index: config for index, config in enumerate(self._configs) if index not in self._trials}
         if not left:
             return
         troubled = self._troubled(left)
@@ -413,6 +427,7 @@ class _Run:
             args=self._args,
             kwargs=self._kwargs,
             platform=self._key.platform,
+            device_kind=self._key.device,
         )
         sweep.run(
             problem,
@@ -436,9 +451,7 @@ class _Run:
             return
         self._show_life()
         with self._saving():
-            self._journal.append(
-                {"trial": trial.to_json(), "limits": self._limits(), "versions": versions()}
-            )
+            self._journal.append({"trial": trial.to_json(), "limits": self._limits(), "versions": versions()})
             if trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT):
                 cache.remember_trouble(
                     self._directory,
@@ -503,9 +516,7 @@ class _Run:
         config = {name: freeze(value) for name, value in entry["config"].items()}
         return self._result(config, float(entry["time_ms"]), (), from_cache=True)
 
-    def _result(
-        self, config: Config, time_ms: float, trials: tuple[Trial, ...], *, from_cache: bool
-    ) -> TuningResult:
+    def _result(self, config: Config, time_ms: float, trials: tuple[Trial, ...], *, from_cache: bool) -> TuningResult:
         return TuningResult(
             best_config=config,
             time_ms=time_ms,
@@ -517,6 +528,11 @@ class _Run:
         )
 
 
+def _afresh(error: TuningFailedError) -> TuningFailedError:
+    """Returns the error without its traceback, which keeps alive what the call was given: arrays, or tracers."""
+    return TuningFailedError(str(error), trials=error.trials, key=error.key)
+
+
 def _space_of(configs: Sequence[Config]) -> dict[str, Any]:
     """Returns what tells one config space from another, whatever its order."""
     texts = sorted(map(cache.canonical_json, configs))
@@ -526,7 +542,7 @@ def _space_of(configs: Sequence[Config]) -> dict[str, Any]:
 @functools.cache
 def versions() -> dict[str, str]:
     """Returns the versions that a result was made under: JAX, its library, this package, and a GPU's driver."""
-    found = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "quarantune": __version__}
+    found = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "quarantune": __version__}
     with contextlib.suppress(OSError):
         found["nvidia_driver"] = Path("/sys/module/nvidia/version").read_text(encoding="utf-8").strip()
     return found

@@ -26,9 +26,13 @@ STARTUP_DEADLINE_S = 120.0
 _KILL_DEADLINE_S = 10.0
 """How long after SIGKILL a worker is believed to be dying; after that its device is withdrawn."""
 _TICK_S = 0.05
+_CLOSE_LOOK_S = 0.25
+_FAST_BYTES = 64 << 20
 _MEMORY_FLOOR_BYTES = 256 << 20
 _LOG_TAIL_CHARS = 2000
 _MAX_DEVICE_FAILURES = 2
+_RAISED = frozenset({Outcome.ERROR, Outcome.DEVICE_OOM})
+"""What a worker may say its config came to; all else is seen from outside."""
 _TROUBLED_DIVISOR = 4
 _MAX_READY = 64
 """Executables that wait to be measured; each holds a descriptor."""
@@ -112,6 +116,8 @@ class _Worker:
     idle: bool = False
     began: bool = False
     peak_bytes: int = 0
+    used_bytes: int = 0
+    descendants: list[int] = dataclasses.field(default_factory=list)
     verdict: tuple[Outcome, str] | None = None
     """What its end means, once it was decided before it ended."""
     given_up_at: float | None = None
@@ -177,6 +183,8 @@ class Scheduler:
         self._bursting = False
         self._unfinished = 0
         self._next_tick = 0.0
+        self._next_close_look = 0.0
+        self._last_total = 0
         self._oom_kills = host.oom_kills()
         self._leftovers = Leftovers({}, {})
 
@@ -225,21 +233,22 @@ class Scheduler:
         compiling = self._compiling()
         if self._bursting and not waiting and not self._measuring():
             self._bursting = False
-        elif (
-            not self._bursting
-            and not compiling
-            and waiting
-            and (waiting >= self._plan.parked or not self._pending)
-        ):
+        elif not self._bursting and not compiling and waiting and (waiting >= self._plan.parked or not self._pending):
             self._bursting = True
 
     def _may_compile(self) -> bool:
         if not self._pending or self._compiling() >= self._plan.slots or not self._devices:
             return False
+        if self._suspect_runs() or (self._pending[0].was_lost and (self._compiling() or self._measuring())):
+            return False
         if self._plan.exclusive:
             waiting = len(self._waiting_to_measure()) + self._compiling()
             return not self._bursting and not self._measuring() and waiting < self._plan.parked
         return len(self._ready) < _MAX_READY
+
+    def _suspect_runs(self) -> bool:
+        """Whether a config runs that was running when a template died: alone, so that nobody else is lost with it."""
+        return any(w.job is not None and w.job.was_lost and not w.parked for w in self._workers.values())
 
     def _compiling(self) -> int:
         return sum(worker.compiling for worker in self._workers.values())
@@ -268,9 +277,7 @@ class Scheduler:
             _close_executable(job)
             job.executable_fd = spool.create("executable")
             number = self._sandbox.start({**task, "last": True}, fds=[job.executable_fd])
-        self._workers[number] = _Worker(
-            number, job, state, self._clock() + STARTUP_DEADLINE_S, compiling=True
-        )
+        self._workers[number] = _Worker(number, job, state, self._clock() + STARTUP_DEADLINE_S, compiling=True)
 
     def _load_of(self, state: _DeviceState) -> int:
         return sum(worker.device is state for worker in self._workers.values())
@@ -346,7 +353,7 @@ class Scheduler:
             return  # late, or of a trial that is over
         try:
             self._take(worker, message)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
             # A config can forge a frame; what it says then makes no sense.
             self._condemn(worker, Outcome.CRASHED, f"it sent a message that makes no sense: {error!r}")
 
@@ -357,38 +364,37 @@ class Scheduler:
                 if worker.compiling and not worker.began:
                     worker.began = True
                     worker.deadline = self._clock() + self._patience(worker, self._plan.compile_timeout_s)
-            case "ready":
+            case "ready" if worker.device is not None and worker in worker.device.bench:
                 worker.idle, worker.deadline = True, float("inf")
-                if worker.device is not None:
-                    worker.device.failures = 0
+                worker.device.failures = 0
             case "compiled" if worker.compiling and worker.job is not None:
-                worker.job.compile_s = float(message["compile_s"])
-                worker.compiling, worker.deadline = False, float("inf")
+                worker.job.compile_s = _duration(message["compile_s"])
                 if modules := message["modules"]:
                     self._sandbox.share_modules([str(name) for name in modules])
+                worker.compiling = False
                 if self._together:
-                    worker.parked = True
+                    worker.parked, worker.deadline = True, float("inf")
                 else:
                     self._keep_peak(worker)
                     self._ready.append(worker.job)
                     worker.job = None
+                    # It ends by itself, unless the config has seen to it that it does not.
+                    worker.deadline = self._clock() + _KILL_DEADLINE_S
             case "measured" if worker.device is not None and worker.device.measuring is worker:
-                self._succeed(worker, [float(sample) for sample in message["samples_ms"]])
+                self._succeed(worker, [_duration(sample) for sample in message["samples_ms"]])
             case "failed":
                 self._fail(worker, message)
 
     def _succeed(self, worker: _Worker, samples_ms: list[float]) -> None:
         job, state = worker.job, worker.device
         assert job is not None and state is not None
-        if not samples_ms or not all(0.0 <= sample < float("inf") for sample in samples_ms):
-            raise ValueError("no usable samples")
+        if not samples_ms:
+            raise ValueError("no samples")
         self._keep_peak(worker)
         ordered = sorted(samples_ms)
         middle = len(ordered) // 2
         median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-        self._finish(
-            job, worker, Outcome.OK, Phase.MEASURE, "", time_ms=median, samples_ms=tuple(samples_ms)
-        )
+        self._finish(job, worker, Outcome.OK, Phase.MEASURE, "", time_ms=median, samples_ms=tuple(samples_ms))
         state.measuring, worker.job = None, None
         worker.used += 1
         worker.deadline = float("inf")
@@ -400,14 +406,16 @@ class Scheduler:
 
     def _fail(self, worker: _Worker, message: dict[str, Any]) -> None:
         """Something was raised: the worker ends, and so it must, with whatever it did to itself."""
-        outcome = message["outcome"]
-        if outcome == "unfit" and worker.job is not None:
-            self._hand_over(worker.job, str(message["message"]))
+        error, text = str(message["error"]), str(message["message"])
+        if message["outcome"] == "unfit" and worker.job is not None and worker.compiling and not self._together:
+            self._hand_over(worker.job, text)
             worker.job, worker.compiling = None, False
             self._retire(worker)
             return
-        error, text = str(message["error"]), str(message["message"])
-        self._condemn(worker, Outcome(outcome), f"{error}: {text}" if text else error)
+        outcome = Outcome(message["outcome"])
+        if outcome not in _RAISED:
+            raise ValueError(f"nothing raised is {outcome.value!r}")
+        self._condemn(worker, outcome, f"{error}: {text}" if text else error)
 
     def _hand_over(self, job: _Job, reason: str) -> None:
         """Leaves a job, and those not yet begun, to the other route: what is true of one config's program is of all."""
@@ -446,7 +454,7 @@ class Scheduler:
         state = worker.device
         if job is not None:
             self._settle(job, worker, outcome, message)
-        elif state is not None and worker in state.bench and outcome is not Outcome.OK:
+        elif state in self._devices and worker in state.bench and not worker.used and outcome is not Outcome.OK:
             self._blame_device(state, worker, outcome, message)
         self._remove(worker)
 
@@ -470,8 +478,11 @@ class Scheduler:
         return Outcome.CRASHED, message
 
     def _settle(self, job: _Job, worker: _Worker, outcome: Outcome, message: str) -> None:
-        if outcome is Outcome.LOST and not job.was_lost:
-            job.was_lost = True
+        if not self._devices:
+            self._finish(job, worker, outcome, worker.phase, message)
+        elif outcome is Outcome.LOST and (worker.parked or not job.was_lost):
+            # One that only waited did nothing that its template could have died of.
+            job.was_lost = job.was_lost or not worker.parked
             self._again(job)
         elif worker.used and outcome.is_failure:
             # What an earlier config did to this process is not this one's fault until a fresh process says so.
@@ -519,15 +530,16 @@ class Scheduler:
     def _withdraw(self, state: _DeviceState, outcome: Outcome, message: str) -> None:
         state.lease.release()
         self._devices.remove(state)
-        if self._devices:
-            return
-        for job in [*self._ready, *self._pending]:
-            self._finish(job, None, outcome, Phase.CHECK, message)
-        self._ready.clear()
-        self._pending.clear()
+        if not self._devices:
+            for job in [*self._ready, *self._pending]:
+                self._finish(job, None, outcome, Phase.CHECK, message)
+            self._ready.clear()
+            self._pending.clear()
         for worker in list(self._workers.values()):
-            if worker.job is not None and worker.verdict is None:
+            if not self._devices:
                 self._condemn(worker, outcome, message)
+            elif worker.device is state:
+                self._condemn(worker, Outcome.LOST, message)  # another device will do
 
     def _let_idle_workers_go(self) -> None:
         for worker in list(self._workers.values()):
@@ -552,7 +564,7 @@ class Scheduler:
             self._next_tick = now + _TICK_S
             self._on_tick()
             self._sandbox.trim_logs()
-            self._watch_memory()
+            self._watch_memory(now)
 
     def _patience(self, worker: _Worker, allowed_s: float) -> float:
         is_troubled = worker.job is not None and worker.job.index in self._plan.troubled
@@ -579,33 +591,56 @@ class Scheduler:
         if state is not None and state in self._devices:
             self._withdraw(state, Outcome.LOST, f"{state.device.name} is held by a process that does not die")
 
-    def _watch_memory(self) -> None:
+    def _watch_memory(self, now: float) -> None:
+        """Kills workers that hold too much.
+
+        Workers themselves are looked at with every tick. Looking for their descendants, and at what the machine has left,
+        costs a hundred times more, so it is done now and then, and as soon as memory is being taken fast.
+        """
         baseline = self._sandbox.baseline_bytes
-        largest: tuple[int, _Worker] | None = None
-        for worker in self._workers.values():
+        watched = [worker for worker in self._workers.values() if worker.verdict is None]
+        total = self._weigh(watched, baseline)
+        closely = now >= self._next_close_look or total > self._last_total + _FAST_BYTES
+        if closely:
+            self._next_close_look = now + _CLOSE_LOOK_S
+            for worker in watched:
+                pid = self._sandbox.pid(worker.number)
+                worker.descendants = [] if pid is None else host.descendants(pid)
+            self._last_total = self._weigh(watched, baseline)
+        limit = self._plan.memory_limit_bytes
+        for worker in watched:
+            if worker.used_bytes > limit:
+                used = _gigabytes(worker.used_bytes)
+                self._condemn(worker, Outcome.OOM, f"it held {used}, over its limit of {_gigabytes(limit)}")
+        if any(worker.verdict and worker.verdict[0] is Outcome.OOM for worker in self._workers.values()):
+            return  # what is dying has yet to give its memory back
+        if closely and (free := self._available_memory()) < _MEMORY_FLOOR_BYTES:
+            largest = max(watched, key=lambda worker: worker.used_bytes, default=None)
+            if largest is not None:
+                used = _gigabytes(largest.used_bytes)
+                message = f"the machine had only {_gigabytes(free)} left and it held {used}, the most of all"
+                self._condemn(largest, Outcome.OOM, message)
+
+    def _weigh(self, workers: Sequence[_Worker], baseline: int) -> int:
+        """Notes how much each worker's tree holds now, and returns their sum."""
+        for worker in workers:
             pid = self._sandbox.pid(worker.number)
-            if pid is None or worker.verdict is not None:
-                continue
-            family = [pid, *host.descendants(pid)]
-            used = max(0, sum(map(host.private_memory_bytes, family)) - baseline)
-            worker.peak_bytes = max(worker.peak_bytes, used)
-            limit = self._plan.memory_limit_bytes
-            if used > limit:
-                self._condemn(
-                    worker, Outcome.OOM, f"it held {_gigabytes(used)}, over its limit of {_gigabytes(limit)}"
-                )
-            elif largest is None or used > largest[0]:
-                largest = (used, worker)
-        if largest is not None and (free := self._available_memory()) < _MEMORY_FLOOR_BYTES:
-            self._condemn(
-                largest[1],
-                Outcome.OOM,
-                f"the machine had only {_gigabytes(free)} left and it held {_gigabytes(largest[0])}, the most",
-            )
+            family = [] if pid is None else [pid, *worker.descendants]
+            worker.used_bytes = max(0, sum(map(host.private_memory_bytes, family)) - baseline)
+            worker.peak_bytes = max(worker.peak_bytes, worker.used_bytes)
+        return sum(worker.used_bytes for worker in workers)
 
     def _keep_peak(self, worker: _Worker) -> None:
         if worker.job is not None:
             worker.job.peak_bytes = max(worker.job.peak_bytes, worker.peak_bytes)
+
+
+def _duration(value: Any) -> float:
+    """Returns a duration that a worker told, in whatever unit, if it can be one."""
+    duration = float(value)
+    if not 0.0 <= duration < float("inf"):
+        raise ValueError(f"{duration} is no duration")
+    return duration
 
 
 def _gigabytes(amount: int) -> str:

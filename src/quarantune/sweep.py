@@ -41,6 +41,7 @@ class Problem:
         args: the call's positional arguments; arrays may be concrete, tracers or `jax.ShapeDtypeStruct`.
         kwargs: its keyword arguments, likewise.
         platform: where it is to run: `cpu`, `cuda`, `rocm` or `tpu`.
+        device_kind: the kind of device there, as the cache calls it.
     """
 
     fn: Callable[..., Any]
@@ -48,6 +49,7 @@ class Problem:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     platform: str
+    device_kind: str
 
 
 def run(
@@ -95,7 +97,8 @@ def run(
                 "set QUARANTUNE_ISOLATION=none to tune in this process"
             )
         method = settings.start_method or ("fork" if sys.platform == "linux" else "spawn")
-        with pool.Sandbox(payload_fd=payload_fd, arrays_fd=arrays_fd, method=method) as sandbox:
+        environ = discovery.telling(problem.platform, problem.device_kind)
+        with pool.Sandbox(payload_fd=payload_fd, arrays_fd=arrays_fd, method=method, environ=environ) as sandbox:
             sweep = _Sweep(sandbox, problem, options, settings, finish, on_tick, troubled)
             sweep.run(dict(configs))
 
@@ -142,9 +145,7 @@ class _Sweep:
         if leftovers.unfit:
             reason = next(iter(leftovers.unfit.values()))
             _logger.info("%s: compiling on the device, because %s", self._problem.name, reason)
-            self._run_route(
-                {index: configs[index] for index in leftovers.unfit}, Route.TOGETHER, self._finish
-            )
+            self._run_route({index: configs[index] for index in leftovers.unfit}, Route.TOGETHER, self._finish)
         if leftovers.unconfirmed:
             self._confirm(configs, leftovers.unconfirmed)
 
@@ -154,11 +155,7 @@ class _Sweep:
             # A CPU worker is cheap, and carrying an executable from one to another is not quicker.
             return self._configs_per_worker() > 1 and _jax_internals.is_jitted(self._problem.fn)
         # A function whose module asked JAX for its devices as it was imported may depend on the answer.
-        return (
-            self._target is not None
-            and self._sandbox.forks_loaded
-            and _jax_internals.is_jitted(self._problem.fn)
-        )
+        return self._target is not None and self._sandbox.forks_loaded and _jax_internals.is_jitted(self._problem.fn)
 
     def _confirm(self, configs: dict[int, Config], unconfirmed: dict[int, tuple[Trial, str]]) -> None:
         """Repeats the first error raised without the device on the device; if it stands there, so do the others."""
@@ -179,9 +176,7 @@ class _Sweep:
     def _run_route(self, configs: dict[int, Config], route: Route, finish: Finish) -> Leftovers:
         exclusive = self._on_cpu or route is Route.TOGETHER
         parked = (
-            max(_CPU_PARKED, 2 * self._slots)
-            if self._on_cpu
-            else len(self._devices) * min(_DEVICE_PARKED, self._slots)
+            max(_CPU_PARKED, 2 * self._slots) if self._on_cpu else len(self._devices) * min(_DEVICE_PARKED, self._slots)
         )
         workers = parked if exclusive else self._slots + len(self._devices)
         plan = Plan(

@@ -39,6 +39,7 @@ class Bench:
         """
         assert isinstance(call, payload.Call)
         self._call = call
+        self._jitted: Any = call.fn
         self._arrays_fd = arrays_fd
         self._options = options
         self._config: Config = {}
@@ -56,9 +57,7 @@ class Bench:
         """Takes the device and makes the arguments, ahead of the first config."""
         jax.block_until_ready(self._materialized())
 
-    def compile(
-        self, config: Config, *, target: dict[str, Any] | None, save_fd: int | None
-    ) -> dict[str, Any]:
+    def compile(self, config: Config, *, target: dict[str, Any] | None, save_fd: int | None) -> dict[str, Any]:
         """Traces, lowers and compiles one config.
 
         Args:
@@ -78,7 +77,7 @@ class Bench:
             self._compiled = functools.partial(self._call.fn, **self._config)
         elif target is None:
             args, kwargs = self._materialized() if save_fd is None else inputs.call_as_structs(self._call)
-            self._compiled = self._call.fn.trace(*args, **kwargs, **self._config).lower().compile()
+            self._compiled = self._jitted.trace(*args, **kwargs, **self._config).lower().compile()
         else:
             self._compiled = self._compile_deviceless(target)
         elapsed = time.perf_counter() - start
@@ -103,9 +102,7 @@ class Bench:
             `samples_ms`.
         """
         run, prepare = self._runner()
-        samples = measure.measure(
-            run, warmup=self._options["warmup"], rep=self._options["rep"], prepare=prepare
-        )
+        samples = measure.measure(run, warmup=self._options["warmup"], rep=self._options["rep"], prepare=prepare)
         return {"samples_ms": list(samples.samples_ms)}
 
     def _runner(self) -> tuple[Callable[[], object], Callable[[], None] | None]:
@@ -126,16 +123,14 @@ class Bench:
         args, kwargs = self._dynamic(self._materialized())
         return lambda: jax.block_until_ready(compiled(*args, **kwargs)), None
 
-    def _dynamic(
-        self, arguments: tuple[tuple[Any, ...], dict[str, Any]]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _dynamic(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments without the static ones, as an executable takes them."""
         args, kwargs = arguments
         if self._jit is None:
             return args, kwargs
         static = self._jit
         return (
-            tuple(arg for index, arg in enumerate(args) if index not in static.static_argnums),
+            tuple(arg for index, arg in enumerate(args) if not static.is_static_position(index, len(args))),
             {name: arg for name, arg in kwargs.items() if name not in static.static_argnames},
         )
 
@@ -150,7 +145,7 @@ class Bench:
     def _compile_deviceless(self, target: dict[str, Any]) -> Any:
         with _abstract_device(target) as sharding:
             args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
-            traced = self._call.fn.trace(*args, **kwargs, **self._config)
+            traced = self._jitted.trace(*args, **kwargs, **self._config)
             if reason := why_device_is_needed(traced.jaxpr.jaxpr):
                 raise NeedsDeviceError(reason)
             return traced.lower(lowering_platforms=(target["platform"],)).compile()
@@ -220,7 +215,7 @@ def _serialize(compiled: Any) -> bytes:
 
 
 def _deserialize(blob: bytes) -> Any:
-    return serialize_executable.deserialize_and_load(*payload.loads(blob))  # type: ignore[misc]
+    return serialize_executable.deserialize_and_load(*payload.loads(blob))
 
 
 def outcome_of(error: BaseException, phase: str) -> str:

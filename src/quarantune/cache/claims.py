@@ -63,9 +63,7 @@ class Claim:
     Use it as a context manager to release it, or let it die with the process.
     """
 
-    def __init__(
-        self, directory: Path, name: str, device: str, key: str, *, worst_case_s: float = 60.0
-    ) -> None:
+    def __init__(self, directory: Path, name: str, device: str, key: str, *, worst_case_s: float = 60.0) -> None:
         """Names a claim; nothing is touched on disk until `try_acquire`.
 
         Args:
@@ -82,6 +80,7 @@ class Claim:
         self._fd: int | None = None
         self._lock_fd: int | None = None
         self._locked = False
+        self._gave_way = False
 
     def __enter__(self) -> Claim:
         """Returns the claim, acquired or not."""
@@ -180,7 +179,9 @@ class Claim:
 
     def _take(self, *, locked: bool | None) -> bool:
         if not self._path.exists():
-            return locked is not False and self._create()
+            # Somebody may be between the lock and the claim. At our next look it is there, or its process hangs.
+            self._gave_way = locked is False and not self._gave_way
+            return not self._gave_way and self._create()
         holder = self.holder()
         return self._is_stale(lock_is_free=bool(locked)) and self._remove(holder) and self._create()
 

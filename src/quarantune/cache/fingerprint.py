@@ -11,6 +11,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import logging
 import operator
 import re
 import sysconfig
@@ -44,9 +45,7 @@ class Fingerprint:
     def differences(self, other: Fingerprint | Mapping[str, str]) -> list[str]:
         """Returns the names of the parts that differ, or that only one of the two has."""
         theirs = other.parts if isinstance(other, Fingerprint) else other
-        return sorted(
-            name for name in self.parts.keys() | theirs.keys() if self.parts.get(name) != theirs.get(name)
-        )
+        return sorted(name for name in self.parts.keys() | theirs.keys() if self.parts.get(name) != theirs.get(name))
 
 
 def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> Fingerprint:
@@ -61,9 +60,7 @@ def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = N
         fn: the function or other callable, wrapped or not.
         options: the options, by name; values may be functions too.
     """
-    return Fingerprint(
-        parts=_Walk(fn).parts | {f"option:{k}": _hash(_describe(v)) for k, v in (options or {}).items()}
-    )
+    return Fingerprint(parts=_Walk(fn).parts | {f"option:{k}": _hash(_describe(v)) for k, v in (options or {}).items()})
 
 
 class _Walk:
@@ -193,9 +190,7 @@ def _code_text(function: types.FunctionType, *, with_decorators: bool = True) ->
     """
     with contextlib.suppress(Exception):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-        if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_source_of(
-            definition, function
-        ):
+        if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_source_of(definition, function):
             if not with_decorators:
                 definition.decorator_list = []
             return ast.unparse(_WithoutDocstrings().visit(definition))
@@ -238,9 +233,7 @@ def _describe_code(code: types.CodeType) -> Any:
 class _WithoutDocstrings(ast.NodeTransformer):
     def generic_visit(self, node: ast.AST) -> ast.AST:
         super().generic_visit(node)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(
-            node
-        ):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
         return node
 
@@ -277,6 +270,8 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
         return ["class", _type_name(value)]
     if isinstance(value, types.ModuleType):
         return ["module", value.__name__]
+    if isinstance(value, logging.Logger):
+        return ["logger", value.name]
     if all(hasattr(value, name) for name in ("dtype", "shape", "__array__")):
         return [kind, *_describe_array(value)]
     function = _plain_function(value)

@@ -51,9 +51,7 @@ class Journal:
             CacheWriteError: it could not be written; the message says why.
             TypeError: the record holds what JSON cannot.
         """
-        text = json.dumps(plain(record, finite_only=False), separators=(",", ":"), allow_nan=False).encode(
-            "ascii"
-        )
+        text = json.dumps(plain(record, finite_only=False), separators=(",", ":"), allow_nan=False).encode("ascii")
         path = self.directory / f"{self._stem}.{Owner.this_process().host}.jsonl"
         try:
             _append_line(path, b"%08x %b\n" % (zlib.crc32(text), text))
@@ -65,7 +63,13 @@ class Journal:
 
     def records(self) -> list[dict[str, Any]]:
         """Returns all whole records, each host's in order; damaged lines are left out and reported once."""
-        return [record for path in self._files() for record in _read_lines(path)]
+        records: list[dict[str, Any]] = []
+        for path in self._files():
+            whole, damaged = _read_lines(path)
+            records += whole
+            if damaged:
+                report_once(_damage_of(path, damaged))
+        return records
 
     def discard(self) -> None:
         """Removes the journal, so that the next sweep starts over.
@@ -73,13 +77,7 @@ class Journal:
         Raises:
             CacheWriteError: it could not be removed; the message says why.
         """
-        for path in self._files():
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise CacheWriteError(
-                    f"the journal {str(path)!r} could not be removed ({error.strerror}): remove it by hand"
-                ) from error
+        _remove(self._files())
 
     def _files(self) -> list[Path]:
         with contextlib.suppress(OSError):
@@ -97,9 +95,16 @@ def problem_hash(device: str, key: str) -> str:
     return short_hash(canonical_json([device, key]))
 
 
-def remember_trouble(
-    directory: Path, name: str, device: str, config: Mapping[str, Any], outcome: str
-) -> None:
+def discard_all(directory: Path, name: str) -> None:
+    """Removes all journals of a function, and the memory of its troublesome configs.
+
+    Raises:
+        CacheWriteError: one could not be removed; the message says why.
+    """
+    _remove(sorted(trials_directory(directory, name).glob("*.jsonl")))
+
+
+def remember_trouble(directory: Path, name: str, device: str, config: Mapping[str, Any], outcome: str) -> None:
     """Remembers how a config ended on a device, whatever the shapes, if that is or was trouble.
 
     Args:
@@ -132,6 +137,16 @@ def troublesome(directory: Path, name: str, device: str) -> dict[str, str]:
     return {config: outcome for config, outcome in last.items() if outcome in _TROUBLE}
 
 
+def _remove(paths: list[Path]) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CacheWriteError(
+                f"the journal {str(path)!r} could not be removed ({error.strerror}): remove it by hand"
+            ) from error
+
+
 def _append_line(path: Path, line: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -146,19 +161,25 @@ def _append_line(path: Path, line: bytes) -> None:
         os.close(fd)
 
 
-def _read_lines(path: Path) -> list[dict[str, Any]]:
+def damage(directory: Path) -> list[str]:
+    """Returns a sentence for each journal below a cache directory that has damaged lines."""
+    found = {path: _read_lines(path)[1] for path in sorted(directory.glob("*.trials/*.jsonl"))}
+    return [_damage_of(path, damaged) for path, damaged in found.items() if damaged]
+
+
+def _damage_of(path: Path, damaged: int) -> str:
+    return f"{damaged} damaged lines of the journal {str(path)!r} are left out: their trials are measured again"
+
+
+def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Returns the whole records of a file and the number of damaged lines; a torn tail is no damage."""
     try:
         *lines, _torn_tail = path.read_bytes().split(b"\n")
     except OSError:
-        return []
+        return [], 0
     records = [_parse(line) for line in lines if line]
     whole = [record for record in records if record is not None]
-    if len(whole) < len(records):
-        report_once(
-            f"{len(records) - len(whole)} damaged lines of the journal {str(path)!r} are left out: "
-            "their trials are measured again"
-        )
-    return whole
+    return whole, len(records) - len(whole)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -62,9 +62,7 @@ class Store:
         try:
             return _load(path)
         except OSError as error:
-            report_once(
-                f"the cache file {str(path)!r} cannot be read ({_reason(error)}): tuned results are not found"
-            )
+            report_once(f"the cache file {str(path)!r} cannot be read ({_reason(error)}): tuned results are not found")
         except _NewerSchemaError as error:
             report_once(str(error))
         except _DamagedError:
@@ -120,8 +118,7 @@ class Store:
             for device, entries in offered.items():
                 there = present.setdefault(device, {})
                 wanted[device] = {
-                    key: prefer(there[key], entry) if key in there else entry
-                    for key, entry in entries.items()
+                    key: prefer(there[key], entry) if key in there else entry for key, entry in entries.items()
                 }
                 there.update(wanted[device])
             return wanted

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quarantune.cache import journal
 from quarantune.cache.errors import CacheWriteError, report_once
-from quarantune.cache.journal import trials_directory
 from quarantune.cache.keys import canonical_json, plain, safe_name
 from quarantune.cache.store import SCHEMA, Contents, Entry, Store
 from quarantune.outcomes import Config, freeze
@@ -148,9 +146,7 @@ class TuningCache:
         key = _key(kernel_type, problem_size, device)
         with self._lock:
             known = self._configs.pop(key, None) is not None
-        on_disk = self._store is not None and self._store.delete(
-            key.kernel_type, key.device, key.problem_size
-        )
+        on_disk = self._store is not None and self._store.delete(key.kernel_type, key.device, key.problem_size)
         return known or on_disk
 
     def keys(self) -> list[CacheKey]:
@@ -196,24 +192,22 @@ class TuningCache:
         """
         stem = None if name is None else safe_name(name)
         with self._lock:
-            self._configs = {
-                key: config for key, config in self._configs.items() if stem not in (None, key[0])
-            }
+            self._configs = {key: config for key, config in self._configs.items() if stem not in (None, key[0])}
         if self._store is None:
             return
-        for known in self._store.names() if stem is None else [stem]:
+        swept = [path.stem for path in self.directory.glob("*.trials")]
+        for known in {*self._store.names(), *swept} if stem is None else {stem}:
             self._store.clear(known)
-            shutil.rmtree(trials_directory(self.directory, known), ignore_errors=True)
+            journal.discard_all(self.directory, known)
 
     def verify(self) -> list[str]:
         """Returns the problems found on disk, a sentence each; changes nothing."""
         if self._store is None:
             return []
         problems = [problem for name in self._store.names() for problem in _verify_file(self._store, name)]
-        with contextlib.suppress(OSError):
-            for path in sorted(self.directory.glob("*.json.corrupt-*")):
-                problems.append(f"{str(path)!r} was damaged and set aside: look at it, or delete it")
-        return problems
+        for path in sorted(self.directory.glob("*.json.corrupt-*")):
+            problems.append(f"{str(path)!r} was damaged and set aside: look at it, or delete it")
+        return problems + journal.damage(self.directory)
 
     def _contents(self) -> Iterator[tuple[str, Contents]]:
         for name in self._store.names() if self._store else ():

@@ -146,8 +146,8 @@ def _has_flock(path: Path) -> bool:
 
 
 def _drop_if_abandoned(soft_path: Path, *, clock: Path) -> None:
-    # filelock breaks a soft lock whose owner died on this host. One of another host it cannot judge; by age it can
-    # go too, as the announcements keep writers apart even if its owner lives.
+    # filelock breaks a soft lock whose owner died on this host. One of another host it cannot judge; by age
+    # it can go too, as the announcements keep writers apart even if its owner lives.
     os.utime(clock)
     with contextlib.suppress(FileNotFoundError):
         if clock.stat().st_mtime - soft_path.stat().st_mtime > _STALE_S:
@@ -162,6 +162,8 @@ def _announce(target: Path, *, deadline: float, timeout_s: float) -> Path:
         os.close(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
         try:
             other = _other_writer(target, own)
+        except FileNotFoundError:
+            other = "one that withdrew ours"
         except BaseException:
             own.unlink(missing_ok=True)
             raise

@@ -24,8 +24,6 @@ def _run_spawned_worker(about: dict[str, Any]) -> NoReturn:
 
     contain.contain_worker(parent=about["parent"], log_fd=about["log_fd"])
     os.close(about["log_fd"])
-    shared = worker.Shared(
-        payload_fd=about["payload_fd"], arrays_fd=about["arrays_fd"], call=None, cwd=about["cwd"]
-    )
+    shared = worker.Shared(payload_fd=about["payload_fd"], arrays_fd=about["arrays_fd"], call=None, cwd=about["cwd"])
     connection = Connection(socket.socket(fileno=about["connection_fd"]))
     worker.main(connection, shared, about["task"], about["task_fds"])

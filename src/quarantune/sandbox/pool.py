@@ -76,14 +76,18 @@ class Sandbox:
     Use it as a context manager: leaving it kills what still runs.
     """
 
-    def __init__(self, *, payload_fd: int, arrays_fd: int, method: str) -> None:
+    def __init__(
+        self, *, payload_fd: int, arrays_fd: int, method: str, environ: Mapping[str, str] | None = None
+    ) -> None:
         """Prepares a sandbox; `open` starts it.
 
         Args:
             payload_fd: the pickled call; -1 for none.
             arrays_fd: its arrays' bytes; -1 for none.
             method: `fork` or `spawn`.
+            environ: environment variables that all of its processes get beside the caller's.
         """
+        self._extra_environ = dict(environ or {})
         # A descriptor that can be sent even where there is nothing to send.
         self._null_fd = os.open(os.devnull, os.O_RDONLY)
         self._payload_fd = payload_fd if payload_fd >= 0 else self._null_fd
@@ -256,12 +260,19 @@ class Sandbox:
     # The templates
 
     def _open_manager(self) -> None:
+        try:
+            self._open_shared()
+        except SandboxError:
+            self._open_shared()  # it was dying as it was asked; there will be a new one
+
+    def _open_shared(self) -> None:
         self._template = template.shared()
         environ = {
             **os.environ,
             # A worker shares the device with the caller, who may hold most of its memory.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             template.MARK: self._template.token,
+            **self._extra_environ,
         }
         self._manager = self._template.open(
             payload_fd=self._payload_fd, arrays_fd=self._arrays_fd, environ=environ, cwd=_cwd()
@@ -409,7 +420,11 @@ class Sandbox:
         if worker is None or not worker.hears:
             return []
         try:
-            return [Said(number, message) for message, _ in worker.connection.receive()]
+            said = worker.connection.receive()
+            wire.close_all([fd for _, fds in said for fd in fds])  # a worker has no descriptors to give
+            if said:
+                self._revivals = 0  # a template whose worker speaks is sound: what it dies of is the config's doing
+            return [Said(number, message) for message, _ in said]
         except wire.WireClosedError:
             self._stop_listening(worker)
             return []
@@ -473,5 +488,3 @@ def _cwd() -> str | None:
         return os.getcwd()
     except OSError:
         return None  # the caller's directory is gone; workers then stay where the template is
-
-

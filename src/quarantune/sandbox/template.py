@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from quarantune.outcomes import SandboxError
 from quarantune.sandbox import spawning, spool, wire
@@ -33,12 +33,11 @@ class Template:
         ours, theirs = socket.socketpair()
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._connection = Connection(ours)
+        self._sending = threading.Lock()  # sweeps of several threads share this connection
         self._log_fd = spool.create_log()
         try:
             self._process = subprocess.Popen(
-                spawning.command(
-                    "template", sys.path, fd=theirs.fileno(), owner=os.getpid(), argv=list(sys.argv)
-                ),
+                spawning.command("template", sys.path, fd=theirs.fileno(), owner=os.getpid(), argv=list(sys.argv)),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log_fd,
                 stderr=self._log_fd,
@@ -54,18 +53,20 @@ class Template:
         """Whether the process runs."""
         return self._process.poll() is None
 
-    def open(
-        self, *, payload_fd: int, arrays_fd: int, environ: Mapping[str, str], cwd: str | None
-    ) -> Connection:
+    def open(self, *, payload_fd: int, arrays_fd: int, environ: Mapping[str, str], cwd: str | None) -> Connection:
         """Returns a connection of a sweep's own to the template."""
         connection, theirs = wire.connection_pair()
         try:
-            self._connection.send(
-                {"op": "open", "environ": dict(environ), "cwd": cwd},
-                [theirs.fileno(), payload_fd, arrays_fd],
-            )
+            with self._sending:
+                self._connection.send(
+                    {"op": "open", "environ": dict(environ), "cwd": cwd},
+                    [theirs.fileno(), payload_fd, arrays_fd],
+                )
         except wire.WireError as error:
             connection.close()
+            # A dying process closes its descriptors first: `is_alive` is to say what is true from here on.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_WAIT_S)
             raise SandboxError(f"the template process is gone: {error}\n{self.log()}") from error
         finally:
             theirs.close()
@@ -143,8 +144,6 @@ def _forget_in_fork() -> None:
     if _template is not None:
         _template.disown()
         _template = None
-
-
 
 
 atexit.register(close_shared)

@@ -85,7 +85,7 @@ def _parse(body: bytes, checksum: int) -> Message:
         raise WireError("a frame's checksum does not match its bytes")
     try:
         message = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WireError("a frame is not JSON") from error
     if not isinstance(message, dict):
         raise WireError("a frame holds no message")
@@ -126,25 +126,38 @@ class Connection:
     def receive(self) -> list[tuple[Message, list[int]]]:
         """Returns the messages that have arrived, each with its descriptors.
 
-        On a blocking socket this waits for some bytes, on a non-blocking one it never waits.
+        On a blocking socket this waits for some bytes, on a non-blocking one it never waits. A frame that has arrived whole
+        is always among what is returned, unless others came before it.
 
         Raises:
             WireClosedError: the other end is closed.
             WireError: the stream is damaged.
         """
-        try:
-            data, fds = _receive_with_fds(self._socket)
-        except BlockingIOError:
-            self._check_partial()
-            return []
-        except OSError as error:
-            raise WireClosedError(f"cannot receive: {error.strerror or error}") from error
-        self._fds += fds
-        if not data:
-            raise WireClosedError("the other end is closed")
-        paired = [(message, self._take(message.pop("fds", 0))) for message in self._decoder.feed(data)]
-        self._partial_since = time.monotonic() if self._decoder.is_partial else None
-        return paired
+        while True:
+            try:
+                data, fds = _receive_with_fds(self._socket)
+            except BlockingIOError:
+                self._check_partial()
+                return []
+            except OSError as error:
+                raise WireClosedError(f"cannot receive: {error.strerror or error}") from error
+            self._fds += fds
+            if not data:
+                raise WireClosedError("the other end is closed")
+            if len(self._fds) > 2 * _MAX_FDS:  # those of an unfinished message and of the one behind it
+                raise WireError("more descriptors came than messages name")
+            messages = self._decoder.feed(data)
+            paired = [(message, self._take(message.pop("fds", 0))) for message in messages]
+            self._note_partial(is_new=bool(paired))
+            if paired or self._socket.getblocking():
+                return paired
+
+    def _note_partial(self, *, is_new: bool) -> None:
+        """Starts the unfinished frame's clock, which no further byte of the same frame sets back."""
+        if not self._decoder.is_partial:
+            self._partial_since = None
+        elif is_new or self._partial_since is None:
+            self._partial_since = time.monotonic()
 
     def _check_partial(self) -> None:
         if self._partial_since is not None and time.monotonic() - self._partial_since > FRAME_DEADLINE_S:

@@ -1,0 +1,97 @@
+"""What must be as it was before once a sweep is over: processes, descriptors, threads' and files' places; no test in here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from quarantune.sandbox import template
+
+MARK = "AFTERMATH_MARK"
+"""Tests set it to a value of their own in the environment of a program, to find all that came of it."""
+_PATIENCE_S = 5.0
+
+
+def eventually(condition: Callable[[], object], *, timeout_s: float = _PATIENCE_S) -> bool:
+    """Returns whether a condition comes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def carriers(name: str, value: str) -> list[int]:
+    """Returns the processes that were started with an environment variable, and the forks of those."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(name) == value and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+    return found
+
+
+def running_templates() -> list[psutil.Process]:
+    """Returns this process's children that are templates: at most one, if all is well."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if template.MARK in child.environ():
+                found.append(child)
+    return found
+
+
+def strays() -> list[str]:
+    """Describes every process in this process's sandboxes but the template, also those that slipped out of its tree."""
+    templates = running_templates()
+    allowed = {child.pid for child in templates[:1]}
+    pids = {child.pid for child in psutil.Process().children(recursive=True)}
+    for child in templates:
+        pids.update(carriers(template.MARK, child.environ()[template.MARK]))
+    return [_describe(pid) for pid in sorted(pids - allowed)]
+
+
+def _describe(pid: int) -> str:
+    with contextlib.suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        return f"{pid} ({process.name()}, {process.status()}, child of {process.ppid()})"
+    return f"{pid} (going)"
+
+
+@contextlib.contextmanager
+def nothing_is_left() -> Iterator[None]:
+    """Asserts that the block leaves the process, and what is around it, as they were.
+
+    The template must run before, as it is allowed to stay.
+    """
+    assert running_templates(), "start the template first: it may stay, and would look like a leftover"
+    before, place = _belongings(), (os.getcwd(), dict(os.environ), list(sys.path))
+    yield
+    assert not strays()
+    assert eventually(lambda: _belongings() == before), _differences(before, _belongings())
+    assert (os.getcwd(), dict(os.environ), list(sys.path)) == place
+
+
+def _belongings() -> dict[str, object]:
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "/dev/shm": _names(Path("/dev/shm")),
+        "TMPDIR": _names(Path(tempfile.gettempdir())),
+    }
+
+
+def _names(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory)) if directory.is_dir() else []
+
+
+def _differences(before: dict[str, object], after: dict[str, object]) -> str:
+    return "; ".join(f"{name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name])

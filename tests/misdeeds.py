@@ -1,0 +1,248 @@
+"""What configs do wrong in these tests, for real, and the tuned kernel that lets them; no test in here."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import jax
+import jax.numpy as jnp
+
+import quarantune
+from quarantune.sandbox import template
+
+
+class UnspeakableError(Exception):
+    """An exception that cannot be printed."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words for it")
+
+
+def fail() -> NoReturn:
+    raise ArithmeticError("this config is no good")
+
+
+def fail_unspeakably() -> NoReturn:
+    raise UnspeakableError
+
+
+def exit_politely() -> NoReturn:
+    sys.exit("that is enough")
+
+
+def interrupt() -> NoReturn:
+    raise KeyboardInterrupt("no terminal did this")
+
+
+def segfault() -> None:
+    ctypes.memset(0, 1, 1)
+
+
+def kill_itself() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_its_group() -> None:
+    os.killpg(0, signal.SIGKILL)
+
+
+def kill_its_parent() -> None:
+    parent = os.getppid()
+    # An orphan's parent can be anybody's process, even the first one: only a template may be killed.
+    if f"{template.MARK}=".encode() not in Path(f"/proc/{parent}/environ").read_bytes():
+        raise AssertionError(f"process {parent} is no template")
+    os.kill(parent, signal.SIGKILL)
+    hang()  # it is to die of its parent's death, not of its own
+
+
+def stop_itself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang() -> NoReturn:
+    while True:
+        time.sleep(60)
+
+
+def hang_holding_the_gil() -> NoReturn:
+    while True:
+        ctypes.PyDLL(None).pause()
+
+
+def hang_deaf_to_signals() -> NoReturn:
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    hang()
+
+
+def starve() -> NoReturn:
+    how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    taken = [mmap.mmap(-1, 32 << 20, flags=how) for _ in range(32)]  # 1 GB, should nobody stop it
+    raise AssertionError(f"nobody stopped it at {len(taken)} maps")
+
+
+def starve_in_a_child() -> None:
+    child = os.fork()
+    if child == 0:
+        starve()
+    os.waitpid(child, 0)
+
+
+def ask_for_too_much() -> None:
+    bytearray(1 << 62)
+
+
+def exit_with_0() -> None:
+    os._exit(0)
+
+
+def exit_with_7() -> None:
+    os._exit(7)
+
+
+def leave_a_child() -> None:
+    if os.fork() == 0:
+        hang()
+
+
+def leave_a_daemon() -> None:
+    """Forks twice, with a session between, so that what is left is nobody's child and in nobody's group."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    hang()
+
+
+def bomb() -> None:
+    """Leaves 60 processes: 30 children, each of which has one of its own in another session."""
+    for _ in range(30):
+        if os.fork() == 0:
+            if os.fork() == 0:
+                os.setsid()
+            hang()
+
+
+def flood() -> None:
+    for _ in range(256):
+        os.write(1, b"blah" * (16 << 10))
+    print("the last word")
+
+
+def flood_forever() -> None:
+    while True:
+        flood()
+
+
+def scribble() -> None:
+    """Writes garbage to every descriptor."""
+    for fd in range(1024):
+        with contextlib.suppress(OSError):
+            os.write(fd, b"\xff" * 4096)
+
+
+def close_everything() -> None:
+    os.closerange(0, 1024)
+
+
+def replace_stdout() -> None:
+    if sys.stdout is not None:
+        sys.stdout.close()
+    sys.stdout = sys.stderr = None  # type: ignore[assignment]
+
+
+def move_away() -> None:
+    os.chdir("/")
+    os.environ.clear()
+    os.umask(0o777)
+    sys.path.clear()
+
+
+def leave_threads() -> None:
+    for daemon in (True, False):
+        threading.Thread(target=hang, daemon=daemon).start()
+
+
+def hang_at_exit() -> None:
+    atexit.register(hang)
+
+
+MISDEEDS: dict[str, Callable[[], object]] = {
+    act.__name__: act
+    for act in (
+        fail,
+        fail_unspeakably,
+        exit_politely,
+        interrupt,
+        segfault,
+        os.abort,
+        kill_itself,
+        kill_its_group,
+        kill_its_parent,
+        stop_itself,
+        hang,
+        hang_holding_the_gil,
+        hang_deaf_to_signals,
+        starve,
+        starve_in_a_child,
+        ask_for_too_much,
+        exit_with_0,
+        exit_with_7,
+        leave_a_child,
+        leave_a_daemon,
+        bomb,
+        flood,
+        flood_forever,
+        scribble,
+        close_everything,
+        replace_stdout,
+        move_away,
+        leave_threads,
+        hang_at_exit,
+    )
+}
+
+
+@quarantune.autotune(
+    lambda x, space, **_: [dict(mode=mode, when=when, turn=turn) for turn, (mode, when) in enumerate(space)],
+    warmup=0,
+    rep=1,
+    timeout=1.5,
+    compile_timeout=1.5,
+    memory_limit="200MB",
+)
+@functools.partial(jax.jit, static_argnames=["space", "mode", "when", "turn"])
+def kernel(x, space=(), mode: str = "good", when: str = "", turn: int = 0):
+    """Doubles `x`; a mode other than `good` is done on the way, while JAX traces or while it runs.
+
+    `space` is a tuple of the (mode, when) to try.
+    """
+    act = MISDEEDS.get(mode, lambda: None)
+    assert mode == "good" or template.is_inside(), "misdeeds are for workers only"
+    if when == "tracing":
+        act()
+    if when == "running":
+
+        def call_back(value):
+            act()
+            return value
+
+        x = jax.pure_callback(call_back, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+    return 2 * jnp.asarray(x)

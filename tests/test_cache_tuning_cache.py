@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+
+import pytest
+
+from quarantune.cache import SCHEMA, CacheKey, CacheWarning, CacheWriteError, Journal, Store, TuningCache
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> TuningCache:
+    return TuningCache(tmp_path / "cache")
+
+
+def test_a_config_is_found_by_kernel_type_problem_size_and_device(cache: TuningCache) -> None:
+    assert cache.get("matmul", (1024, 512), "cuda:0") is None
+    cache.put("matmul", (1024, 512), "cuda:0", {"BM": 64, "order": [0, 1]})
+    assert cache.get("matmul", [1024, 512], "cuda:0") == {"BM": 64, "order": (0, 1)}
+    assert cache.get("matmul", (1024, 513), "cuda:0") is None
+    assert cache.get("matmul", (1024, 512), "cuda:1") is None
+    assert cache.get("rmsnorm", (1024, 512), "cuda:0") is None
+
+
+def test_another_process_would_find_it_on_disk_with_all_that_an_entry_holds(cache: TuningCache) -> None:
+    cache.put("matmul", (8,), "cpu", {"BM": 64}, time_ms=0.5)
+    other = TuningCache(cache.directory)
+    assert other.get("matmul", (8,), "cpu") == {"BM": 64}
+    entry = other.entry("matmul", (8,), "cpu")
+    assert entry is not None
+    assert entry["time_ms"] == 0.5
+    assert entry["key_values"] == [8]
+    assert entry["schema"] == SCHEMA
+    assert entry.keys() >= {"fingerprint", "space", "versions", "created", "trials"}
+
+
+def test_a_config_stays_in_memory_and_what_the_caller_does_to_it_does_not_matter(cache: TuningCache) -> None:
+    cache.put("f", 1, "cpu", {"BM": 64})
+    Store(cache.directory).clear("f")
+    config = cache.get("f", 1, "cpu")
+    assert config == {"BM": 64}
+    config["BM"] = 0
+    assert cache.get("f", 1, "cpu") == {"BM": 64}
+
+
+def test_what_an_autotuned_function_saved_is_found_by_its_key(cache: TuningCache) -> None:
+    key = '{"args":[["float32",[8,8]]]}'
+    Store(cache.directory).put("m.make.<locals>.f", "cpu", key, {"config": {"BM": 8}})
+    assert cache.get("m.make.<locals>.f", key, "cpu") == {"BM": 8}
+
+
+def test_keys_and_iteration_name_all_entries_and_a_key_gets_its_config(cache: TuningCache) -> None:
+    assert cache.keys() == []
+    cache.put("g", (2,), "cpu", {"BM": 2})
+    cache.put("Odd <name>", "text", "cpu", {"BM": 1})
+    keys = cache.keys()
+    assert [key.problem_size for key in keys] == ["text", "[2]"]
+    assert keys[1] == CacheKey("g", "[2]", "cpu")
+    configs = {key: cache.get(*key) for key in keys}
+    assert list(configs.values()) == [{"BM": 1}, {"BM": 2}]
+    assert {record.key: record.entry["config"] for record in TuningCache(cache.directory)} == configs
+
+
+def test_delete_forgets_in_memory_and_on_disk(cache: TuningCache) -> None:
+    cache.put("f", 1, "cpu", {"BM": 64})
+    assert cache.delete("f", 1, "cpu")
+    assert not cache.delete("f", 1, "cpu")
+    assert cache.get("f", 1, "cpu") is None
+    assert TuningCache(cache.directory).get("f", 1, "cpu") is None
+
+
+def test_clear_forgets_one_kernel_type_with_its_journals_or_all(cache: TuningCache) -> None:
+    for name in ("f", "g", "h.<locals>.i"):
+        cache.put(name, 1, "cpu", {"BM": 64})
+    journal, interrupted = (Journal(cache.directory, name, "cpu", "1") for name in ("f", "never finished"))
+    journal.append({"n": 1})
+    interrupted.append({"n": 1})
+    cache.clear("f")
+    assert journal.records() == []
+    assert interrupted.records() == [{"n": 1}]
+    assert cache.get("f", 1, "cpu") is None
+    assert cache.get("g", 1, "cpu") == {"BM": 64}
+    cache.clear()
+    assert interrupted.records() == []
+    assert cache.keys() == []
+    assert TuningCache(cache.directory).keys() == []
+
+
+def test_merge_takes_what_is_new_and_keeps_the_newer_of_two(cache: TuningCache, tmp_path: Path) -> None:
+    mine, theirs = Store(cache.directory), Store(tmp_path / "other")
+    mine.put("f", "cpu", "[1]", {"config": {"BM": 1}, "created": "2025-01-02T00:00:00Z"})
+    mine.put("f", "cpu", "[2]", {"config": {"BM": 1}, "created": "2025-01-01T00:00:00Z"})
+    for key in ("[1]", "[2]", "[3]"):
+        theirs.put("f", "cpu", key, {"config": {"BM": 2}, "created": "2025-01-01T12:00:00Z"})
+    assert cache.get("f", [2], "cpu") == {"BM": 1}
+    assert cache.merge(tmp_path / "other") == 3
+    found = {key: entry["config"]["BM"] for key, entry in mine.read("f")["cpu"].items()}
+    assert found == {"[1]": 1, "[2]": 2, "[3]": 2}
+    assert cache.get("f", [2], "cpu") == {"BM": 2}
+    assert cache.merge(TuningCache(tmp_path / "empty")) == 0
+
+
+def test_verify_names_every_problem_and_changes_nothing(cache: TuningCache) -> None:
+    assert cache.verify() == []
+    cache.put("good", 1, "cpu", {"BM": 1})
+    assert cache.verify() == []
+    files = {
+        "torn.json": '{"cpu": {',
+        "newer.json": json.dumps({"cpu": {"k": {"schema": SCHEMA + 1, "config": {}}}}),
+        "odd.json": json.dumps({"cpu": {"k": {"config": 3, "time_ms": "fast"}}}),
+        "old.json.corrupt-20250101T000000": "junk",
+        "odd.trials/0123456789ab.0123456789ab.jsonl": "junk\nmore junk\n",
+    }
+    for name, content in files.items():
+        (cache.directory / name).parent.mkdir(exist_ok=True)
+        (cache.directory / name).write_text(content)
+    problems = cache.verify()
+    assert len(problems) == 7
+    for fragment in (
+        "torn.json' is not JSON",
+        "newer than",
+        "schema is None",
+        "config is 3",
+        "'fast'",
+        "set aside",
+    ):
+        assert sum(fragment in problem for problem in problems) == 1, fragment
+    assert {name: (cache.directory / name).read_text() for name in files} == files
+
+
+@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")
+@pytest.mark.parametrize("entry", [{"config": 3}, {}, {"config": None}])
+def test_an_entry_without_a_usable_config_is_a_miss(cache: TuningCache, entry: dict[str, object]) -> None:
+    Store(cache.directory).put("f", "cpu", "[1]", entry)
+    assert cache.get("f", [1], "cpu") is None
+
+
+def test_a_config_that_cannot_be_saved_stays_in_memory_with_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    cache = TuningCache(tmp_path / "file")
+    with pytest.warns(CacheWarning, match="kept in memory only: nothing was saved"):
+        cache.put("f", 1, "cpu", {"BM": 1})
+    cache.put("f", 2, "cpu", {"BM": 2})
+    assert cache.get("f", 1, "cpu") == {"BM": 1}
+    assert cache.keys() == [("f", "1", "cpu"), ("f", "2", "cpu")]
+
+
+def test_what_json_cannot_hold_is_refused_before_anything_is_kept(cache: TuningCache) -> None:
+    for config in ({"BM": math.nan}, {"BM": object()}):
+        with pytest.raises((ValueError, TypeError), match="cannot be kept in the cache"):
+            cache.put("f", 1, "cpu", config)
+    assert cache.get("f", 1, "cpu") is None
+
+
+def test_a_newer_file_is_not_cleared(cache: TuningCache) -> None:
+    cache.directory.mkdir()
+    content = json.dumps({"cpu": {"k": {"schema": SCHEMA + 1}}})
+    (cache.directory / "f.json").write_text(content)
+    with pytest.raises(CacheWriteError, match="newer"):
+        cache.clear()
+    assert (cache.directory / "f.json").read_text() == content
+
+
+def test_without_a_directory_the_operators_word_counts(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TuningCache().directory == cache_dir
+    TuningCache().put("f", 1, "cpu", {"BM": 1})
+    assert TuningCache().get("f", 1, "cpu") == {"BM": 1}
+    monkeypatch.setenv("QUARANTUNE_DISABLE_CACHE", "1")
+    memory = TuningCache()
+    assert memory.get("f", 1, "cpu") is None
+    memory.put("f", 2, "cpu", {"BM": 2})
+    assert memory.get("f", 2, "cpu") == {"BM": 2}
+    assert memory.keys() == [("f", "2", "cpu")]
+    assert memory.verify() == []
+    assert list(memory) == []
+    memory.clear()
+    assert memory.keys() == []
+    monkeypatch.delenv("QUARANTUNE_DISABLE_CACHE")
+    assert TuningCache().get("f", 2, "cpu") is None
+
+
+def test_threads_share_one_cache(cache: TuningCache) -> None:
+    def use(thread: int) -> None:
+        for number in range(10):
+            cache.put("f", (thread, number), "cpu", {"BM": number})
+            assert cache.get("f", (thread, number), "cpu") == {"BM": number}
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(cache.keys()) == 40

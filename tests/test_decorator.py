@@ -1,0 +1,635 @@
+"""What `@autotune` promises: misuse caught early, a function that stays a function, one sweep per problem."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+
+import quarantune
+from quarantune import Outcome, sweep
+from quarantune.sandbox import template
+
+X = np.arange(4, dtype=np.float32)
+
+
+@pytest.fixture
+def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes the function of every sweep that starts."""
+    started: list[str] = []
+    run = sweep.run
+
+    def noting(problem: sweep.Problem, *args: Any, **kwargs: Any) -> None:
+        started.append(problem.name)
+        run(problem, *args, **kwargs)
+
+    monkeypatch.setattr(sweep, "run", noting)
+    return started
+
+
+@pytest.fixture
+def no_process() -> Iterator[None]:
+    """Fails the test if it starts a process: the first one would be the template, which stays."""
+    template.close_shared()
+    yield
+    assert psutil.Process().children(recursive=True) == []
+
+
+def choosy(configs: Any = ({"n": 1}, {"n": 2}), **options: Any) -> quarantune.Autotuned:
+    """Returns a function whose only good config is n=2, which is not its default, and which its result shows."""
+
+    @quarantune.autotune(configs, **{"rep": 1, **options})
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def scale(x: Any, n: int = 1) -> Any:
+        """Scales x by n, which had better be 2."""
+        if n != 2:
+            raise ArithmeticError(f"n={n} is no good")
+        return x * n
+
+    return scale
+
+
+def hopeless(**options: Any) -> quarantune.Autotuned:
+    @quarantune.autotune([{"n": 1}, {"n": 2}], **{"rep": 1, **options})
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def fail(x: Any, n: int = 0) -> Any:
+        if n:
+            raise ArithmeticError(f"n={n} is no good")
+        return x
+
+    return fail
+
+
+# --- misuse -------------------------------------------------------------------------------------------------
+
+
+def plain(x: Any, n: int = 1) -> Any:
+    return x * n
+
+
+def jitted(x: Any, n: int = 1, m: int = 1, *, k: int, p: int = 0) -> Any:
+    return x
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(
+    ("configs", "kind", "says"),
+    [
+        ([], ValueError, ["configs is empty", "at least one"]),
+        ({}, ValueError, ["at least one"]),
+        ([{}], ValueError, ["no keys", "at least one"]),
+        ([{"n": 1}, {"m": 1}], ValueError, ["configs[1]", "['m']", "['n']", "same keys"]),
+        ([{"n": 1}, 7], TypeError, ["configs[1] is 7", "dict"]),
+        ({"n": []}, ValueError, ["configs['n'] is empty"]),
+        ({"n": 3}, TypeError, ["configs['n'] is 3", "[3]"]),
+        ("n", TypeError, ["'n'", "list of dicts"]),
+        (None, TypeError, ["None", "list of dicts"]),
+        ([{"nn": 1}], TypeError, ["'nn' is no parameter", "Did you mean 'n'?"]),
+        ([{"x": 1}], ValueError, ["['x'] are not static", "static_argnames=['x', 'n', 'm', 'k']"]),
+        ([{"p": 1}], ValueError, ["['p'] are not static", "static_argnames="]),
+        ([{"k": 1}], ValueError, ["['k'] have no default", "k=1"]),
+        ([{"n": {1}}], TypeError, ["configs[0]['n']", "set", "JSON"]),
+        ([{"n": float("nan")}], ValueError, ["configs[0]['n']", "nan", "finite"]),
+        ([{"n": jnp.float32}], TypeError, ["configs[0]['n']", "JSON"]),
+    ],
+)
+def test_bad_configs_are_refused_at_decoration_with_the_fix(configs: Any, kind: type, says: list[str]) -> None:
+    fn = jax.jit(jitted, static_argnames=["n", "m", "k"])
+    with pytest.raises(kind) as caught:
+        quarantune.autotune(configs)(fn)
+    for text in ["jitted", *says]:
+        assert text in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("fn", [plain, functools.partial(plain, n=2), 3])
+def test_a_function_that_is_not_jitted_is_refused_with_the_fix(fn: Any) -> None:
+    with pytest.raises(TypeError, match=r"put @jax\.jit\(static_argnames=\[\.\.\.\]\) between"):
+        quarantune.autotune([{"n": 1}])(fn)
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_function_that_is_autotuned_already_is_refused_with_the_fix() -> None:
+    with pytest.raises(TypeError, match="'choosy.*scale' is autotuned already: put all its tunables into one list"):
+        quarantune.autotune([{"n": 1}])(choosy())
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_decorator_without_configs_is_refused_with_the_fix() -> None:
+    with pytest.raises(TypeError, match=r"write @autotune\(\[\.\.\.\]\) above @jax\.jit"):
+        quarantune.autotune(jax.jit(plain, static_argnames=["n"]))
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(
+    ("options", "kind", "says"),
+    [
+        ({"timeuot": 1}, TypeError, "no option 'timeuot'. Did you mean 'timeout'?"),
+        ({"name": ""}, ValueError, "name='' is not valid: give a non-empty string"),
+        ({"name": 3}, ValueError, "name=3 is not valid"),
+        ({"prune_fn": 3}, TypeError, "prune_fn=3 is not callable: give a function"),
+        ({"warmup": -1}, ValueError, "warmup=-1 is not valid: give a whole number of at least 0"),
+        ({"rep": 0}, ValueError, "rep=0 is not valid: give a whole number of at least 1"),
+        ({"rep": 1.5}, ValueError, "rep=1.5"),
+        ({"timeout": 0}, ValueError, "timeout=0 is not valid: give a number of seconds above 0"),
+        ({"timeout": float("inf")}, ValueError, "timeout=inf"),
+        ({"compile_timeout": "1"}, ValueError, "compile_timeout='1'"),
+        ({"memory_limit": "lots"}, ValueError, "'lots' is no amount of memory"),
+    ],
+)
+def test_bad_options_are_refused_at_decoration_with_the_fix(
+    options: dict[str, Any], kind: type, says: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        quarantune.autotune([{"n": 1}], **options)
+    assert says in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(
+    ("configs", "kind", "says"),
+    [
+        (lambda x, **_: iter(()), ValueError, "yielded no config for these arguments"),
+        (lambda x, **_: None, TypeError, "returned None; let it return a list of dicts"),
+        (lambda x, **_: [{"m": 1}], TypeError, "'m' is no parameter"),
+        (lambda x, **_: [{"x": 1}], ValueError, "['x'] are not static"),
+    ],
+)
+def test_bad_configs_from_a_callable_are_refused_before_any_process(
+    configs: Callable[..., Any], kind: type, says: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        choosy(configs)(X)
+    assert says in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((X, 1, 2), {}), ((X,), {"y": 1})])
+def test_a_call_that_does_not_fit_the_signature_is_refused_before_any_process(args: Any, kwargs: Any) -> None:
+    with pytest.raises(TypeError, match="argument"):
+        choosy()(*args, **kwargs)
+
+
+def test_an_argument_that_jit_refuses_is_named_in_the_failure() -> None:
+    with pytest.raises(quarantune.TuningFailedError, match="TypeError: .*'text'"):
+        choosy()("text")
+
+
+@pytest.mark.usefixtures("no_process")
+def test_what_cannot_be_sent_to_a_worker_is_named_before_any_process() -> None:
+    lock = threading.Lock()
+
+    @quarantune.autotune([{"n": 1}])
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def guarded(x: Any, n: int = 1) -> Any:
+        with lock:
+            return x * n
+
+    with pytest.raises(TypeError, match="closure variable 'lock' of 'test_what.*cannot be sent to a worker"):
+        guarded(X)
+
+
+# --- a function that stays a function -----------------------------------------------------------------------
+
+
+def test_it_looks_like_the_function_it_wraps() -> None:
+    fn = choosy()
+    assert fn.__name__ == "scale"
+    assert fn.__qualname__ == "choosy.<locals>.scale"
+    assert fn.__module__ == __name__
+    assert fn.__doc__ == "Scales x by n, which had better be 2."
+    assert str(inspect.signature(fn)) == "(x: 'Any', n: 'int' = 1) -> 'Any'"
+    assert isinstance(fn.__wrapped__, jax.stages.Wrapped)
+    assert "choosy.<locals>.scale" in repr(fn)
+
+
+def test_lower_trace_and_eval_shape_use_the_winner(sweeps: list[str]) -> None:
+    fn = choosy()
+    x = jnp.asarray(X)
+    np.testing.assert_array_equal(fn.lower(x).compile()(x), X * 2)
+    np.testing.assert_array_equal(fn.trace(x).lower().compile()(x), X * 2)
+    assert fn.eval_shape(x) == jax.ShapeDtypeStruct(X.shape, X.dtype)
+    assert fn.lower(x, n=2).as_text() == fn.lower(x).as_text()
+    fn.clear_cache()
+    np.testing.assert_array_equal(fn(x), X * 2)
+    assert len(sweeps) == 1
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("by_hand", [((X, 2), {}), ((X,), {"n": 2}), ((), {"x": X, "n": 2})])
+def test_a_tunable_passed_by_hand_makes_the_tuner_step_aside(by_hand: Any) -> None:
+    args, kwargs = by_hand
+    for fn in (choosy(), choosy(lambda x, **_: [{"n": 1}, {"n": 2}])):
+        np.testing.assert_array_equal(fn(*args, **kwargs), X * 2)
+        np.testing.assert_array_equal(jax.jit(lambda fn=fn: fn(*args, **kwargs))(), X * 2)
+        assert "constant dense<2.0" in fn.lower(*args, **kwargs).as_text()
+        assert fn.lookup(X) is None
+        with pytest.raises(ArithmeticError, match="n=3"):
+            fn(X, n=3)
+
+
+@pytest.mark.usefixtures("no_process")
+def test_default_runs_the_functions_own_defaults() -> None:
+    with pytest.raises(ArithmeticError, match="n=1"):
+        choosy().default(X)
+    np.testing.assert_array_equal(hopeless().default(X), X)
+
+
+def test_lookup_never_tunes_and_then_knows_the_winner(sweeps: list[str]) -> None:
+    fn = choosy()
+    assert fn.lookup(X) is None
+    assert sweeps == []
+    fn(X)
+    found = fn.lookup(X)
+    assert found == {"n": 2}
+    found["n"] = 7
+    assert fn.lookup(x=X) == {"n": 2}
+    assert fn.lookup(X[:3]) is None
+
+
+def test_tune_tunes_even_what_is_cached_and_tells_of_every_config(sweeps: list[str]) -> None:
+    fn = choosy({"n": [3, 2, 1]})
+    fn(X)
+    result = fn.tune(X)
+    assert len(sweeps) == 2
+    assert result.best_config == {"n": 2}
+    assert not result.from_cache
+    assert [trial.config for trial in result.trials] == [{"n": 3}, {"n": 2}, {"n": 1}]
+    assert result.failures == {"error": 2}
+    assert result.time_ms > 0
+    np.testing.assert_array_equal(result.fn(X), X * 2)
+
+
+def test_keyword_and_positional_calls_share_an_entry(sweeps: list[str], cache_dir: Path) -> None:
+    @quarantune.autotune({"n": [1]}, rep=1)
+    @functools.partial(jax.jit, static_argnames=["n", "mode"])
+    def fn(a: Any, b: Any, mode: str = "add", n: int = 1) -> Any:
+        return (a + b if mode == "add" else a - b) * n
+
+    for call in (
+        lambda: fn(X, X),
+        lambda: fn(b=X, a=X),
+        lambda: fn(X, mode="add", b=X),
+        lambda: fn(jnp.asarray(X), X, "add"),
+    ):
+        np.testing.assert_array_equal(call(), X + X)
+    assert len(sweeps) == 1
+    np.testing.assert_array_equal(fn(X, X, "subtract"), X - X)
+    assert len(sweeps) == 2
+    (file,) = cache_dir.glob("*.json")
+    (entries,) = json.loads(file.read_text()).values()
+    assert len(entries) == 2
+
+
+# --- methods ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaler:
+    factor: float
+
+    @quarantune.autotune({"n": [1, 2]}, rep=1)
+    @functools.partial(jax.jit, static_argnames=["self", "n"])
+    def scale(self, x: Any, n: int = 1) -> Any:
+        if n != 2:
+            raise ArithmeticError(n)
+        return x * self.factor
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Layer:
+    weights: Any
+
+    @quarantune.autotune({"n": [1, 2]}, rep=1)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def scale(self, x: Any, n: int = 1) -> Any:
+        if n != 2:
+            raise ArithmeticError(n)
+        return x * self.weights
+
+
+@pytest.mark.parametrize("owner", [Scaler(3.0), Layer(jnp.full(4, 3.0))], ids=["static self", "pytree self"])
+def test_methods_are_tuned_through_the_instance_and_the_class(owner: Any, sweeps: list[str]) -> None:
+    np.testing.assert_array_equal(owner.scale(X), X * 3)
+    np.testing.assert_array_equal(type(owner).scale(owner, X), X * 3)
+    np.testing.assert_array_equal(owner.scale.lower(X).compile()(*(owner, X)[type(owner) is Scaler :]), X * 3)
+    assert owner.scale.lookup(X) == type(owner).scale.lookup(owner, x=X) == {"n": 2}
+    np.testing.assert_array_equal(jax.jit(owner.scale)(X), X * 3)
+    assert owner.scale.__name__ == "scale"
+    assert len(sweeps) == 1
+    with pytest.raises(ArithmeticError):
+        owner.scale.default(X)
+    with pytest.raises(AttributeError, match="tuen"):
+        owner.scale.tuen  # noqa: B018 - the attribute access is the test
+
+
+def test_equal_instances_share_an_entry_and_others_do_not(sweeps: list[str]) -> None:
+    for factor in (5.0, 5.0, 6.0):
+        np.testing.assert_array_equal(Scaler(factor).scale(X), X * factor)
+    assert len(sweeps) == 2
+
+
+# --- the configs --------------------------------------------------------------------------------------------
+
+
+def test_configs_may_be_a_generator_that_is_walked_once(sweeps: list[str]) -> None:
+    fn = choosy({"n": n} for n in (1, 2, 1))
+    np.testing.assert_array_equal(fn(X), X * 2)
+    np.testing.assert_array_equal(fn(X[:2]), X[:2] * 2)
+    assert len(fn.tune(X).trials) == 2
+
+
+def test_a_callable_is_given_the_call_with_shapes_for_arrays() -> None:
+    calls = []
+
+    def configs(x: Any, *, mode: str) -> Iterator[dict[str, int]]:
+        calls.append((x, mode))
+        for n in (1, x.shape[0]):
+            yield {"n": n}
+
+    @quarantune.autotune(configs, rep=1)
+    @functools.partial(jax.jit, static_argnames=["n", "mode"])
+    def fn(x: Any, mode: str, n: int = 1) -> Any:
+        if n == 1:
+            raise ArithmeticError(mode)
+        return x * n
+
+    np.testing.assert_array_equal(fn(X, mode="a"), X * 4)
+    np.testing.assert_array_equal(fn(X[:3], mode="a"), X[:3] * 3)
+    assert fn.lookup(X, mode="a") == {"n": 4}
+    assert set(calls) == {(jax.ShapeDtypeStruct((size,), jnp.float32), "a") for size in (4, 3)}
+
+
+def test_prune_fn_drops_configs_before_a_worker_is_spent(sweeps: list[str]) -> None:
+    seen = []
+
+    def prune(config: dict[str, int], x: Any) -> bool:
+        seen.append((config["n"], x))
+        return config["n"] > 1
+
+    result = choosy({"n": [0, 2, 1]}, prune_fn=prune).tune(X)
+    assert [trial.outcome for trial in result.trials] == [Outcome.PRUNED, Outcome.OK, Outcome.PRUNED]
+    assert result.trials[0].phase is None
+    assert seen == [(n, jax.ShapeDtypeStruct((4,), jnp.float32)) for n in (0, 2, 1)]
+    assert result.failures == {"pruned": 2}
+
+
+def test_a_prune_fn_that_raises_raises_in_the_call_and_the_next_call_works(sweeps: list[str]) -> None:
+    broken = [True]
+
+    def prune(config: dict[str, int], x: Any) -> bool:
+        if broken:
+            raise KeyError("a bug in prune_fn")
+        return True
+
+    fn = choosy(prune_fn=prune)
+    with pytest.raises(KeyError, match="a bug in prune_fn"):
+        fn(X)
+    assert sweeps == []
+    broken.clear()
+    np.testing.assert_array_equal(fn(X), X * 2)
+
+
+@pytest.mark.usefixtures("no_process")
+def test_pruning_everything_fails_with_the_fix() -> None:
+    fn = choosy(prune_fn=lambda config, x: False)
+    with pytest.raises(quarantune.TuningFailedError, match="prune_fn dropped all 2 configs.*let it keep") as caught:
+        fn(X)
+    assert [trial.outcome for trial in caught.value.trials] == [Outcome.PRUNED] * 2
+
+
+# --- failing ------------------------------------------------------------------------------------------------
+
+
+def test_all_failing_raises_once_swept_and_is_remembered(sweeps: list[str]) -> None:
+    fn = hopeless()
+    for spelt in (lambda: fn(X), lambda: fn(x=X), lambda: jax.jit(fn)(X)):
+        with pytest.raises(quarantune.TuningFailedError) as caught:
+            spelt()
+        assert isinstance(caught.value, RuntimeError)
+        message = str(caught.value)
+        assert message.startswith("All 2 configs failed")
+        for n in (1, 2):
+            assert f"n={n}: error (compile) ArithmeticError: n={n} is no good" in message
+        assert [trial.outcome for trial in caught.value.trials] == [Outcome.ERROR] * 2
+        assert "shape" in caught.value.key
+    assert len(sweeps) == 1
+    with pytest.raises(quarantune.TuningFailedError):
+        fn.tune(X)
+    assert len(sweeps) == 2
+    with pytest.raises(quarantune.TuningFailedError):
+        fn(X[:2])
+    assert len(sweeps) == 3
+    np.testing.assert_array_equal(fn(X, n=0), X)
+
+
+def test_a_remembered_failure_keeps_none_of_the_callers_arrays_alive() -> None:
+    import gc
+    import weakref
+
+    fn = hopeless()
+
+    def call() -> weakref.ref[Any]:
+        x = jnp.asarray(X)
+        with pytest.raises(quarantune.TuningFailedError):
+            fn(x)
+        return weakref.ref(x)
+
+    left = call()
+    gc.collect()
+    assert left() is None
+
+
+# --- cached calls -------------------------------------------------------------------------------------------
+
+_watched: list[str] | None = None
+
+
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if _watched is not None and event in ("open", "os.listdir", "os.scandir", "subprocess.Popen", "os.fork"):
+        _watched.append(f"{event} {arguments}")
+
+
+sys.addaudithook(_watch)
+
+
+@pytest.fixture
+def watched() -> Iterator[Callable[[], list[str]]]:
+    """Starts to note what this process opens and starts."""
+    global _watched
+
+    def start() -> list[str]:
+        global _watched
+        _watched = []
+        return _watched
+
+    yield start
+    _watched = None
+
+
+def test_a_cached_call_touches_no_file_and_starts_no_process(
+    watched: Callable[[], list[str]], cache_dir: Path
+) -> None:
+    @quarantune.autotune({"n": [1]}, rep=1)
+    @functools.partial(jax.jit, static_argnames=["n", "mode"])
+    def fn(x: Any, y: Any = 1.0, mode: str = "a", n: int = 1) -> Any:
+        return jax.tree.map(lambda leaf: leaf * n * y, x)
+
+    x = jnp.asarray(X)
+    calls: list[Callable[[], Any]] = [
+        lambda: fn(x),
+        lambda: fn(x=x),
+        lambda: fn(X, 2.0),
+        lambda: fn({"a": [x, X]}),
+        lambda: fn(x, mode="b"),
+        lambda: fn(x, n=3),
+    ]
+    for call in calls:
+        call()
+    shutil.rmtree(cache_dir)
+    events = watched()
+    for call in calls:
+        jax.block_until_ready(call())
+    assert events == []
+    for call in calls:
+        jax.jit(call)()
+    assert fn.lookup(x) == {"n": 1}
+    assert [event for event in events if "'/sys/" not in event] == []  # the kind of the CPU is looked up there
+    assert not cache_dir.exists()
+
+
+def test_a_new_function_object_finds_what_another_left_on_disk(sweeps: list[str]) -> None:
+    choosy()(X)
+    again = choosy()
+    assert again.lookup(X) == {"n": 2}
+    np.testing.assert_array_equal(again(X), X * 2)
+    assert len(sweeps) == 1
+
+
+# --- names --------------------------------------------------------------------------------------------------
+
+
+def test_the_cache_file_is_named_after_module_and_qualname(cache_dir: Path) -> None:
+    choosy()(X)
+    (file,) = cache_dir.glob("*.json")
+    assert file.name.startswith("test_decorator.choosy")
+    assert "scale" in file.name
+
+
+def test_the_name_option_names_the_cache_file(cache_dir: Path) -> None:
+    choosy(name="my-kernel")(X)
+    assert [file.name for file in cache_dir.glob("*.json")] == ["my-kernel.json"]
+
+
+def test_a_script_is_named_after_its_file(tmp_path: Path, cache_dir: Path) -> None:
+    script = tmp_path / "some_script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import functools, jax, quarantune
+            @quarantune.autotune({"n": [1]})
+            @functools.partial(jax.jit, static_argnames=["n"])
+            def kernel(x, n: int = 1): return x
+            print(repr(kernel))
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "<autotuned some_script.kernel>"
+
+
+# --- travelling ---------------------------------------------------------------------------------------------
+
+
+@quarantune.autotune({"n": [1, 2]}, rep=1)
+@functools.partial(jax.jit, static_argnames=["n"])
+def at_home(x: Any, n: int = 1) -> Any:
+    if n != 2:
+        raise ArithmeticError(n)
+    return x * n
+
+
+def test_pickle_carries_a_function_of_a_module_by_name() -> None:
+    for pickler in (pickle, cloudpickle):
+        assert pickler.loads(pickler.dumps(at_home)) is at_home
+
+
+def test_cloudpickle_carries_a_closure_that_still_tunes(sweeps: list[str]) -> None:
+    factor = 3.0
+
+    @quarantune.autotune(({"n": n} for n in (1, 2)), rep=1, name="travelled")
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def fn(x: Any, n: int = 1) -> Any:
+        if n != 2:
+            raise ArithmeticError(n)
+        return x * factor
+
+    travelled = cloudpickle.loads(cloudpickle.dumps(fn))
+    np.testing.assert_array_equal(travelled(X), X * 3)
+    np.testing.assert_array_equal(travelled.lower(X).compile()(X), X * 3)
+    assert travelled.lookup(X) == {"n": 2}
+    assert fn.lookup(X) == {"n": 2}
+    assert len(sweeps) == 1
+
+
+# --- threads ------------------------------------------------------------------------------------------------
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """Returns what calls give that start together, each in a thread of its own."""
+    barrier = threading.Barrier(len(calls))
+
+    def start(call: Callable[[], Any]) -> Any:
+        barrier.wait()
+        try:
+            return call()
+        except quarantune.TuningFailedError as error:
+            return error
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(start, calls))
+
+
+@pytest.mark.parametrize("disable_cache", ["0", "1"])
+def test_threads_that_call_a_cold_function_together_share_one_sweep(
+    disable_cache: str, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUARANTUNE_DISABLE_CACHE", disable_cache)
+    fn = choosy()
+    for result in at_once(*[lambda: fn(X)] * 4):
+        np.testing.assert_array_equal(result, X * 2)
+    assert len(sweeps) == 1
+
+
+def test_threads_share_a_failed_sweep_too(sweeps: list[str]) -> None:
+    fn = hopeless()
+    results = at_once(*[lambda: fn(X)] * 3)
+    assert [type(result) for result in results] == [quarantune.TuningFailedError] * 3
+    assert len(sweeps) == 1
+
+
+def test_threads_may_tune_different_functions_and_shapes_at_once(sweeps: list[str]) -> None:
+    one, two = choosy(name="one"), choosy(name="two")
+    results = at_once(lambda: one(X), lambda: two(X), lambda: one(X[:2]), lambda: jax.jit(two)(X[:3]))
+    for result, size in zip(results, (4, 4, 2, 3), strict=True):
+        np.testing.assert_array_equal(result, X[:size] * 2)
+    assert sorted(sweeps) == ["one", "one", "two", "two"]
