@@ -1,16 +1,22 @@
 """quarantune: an autotuner for JAX kernels that tries every config in a process of its own."""
 
-from quarantune.cache import CacheWarning, TuningCache
+from typing import TYPE_CHECKING, Any
+
+from quarantune._version import __version__
 from quarantune.decorator import Autotuned, autotune
 from quarantune.environment import settings
 from quarantune.outcomes import CacheMissError, Outcome, Phase, Route, SandboxError, Trial, TuningFailedError
 from quarantune.result import TuningResult
 from quarantune.space import grid
 
+if TYPE_CHECKING:
+    from quarantune.cache import CacheWarning, CacheWriteError, TuningCache
+
 __all__ = [
     "Autotuned",
     "CacheMissError",
     "CacheWarning",
+    "CacheWriteError",
     "Outcome",
     "Phase",
     "Route",
@@ -19,7 +25,17 @@ __all__ = [
     "TuningCache",
     "TuningFailedError",
     "TuningResult",
+    "__version__",
     "autotune",
     "grid",
     "settings",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The cache is imported when it is first used: together with JAX, importing this package is to cost little more.
+    if name in ("CacheWarning", "CacheWriteError", "TuningCache"):
+        from quarantune import cache
+
+        return getattr(cache, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

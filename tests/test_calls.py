@@ -1,0 +1,283 @@
+"""Eager calls with every kind of argument: each is tuned, and gives what the function gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quarantune
+from quarantune import sweep
+
+
+@pytest.fixture
+def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes the function of every sweep that starts."""
+    started: list[str] = []
+    run = sweep.run
+
+    def noting(problem: sweep.Problem, *args: Any, **kwargs: Any) -> None:
+        started.append(problem.name)
+        run(problem, *args, **kwargs)
+
+    monkeypatch.setattr(sweep, "run", noting)
+    return started
+
+
+@quarantune.autotune({"n": [1, 2]}, rep=1)
+@functools.partial(jax.jit, static_argnames=["n"])
+def same(tree: Any, n: int = 1) -> Any:
+    """Gives back what it is given, if n is 2, which is not the default: what works was tuned."""
+    if n != 2:
+        raise ArithmeticError(n)
+    return tree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Point:
+    x: Any
+    y: Any
+    label: str = dataclasses.field(default="", metadata={"static": True})
+
+
+def floats(dtype: Any) -> jax.Array:
+    return jnp.asarray(np.arange(6).reshape(2, 3), dtype)
+
+
+ARGUMENTS = {
+    "dict": lambda: {"a": floats("float32"), "b": {"c": np.arange(3), "d": ()}},
+    "nested": lambda: [floats("float32"), (np.float32(3), [2.5, None]), {"k": [True]}],
+    "empty tree": dict,
+    "registered dataclass": lambda: Point(floats("float32"), 2, label="p"),
+    "numpy": lambda: np.arange(6, dtype=np.int32),
+    "numpy view": lambda: np.arange(12, dtype=np.float32).reshape(3, 4).T[::2],
+    "numpy big-endian": lambda: np.arange(4, dtype=">f4"),
+    "numpy scalar": lambda: np.float32(1.5),
+    "numpy 0-d": lambda: np.array(1.5, np.float32),
+    "numpy float64": lambda: np.linspace(0, 1, 5),
+    "python int": lambda: 3,
+    "python float": lambda: 0.5,
+    "python complex": lambda: 1 + 2j,
+    "python bool": lambda: True,
+    "none": lambda: None,
+    "zero-sized": lambda: (jnp.zeros((0, 4)), np.zeros((3, 0), np.int8), jnp.ones(2)),
+    "complex64": lambda: floats("complex64") * (1 + 2j),
+    "bfloat16": lambda: floats("bfloat16"),
+    "float16": lambda: floats("float16"),
+    "float8_e4m3fn": lambda: floats("float8_e4m3fn"),
+    "float8_e5m2": lambda: np.asarray(floats("float8_e5m2")),
+    "int4": lambda: (floats("int4"), floats("uint4")),
+    "bool": lambda: floats("int32") > 2,
+    "uint8": lambda: floats("uint8"),
+    "typed keys": lambda: jax.random.split(jax.random.key(7), 3),
+    "raw key": lambda: jax.random.PRNGKey(7),
+    "rbg key": lambda: jax.random.key(7, impl="rbg"),
+    "weakly typed": lambda: jnp.asarray(2.0),
+    "one buffer twice": lambda: (lambda x: (x, x))(floats("float32")),
+}
+
+
+@pytest.mark.parametrize("make", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_every_kind_of_argument_is_tuned_and_computed_with(make: Any, sweeps: list[str]) -> None:
+    given = make()
+    expected = jax.jit(lambda tree: tree)(given)
+    for _ in range(2):
+        found = same(given)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            assert (ours.dtype, ours.shape, ours.weak_type) == (theirs.dtype, theirs.shape, theirs.weak_type)
+            if jnp.issubdtype(ours.dtype, jax.dtypes.prng_key):
+                ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
+            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    assert len(sweeps) == 1
+    assert same.lookup(make()) == {"n": 2}
+    same(make())
+    assert len(sweeps) == 1
+
+
+def test_workers_compute_with_the_callers_own_values() -> None:
+    @quarantune.autotune({"n": [1, 2]}, rep=1)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def guarded(numbers: Any, flags: Any, scale: Any, n: int = 1) -> Any:
+        def check(numbers: Any, flags: Any, scale: Any) -> Any:
+            if n == 1 or numbers.tolist() != [3, 1, 4] or flags.tolist() != [True, False] or scale != 0.5:
+                raise ArithmeticError((n, numbers, flags, scale))
+            return numbers
+
+        return jax.pure_callback(check, jax.ShapeDtypeStruct((3,), jnp.int32), numbers, flags, scale)
+
+    result = guarded.tune(jnp.array([3, 1, 4]), np.array([True, False]), 0.5)
+    assert result.best_config == {"n": 2}
+    assert result.failures == {"error": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    scale: int
+    shape: tuple[int, ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("one", "equal", "other"),
+    [
+        ("mul", "m" + "ul", "add"),
+        ((1, ("a", None)), (1, ("a", None)), (1, ("b", None))),
+        (Options(2, (3,)), Options(2, (3,)), Options(4, (3,))),
+        (1, 1, True),
+        (jnp.float32, np.float32, jnp.bfloat16),
+        (jnp.tanh, jnp.tanh, jnp.sin),
+    ],
+    ids=["string", "tuple", "dataclass", "number", "dtype", "function"],
+)
+def test_static_arguments_travel_and_tell_problems_apart(
+    one: Any, equal: Any, other: Any, sweeps: list[str]
+) -> None:
+    if one is jnp.float32:
+        one, equal, other = np.dtype(one), np.dtype(equal), np.dtype(other)
+
+    @quarantune.autotune({"n": [1, 2]}, rep=1)
+    @functools.partial(jax.jit, static_argnames=["n", "mode"])
+    def fn(x: Any, mode: Any, n: int = 1) -> Any:
+        if n != 2:
+            raise ArithmeticError(n)
+        return x * (2 if mode == one and type(mode) is type(one) else 3)
+
+    x = jnp.ones(2)
+    assert fn(x, one).tolist() == [2, 2]
+    assert fn(x, mode=equal).tolist() == [2, 2]
+    assert len(sweeps) == 1
+    assert fn(x, other).tolist() == [3, 3]
+    assert len(sweeps) == 2
+
+
+def test_static_positions_may_count_from_the_end(sweeps: list[str]) -> None:
+    @quarantune.autotune({"n": [1, 2]}, rep=1)
+    @functools.partial(jax.jit, static_argnums=(-1,), static_argnames=["n"])
+    def power(x: Any, exponent: int, *, n: int = 1) -> Any:
+        if n != 2:
+            raise ArithmeticError(n)
+        return x**exponent
+
+    for exponent in (2, 3, 2):
+        assert power(jnp.full(2, 3.0), exponent).tolist() == [3.0**exponent] * 2
+    assert len(sweeps) == 2
+
+
+def test_a_function_may_take_no_arrays_at_all(sweeps: list[str]) -> None:
+    @quarantune.autotune({"n": [1, 2]}, rep=1)
+    @functools.partial(jax.jit, static_argnames=["n", "size"])
+    def ramp(size: int = 3, n: int = 1) -> Any:
+        if n != 2:
+            raise ArithmeticError(n)
+        return jnp.arange(size)
+
+    assert ramp().tolist() == ramp(3).tolist() == ramp(size=3).tolist() == [0, 1, 2]
+    assert len(sweeps) == 1
+
+
+def test_starred_parameters_are_tuned(sweeps: list[str]) -> None:
+    @quarantune.autotune({"n": [1, 2]}, rep=1)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def total(first: Any, *rest: Any, n: int = 1, **named: Any) -> Any:
+        if n != 2:
+            raise ArithmeticError(n)
+        return first + sum(rest) + 10 * sum(named.values())
+
+    x = jnp.ones(2)
+    assert total(x).tolist() == [1, 1]
+    assert total(x, x, 2 * x, a=x, b=2.0).tolist() == [34, 34]
+    assert total(x, x, 2 * x, b=2.0, a=x).tolist() == [34, 34]
+    assert len(sweeps) == 2
+    with pytest.raises(ArithmeticError):
+        total(x, a=x, n=3)
+
+
+@pytest.mark.parametrize("donate", [{"donate_argnums": (0,)}, {"donate_argnames": ["state"]}])
+def test_donated_arguments_are_consumed_by_the_call_and_not_by_the_sweep(
+    donate: dict[str, Any], sweeps: list[str]
+) -> None:
+    @quarantune.autotune({"n": [1, 2, 3]}, rep=3)
+    @functools.partial(jax.jit, static_argnames=["n"], **donate)
+    def step(state: Any, x: Any, n: int = 1) -> Any:
+        if n == 1:
+            raise ArithmeticError(n)
+        return jax.tree.map(lambda leaf: leaf + x, state)
+
+    state, x = {"w": jnp.zeros(1000), "b": jnp.zeros(3)}, jnp.ones(())
+    result = step.tune(state, x)
+    assert [trial.outcome for trial in result.trials] == ["error", "ok", "ok"]
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, x)))
+    for count in (1, 2, 3):
+        before = state
+        state = step(state, x)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+        assert state["w"][0] == state["b"][2] == count
+    assert not x.is_deleted()
+    fresh = jnp.zeros(5)
+    assert step(fresh, x).tolist() == [1] * 5
+    assert fresh.is_deleted()
+    assert len(sweeps) == 2
+
+
+def test_an_array_that_was_donated_before_is_named_before_any_sweep(sweeps: list[str]) -> None:
+    gone = jnp.ones(3)
+    gone.delete()
+    with pytest.raises((RuntimeError, ValueError), match="deleted"):
+        same(gone)
+    assert sweeps == []
+
+
+def test_a_kernel_that_writes_to_its_numpy_argument_leaves_the_callers_alone() -> None:
+    given = np.zeros(4, np.float32)
+
+    @quarantune.autotune({"n": [1, 2]}, rep=2)
+    @functools.partial(jax.jit, static_argnames=["n"], donate_argnums=(0,))
+    def fill(x: Any, n: int = 1) -> Any:
+        return x.at[:].set(7)
+
+    fill.tune(given)
+    assert given.tolist() == [0] * 4
+
+
+def test_x64_values_and_python_scalars_keep_their_width(sweeps: list[str]) -> None:
+    with jax.enable_x64(True):
+        for value in (np.array([2**40 + 1]), jnp.array([1e-300]), jnp.array([1 + 1e-12j]), 2**40 + 1):
+            found = same(value)
+            assert found.dtype.itemsize >= 8
+            np.testing.assert_array_equal(np.asarray(found), value)
+    assert len(sweeps) == 4
+
+
+def test_x64_switched_on_for_the_whole_process_holds_in_workers_too(tmp_path: Path) -> None:
+    script = tmp_path / "wide.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import functools, jax, jax.numpy as jnp, numpy as np, quarantune
+            jax.config.update("jax_enable_x64", True)
+
+            @quarantune.autotune({"n": [1, 2]}, rep=1)
+            @functools.partial(jax.jit, static_argnames=["n"])
+            def narrow(x, n: int = 1):
+                assert x.dtype == jnp.float64 and jnp.arange(3).dtype == jnp.int64
+                if n != 2:
+                    raise ArithmeticError(n)
+                return x + 1e-12
+
+            for x in (np.ones(2), jnp.ones(3), 1.0):
+                assert (narrow(x) > 1).all()
+                assert jax.jit(narrow)(x).dtype == "float64"
+            """
+        )
+    )
+    subprocess.run([sys.executable, "-W", "error", str(script)], check=True, timeout=60)
