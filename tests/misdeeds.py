@@ -184,6 +184,8 @@ def hang_at_exit() -> None:
     atexit.register(hang)
 
 
+MEASURED = ("ok", "slow")
+"""How a config ends that did nothing wrong."""
 MISDEEDS: dict[str, Callable[[], object]] = {
     act.__name__: act
     for act in (
@@ -230,11 +232,12 @@ MISDEEDS: dict[str, Callable[[], object]] = {
 )
 @functools.partial(jax.jit, static_argnames=["space", "mode", "when", "turn"])
 def kernel(x, space=(), mode: str = "good", when: str = "", turn: int = 0):
-    """Doubles `x`; a mode other than `good` is done on the way, while JAX traces or while it runs.
+    """Multiplies `x` by another number each turn, so that no two programs are one; a mode other than `good` is done on the way, while JAX traces or while it runs.
 
     `space` is a tuple of the (mode, when) to try.
     """
-    act = MISDEEDS.get(mode, lambda: None)
+    # Once is enough, though it is run many times to be timed: 60 processes each time would be too many.
+    act = functools.cache(MISDEEDS.get(mode, lambda: None))
     assert mode == "good" or template.is_inside(), "misdeeds are for workers only"
     if when == "tracing":
         act()
@@ -245,4 +248,4 @@ def kernel(x, space=(), mode: str = "good", when: str = "", turn: int = 0):
             return value
 
         x = jax.pure_callback(call_back, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-    return 2 * jnp.asarray(x)
+    return (2 + turn) * jnp.asarray(x)

@@ -146,6 +146,15 @@ def test_a_silent_holder_loses_the_claim_after_its_own_worst_case(make: Callable
     assert make().holder() is None
 
 
+def test_a_lock_in_name_only_proves_no_death(make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = make()
+    assert holder.try_acquire()
+    monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
+    assert not make().try_acquire()
+    assert holder.refresh()
+    holder.release()
+
+
 def test_a_hung_holder_that_keeps_its_lock_does_not_keep_the_claim_for_ever(make: Callable[..., Claim]) -> None:
     hung, second, third = make(worst_case_s=1), make(), make()
     assert hung.try_acquire()
@@ -266,6 +275,19 @@ def test_wait_looks_again_after_acquiring_as_the_holder_may_have_finished(
     claim = make()
     assert wait(claim, lambda: answers.pop(0), lambda *_: None) == "answer"
     assert not claim.held
+
+
+def test_wait_lets_go_of_the_claim_when_it_is_interrupted_while_it_looks(make: Callable[..., Claim]) -> None:
+    claim = make()
+
+    def done() -> None:
+        if claim.held:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        wait(claim, done, lambda *_: None)
+    assert not claim.held
+    assert claim.holder() is None
 
 
 def test_wait_tells_who_holds_the_claim_and_ends_with_the_answer(make: Callable[..., Claim]) -> None:

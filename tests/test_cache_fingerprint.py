@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from quarantune.cache import Fingerprint, fingerprint
+from quarantune.cache.fingerprint import _code_text
 
 BASE = """
 import functools
@@ -119,6 +120,40 @@ def test_a_file_edited_after_it_was_loaded_does_not_change_the_fingerprint_of_wh
     fresh = load(tmp_path, BASE.replace("inner(x) * BM", "inner(x) - BM"))
     path.write_text(BASE.replace("inner(x) * BM", "inner(x) - BM"))
     assert "code" in fingerprint(scope["kernel"]).differences(fingerprint(fresh["kernel"]))
+
+
+def test_source_is_recognised_for_every_kind_of_definition(tmp_path: Path) -> None:
+    source = """
+import functools
+def recursive(n, *, k=1):
+    return recursive(n - 1) if n else MARK
+def make(a, b):
+    def nested(x: int = 3) -> int:
+        nonlocal a
+        a = x
+        return nested(a) + b + MARK
+    return nested
+nested = make(1, 2)
+class Base:
+    def method(self):
+        return super().__repr__() + self.__secret * MARK
+    @staticmethod
+    def static(x):
+        return [y for y in x if (lambda z: z)(y)] or MARK
+method, static = Base.method, Base.static
+async def coroutine(x):
+    async with x as y:
+        return {MARK: y}
+def generator(x):
+    while (y := x.pop()):
+        yield from y or MARK
+"""
+    scope = load(tmp_path, source)
+    names = ("recursive", "nested", "static", "coroutine", "generator")
+    kinds = ("def ", "async def ", "@staticmethod")
+    assert [name for name in names if not _code_text(scope[name]).startswith(kinds)] == []
+    # A private name compiles to another one outside its class: compared in vain, and the compiled code counts.
+    assert not _code_text(scope["method"]).startswith(kinds)
 
 
 def test_the_fingerprint_covers_functions_without_source() -> None:

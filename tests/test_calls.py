@@ -33,13 +33,18 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return started
 
 
-@quarantune.autotune({"n": [1, 2]}, rep=1)
-@functools.partial(jax.jit, static_argnames=["n"])
-def same(tree: Any, n: int = 1) -> Any:
+@pytest.fixture
+def same() -> quarantune.Autotuned:
     """Gives back what it is given, if n is 2, which is not the default: what works was tuned."""
-    if n != 2:
-        raise ArithmeticError(n)
-    return tree
+
+    @quarantune.autotune({"n": [1, 2]}, rep=1)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def same(tree: Any, n: int = 1) -> Any:
+        if n != 2:
+            raise ArithmeticError(n)
+        return tree
+
+    return same
 
 
 @jax.tree_util.register_dataclass
@@ -61,7 +66,6 @@ ARGUMENTS = {
     "registered dataclass": lambda: Point(floats("float32"), 2, label="p"),
     "numpy": lambda: np.arange(6, dtype=np.int32),
     "numpy view": lambda: np.arange(12, dtype=np.float32).reshape(3, 4).T[::2],
-    "numpy big-endian": lambda: np.arange(4, dtype=">f4"),
     "numpy scalar": lambda: np.float32(1.5),
     "numpy 0-d": lambda: np.array(1.5, np.float32),
     "numpy float64": lambda: np.linspace(0, 1, 5),
@@ -88,14 +92,16 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("make", ARGUMENTS.values(), ids=ARGUMENTS)
-def test_every_kind_of_argument_is_tuned_and_computed_with(make: Any, sweeps: list[str]) -> None:
+def test_every_kind_of_argument_is_tuned_and_computed_with(
+    make: Any, same: quarantune.Autotuned, sweeps: list[str]
+) -> None:
     given = make()
     expected = jax.jit(lambda tree: tree)(given)
     for _ in range(2):
         found = same(given)
         assert jax.tree.structure(found) == jax.tree.structure(expected)
         for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            assert (ours.dtype, ours.shape, ours.weak_type) == (theirs.dtype, theirs.shape, theirs.weak_type)
+            assert jax.typeof(ours) == jax.typeof(theirs)
             if jnp.issubdtype(ours.dtype, jax.dtypes.prng_key):
                 ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
             np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
@@ -139,9 +145,7 @@ class Options:
     ],
     ids=["string", "tuple", "dataclass", "number", "dtype", "function"],
 )
-def test_static_arguments_travel_and_tell_problems_apart(
-    one: Any, equal: Any, other: Any, sweeps: list[str]
-) -> None:
+def test_static_arguments_travel_and_tell_problems_apart(one: Any, equal: Any, other: Any, sweeps: list[str]) -> None:
     if one is jnp.float32:
         one, equal, other = np.dtype(one), np.dtype(equal), np.dtype(other)
 
@@ -229,7 +233,9 @@ def test_donated_arguments_are_consumed_by_the_call_and_not_by_the_sweep(
     assert len(sweeps) == 2
 
 
-def test_an_array_that_was_donated_before_is_named_before_any_sweep(sweeps: list[str]) -> None:
+def test_an_array_that_was_donated_before_is_named_before_any_sweep(
+    same: quarantune.Autotuned, sweeps: list[str]
+) -> None:
     gone = jnp.ones(3)
     gone.delete()
     with pytest.raises((RuntimeError, ValueError), match="deleted"):
@@ -249,7 +255,7 @@ def test_a_kernel_that_writes_to_its_numpy_argument_leaves_the_callers_alone() -
     assert given.tolist() == [0] * 4
 
 
-def test_x64_values_and_python_scalars_keep_their_width(sweeps: list[str]) -> None:
+def test_x64_values_and_python_scalars_keep_their_width(same: quarantune.Autotuned, sweeps: list[str]) -> None:
     with jax.enable_x64(True):
         for value in (np.array([2**40 + 1]), jnp.array([1e-300]), jnp.array([1 + 1e-12j]), 2**40 + 1):
             found = same(value)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import inspect
 import json
+import os
 import pickle
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -155,9 +159,7 @@ def test_a_decorator_without_configs_is_refused_with_the_fix() -> None:
         ({"memory_limit": "lots"}, ValueError, "'lots' is no amount of memory"),
     ],
 )
-def test_bad_options_are_refused_at_decoration_with_the_fix(
-    options: dict[str, Any], kind: type, says: str
-) -> None:
+def test_bad_options_are_refused_at_decoration_with_the_fix(options: dict[str, Any], kind: type, says: str) -> None:
     with pytest.raises(kind) as caught:
         quarantune.autotune([{"n": 1}], **options)
     assert says in str(caught.value)
@@ -442,10 +444,24 @@ def test_all_failing_raises_once_swept_and_is_remembered(sweeps: list[str]) -> N
     np.testing.assert_array_equal(fn(X, n=0), X)
 
 
-def test_a_remembered_failure_keeps_none_of_the_callers_arrays_alive() -> None:
-    import gc
-    import weakref
+def test_failed_sweeps_leave_no_process_no_descriptor_and_no_file() -> None:
+    def left() -> tuple[list[int], int, set[str]]:
+        files = {*os.listdir("/dev/shm"), *os.listdir(tempfile.gettempdir())}
+        children = [child.pid for child in psutil.Process().children(recursive=True)]
+        return children, len(os.listdir("/proc/self/fd")), {name for name in files if "quarantune" in name}
 
+    choosy()(X)
+    before = left()
+    assert len(before[0]) == 1  # the template
+    for call in (hopeless(), jax.jit(hopeless()), hopeless().tune):
+        with pytest.raises(quarantune.TuningFailedError):
+            call(X)
+        assert left() == before
+    np.testing.assert_array_equal(choosy(name="next")(X), X * 2)
+    assert left() == before
+
+
+def test_a_remembered_failure_keeps_none_of_the_callers_arrays_alive() -> None:
     fn = hopeless()
 
     def call() -> weakref.ref[Any]:
@@ -486,9 +502,7 @@ def watched() -> Iterator[Callable[[], list[str]]]:
     _watched = None
 
 
-def test_a_cached_call_touches_no_file_and_starts_no_process(
-    watched: Callable[[], list[str]], cache_dir: Path
-) -> None:
+def test_a_cached_call_touches_no_file_and_starts_no_process(watched: Callable[[], list[str]], cache_dir: Path) -> None:
     @quarantune.autotune({"n": [1]}, rep=1)
     @functools.partial(jax.jit, static_argnames=["n", "mode"])
     def fn(x: Any, y: Any = 1.0, mode: str = "a", n: int = 1) -> Any:

@@ -84,9 +84,7 @@ def test_keys_are_keys_of_their_implementation(impl: str) -> None:
         ("ones", 1, 1, 1, 0),
     ],
 )
-def test_each_kind_has_its_distribution(
-    kind: str, low: int, high: int, mean: float, deviation: float
-) -> None:
+def test_each_kind_has_its_distribution(kind: str, low: int, high: int, mean: float, deviation: float) -> None:
     numbers = _numbers(inputs.make((20_000,), "float32", kind=kind, seed=0))
     assert numbers.min() >= low
     assert numbers.max() <= high
@@ -119,8 +117,7 @@ def test_double_precision_is_kept_whatever_the_mode() -> None:
 
 def test_other_seeds_and_arguments_get_other_data() -> None:
     first, *others = (
-        np.asarray(inputs.make((50,), "float32", seed=seed, index=index))
-        for seed, index in [(0, 0), (0, 1), (1, 0)]
+        np.asarray(inputs.make((50,), "float32", seed=seed, index=index)) for seed, index in [(0, 0), (0, 1), (1, 0)]
     )
     assert all((first != other).any() for other in others)
 
@@ -137,9 +134,7 @@ def test_every_process_makes_the_same_data(tmp_path: Path) -> None:
     path.write_text(script)
     source = str(Path(inputs.__file__).parents[1])
     env = os.environ | {"PYTHONPATH": source, "PYTHONHASHSEED": "77", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == inputs.make((4, 5), "float32", seed=3, index=2).tolist()
 
 

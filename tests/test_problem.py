@@ -327,9 +327,7 @@ def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
 
 def test_as_structs_replaces_arrays_and_nothing_else() -> None:
     options = _Options(3)
-    args, kwargs = problem.as_structs(
-        (np.ones((2, 3)), 2.5, options), {"b": {"x": jnp.full((3,), 1.0), "n": 1}}
-    )
+    args, kwargs = problem.as_structs((np.ones((2, 3)), 2.5, options), {"b": {"x": jnp.full((3,), 1.0), "n": 1}})
     assert args[0] == jax.ShapeDtypeStruct((2, 3), jnp.float32)
     assert args[1:] == (2.5, options)
     assert kwargs == {"b": {"x": jax.ShapeDtypeStruct((3,), jnp.float32, weak_type=True), "n": 1}}

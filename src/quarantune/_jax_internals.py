@@ -139,7 +139,8 @@ def jit_options(fn: Any) -> JitOptions:
 
 def _static_names(fn: Any, info: Any) -> frozenset[str]:
     signature = info.fun_signature or inspect.signature(fn)
-    parameters = list(signature.parameters)
+    by_position_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [name for name, item in signature.parameters.items() if item.kind in by_position_kinds]
     by_position = {parameters[index] for index in info.static_argnums if -len(parameters) <= index < len(parameters)}
     return frozenset(info.static_argnames) | by_position
 
@@ -279,6 +280,17 @@ def as_weak(array: jax.Array) -> jax.Array:
         buffer.aval.update(weak_type=True), buffer.sharding, [buffer], committed=buffer.committed
     )
     return weak
+
+
+@functools.cache
+def typed_ndarray() -> type:
+    """Returns the class of numpy arrays that stand in for JAX's own where it evaluates while it traces.
+
+    Private because users are not meant to meet it, but the rules of a `jax.custom_vjp` are given some.
+    """
+    from jax._src import literals
+
+    return literals.TypedNdArray
 
 
 def key_impl(dtype: Any) -> str:

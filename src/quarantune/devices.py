@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import socket
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -174,4 +176,17 @@ def _bind(name: str) -> socket.socket | None:
     except OSError:
         claimed.close()
         return None
+    _claimed.add(claimed)
     return claimed
+
+
+_claimed: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _disclaim() -> None:
+    """Closes, in a fork, the copies of what its parent holds: they would keep it from ever being free again."""
+    for claimed in list(_claimed):
+        claimed.close()
+
+
+os.register_at_fork(after_in_child=_disclaim)

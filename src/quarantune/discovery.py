@@ -58,16 +58,16 @@ def _described_devices(platform: str | None) -> list[dict[str, Any]]:
     return list(_probe(_visibility())["devices"])
 
 
-def devices_and_target(platform: str, settings: Settings) -> tuple[list[Device], dict[str, Any] | None]:
-    """Returns where to measure, and what a compiler must be told that has no device."""
+def devices_and_target(platform: str, settings: Settings) -> tuple[list[Device], dict[str, Any] | None, str | None]:
+    """Returns where to measure, what a compiler must be told that has no device, and a cache flush for a GPU's clock."""
     if platform == "cpu":
-        return [cpu_device()], None
+        return [cpu_device()], None, None
     probed = _probe(_visibility())
     allowed = visible_devices(probed["devices"], environ=os.environ, allowed=settings.devices)
     kinds = [device.kind for device in allowed]
     devices = [device for device in allowed if device.kind == kinds[0]]
     if probed["config_text"] is None or platform not in ("cuda", "rocm"):
-        return devices, None
+        return devices, None, probed["flush"]
     about = next(entry for entry in probed["devices"] if entry["kind"] == kinds[0])
     target = {
         "platform": platform,
@@ -75,7 +75,7 @@ def devices_and_target(platform: str, settings: Settings) -> tuple[list[Device],
         "device_kind": about["kind"],
         "num_cores": about["num_cores"],
     }
-    return devices, target
+    return devices, target, probed["flush"]
 
 
 def _visibility() -> tuple[str | None, ...]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
+import warnings
 from collections.abc import Callable, Mapping
 
-from quarantune import payload, trial
+import jax
+
+from quarantune import finals, payload, trial
 from quarantune.outcomes import Config, Outcome, Phase, Route, Trial
 from quarantune.sandbox.worker import describe_error
 
@@ -28,19 +32,53 @@ def run(
         options: as for `trial.Bench`.
         finish: told of each config's index, trial and output as it ends.
     """
+    _warn()
     for index, config in configs.items():
-        ended = _run_one(trial.Bench(call, arrays_fd=arrays_fd, options=options), config)
+        with jax.ensure_compile_time_eval():  # what the caller may be tracing must not become part of a trial
+            ended = _run_one(trial.Bench(call, arrays_fd=arrays_fd, options=options), config)
         finish(index, ended, ended.log_tail)
+
+
+@functools.cache
+def _warn() -> None:
+    message = (
+        "QUARANTUNE_ISOLATION=none: configs run in this process, so that one that crashes or hangs takes it along; "
+        "unset it to tune in worker processes"
+    )
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def compare(
+    call: payload.Call, measured: Mapping[int, Trial], *, arrays_fd: int, options: dict[str, object]
+) -> dict[int, list[float]]:
+    """Times the fastest configs in turn.
+
+    Args:
+        call: the call.
+        measured: the trials by index.
+        arrays_fd: as for `run`.
+        options: as for `run`.
+
+    Returns:
+        Each finalist's samples in milliseconds, one per round, by index; empty where there was nothing to compare.
+    """
+    finalists = finals.finalists(measured)
+    if len(finalists) < 2:
+        return {}
+    with jax.ensure_compile_time_eval():
+        bench = trial.Bench(call, arrays_fd=arrays_fd, options=options)
+        programs = [bench.compile(measured[index].config, target=None) for index in finalists]
+        return dict(zip(finalists, bench.compare(programs), strict=True))
 
 
 def _run_one(bench: trial.Bench, config: Config) -> Trial:
     so_far = Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE, route=Route.IN_PROCESS)
     try:
-        compiled = bench.compile(config, target=None, save_fd=None)
-        so_far = dataclasses.replace(so_far, compile_s=compiled["compile_s"], phase=Phase.CHECK)
-        bench.check(config, load_fd=None)
+        program = bench.compile(config, target=None)
+        so_far = dataclasses.replace(so_far, compile_s=program.compile_s, phase=Phase.CHECK)
+        bench.run(program)
         so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
-        samples = bench.measure()["samples_ms"]
+        samples = bench.measure(program, bar_ms=None)["samples_ms"]
     except Exception as error:
         assert so_far.phase is not None
         about = describe_error(error)

@@ -1,25 +1,38 @@
-"""Timing one callable: warm-up, then repeated samples, each long enough for the clock."""
+"""How many samples a config gets, and what they say: steady, or ruled out already."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-_SAMPLE_TARGET_S = 200e-6
-"""A sample lasts at least this long: a thousand times what reading the clock costs."""
-_MAX_INNER = 1000
-_MIN_SAMPLES = 3
+_FIRST_LOOK = 3
+_MIN_SAMPLES = 5
+_BATCH = 5
+_STEADY = 0.005
+"""Sampling ends once the median's standard error is below this share of it: closer than finalists are told apart."""
 _SOFT_BUDGET_S = 1.0
-"""Once this has gone by, `_MIN_SAMPLES` samples are enough: a slow config's median is steady with few."""
+"""Once this has gone by, `_FIRST_LOOK` samples are enough: a slow config's median is steady with few."""
+_LONGEST_MS = 1e8
+"""Longer samples are the clock's error, not the kernel's: a device clock was seen to answer with nearly 2^64 ns."""
+_MAD_TO_SIGMA = 1.4826
+_MEDIAN_EFFICIENCY = 1.2533
+"""The standard error of a median is this many times that of a mean, for normal noise."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Times of one call, in milliseconds, one per sample."""
+    """Times of one call.
+
+    Attributes:
+        samples_ms: one per sample, in milliseconds.
+        is_ruled_out: whether sampling stopped because another config is faster beyond doubt.
+    """
 
     samples_ms: tuple[float, ...]
+    is_ruled_out: bool = False
 
     @property
     def median_ms(self) -> float:
@@ -28,52 +41,61 @@ class Samples:
 
 
 def measure(
-    run: Callable[[], object],
+    take: Callable[[int], Sequence[float]],
     *,
-    warmup: int,
     rep: int,
-    prepare: Callable[[], None] | None = None,
+    bar_ms: float | None = None,
+    margin: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
-    """Times `run`, which must not return before its work is done.
-
-    Short runs are repeated within a sample so that the clock's resolution does not matter.
+    """Takes samples until they are steady, or rule the config out.
 
     Args:
-        run: what is timed.
-        warmup: untimed runs before the first sample.
+        take: takes that many samples and returns them in milliseconds; the first it ever takes is not believed, as caches
+            and clocks are cold.
         rep: at most this many samples.
-        prepare: called, untimed, before every run; then each sample is a single run.
+        bar_ms: the median of the fastest config so far; None for none.
+        margin: a config is ruled out when even its fastest sample is this many times slower than that.
         clock: seconds.
 
     Returns:
         The samples.
+
+    Raises:
+        ValueError: no plausible sample was taken.
     """
-
-    def once() -> float:
-        if prepare is not None:
-            prepare()
-        start = clock()
-        run()
-        return clock() - start
-
-    for _ in range(warmup):
-        once()
-    first = once()
-    inner = 1 if prepare is not None else _inner_runs(first)
-    samples: list[float] = []
-    deadline = clock() + _SOFT_BUDGET_S
-    while len(samples) < rep and not (len(samples) >= _MIN_SAMPLES and clock() > deadline):
-        samples.append(once() if inner == 1 else _sample(run, inner, clock))
-    return Samples(tuple(1e3 * sample for sample in samples))
-
-
-def _inner_runs(run_s: float) -> int:
-    return max(1, min(_MAX_INNER, round(_SAMPLE_TARGET_S / max(run_s, 1e-9))))
+    take(1)
+    samples = plausible(take(min(rep, _FIRST_LOOK)))
+    started = clock()
+    while True:
+        if samples and bar_ms is not None and min(samples) > margin * bar_ms:
+            return Samples(tuple(samples), is_ruled_out=True)
+        if len(samples) >= rep or (len(samples) >= _MIN_SAMPLES and standard_error(samples) < _STEADY):
+            break
+        if clock() - started > _SOFT_BUDGET_S and len(samples) >= _FIRST_LOOK:
+            break
+        more = plausible(take(min(rep - len(samples), _BATCH)))
+        if not more and not samples:
+            raise ValueError("the clock gave no plausible sample")
+        samples += more
+        if not more:
+            break
+    return Samples(tuple(samples))
 
 
-def _sample(run: Callable[[], object], inner: int, clock: Callable[[], float]) -> float:
-    start = clock()
-    for _ in range(inner):
-        run()
-    return (clock() - start) / inner
+def plausible(samples_ms: Sequence[float]) -> list[float]:
+    """Returns the samples that can be times of a kernel at all."""
+    return [sample for sample in samples_ms if 0.0 < sample < _LONGEST_MS]
+
+
+def standard_error(samples: Sequence[float]) -> float:
+    """Returns the standard error of the samples' median, as a share of it, from their median absolute deviation."""
+    return _MEDIAN_EFFICIENCY * spread(samples) / math.sqrt(len(samples))
+
+
+def spread(samples: Sequence[float]) -> float:
+    """Returns the samples' scatter as a share of their median: the median absolute deviation, scaled as sigma is."""
+    middle = statistics.median(samples)
+    if not middle:
+        return math.inf
+    return _MAD_TO_SIGMA * statistics.median(abs(sample - middle) for sample in samples) / middle

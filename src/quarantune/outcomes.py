@@ -71,6 +71,7 @@ class Trial:
         log_tail: the last lines the trial wrote to stdout or stderr.
         route: which processes ran it; None where it never started.
         device: the device it was measured on, as `cuda:0`; empty where it was not.
+        clock: what timed it: `device`, `queued` or `wall`; empty where it was not.
     """
 
     config: Config
@@ -84,6 +85,7 @@ class Trial:
     log_tail: str = ""
     route: Route | None = None
     device: str = ""
+    clock: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the trial as JSON-able data, with nothing left out."""
@@ -107,6 +109,7 @@ class Trial:
             log_tail=data.get("log_tail", ""),
             route=None if route is None else Route(route),
             device=data.get("device", ""),
+            clock=data.get("clock", ""),
         )
 
 

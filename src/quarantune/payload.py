@@ -24,8 +24,10 @@ import numpy as np
 
 from quarantune import _jax_internals
 
-ALIGNMENT_BYTES = 64
-"""What XLA wants of a buffer on the CPU."""
+# On the CPU, XLA uses numpy data that starts on a multiple of 64 bytes in place, whatever it is told, and will not
+# donate such a buffer. Data that starts 16 bytes past one (enough for every dtype) it copies into a buffer of its own.
+_XLA_ALIGNMENT_BYTES = 64
+_OFF_ALIGNMENT_BYTES = 16
 
 _CHUNK_BYTES = 64 << 20
 
@@ -201,10 +203,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         parameters = cached.cache_parameters()
         return _rebuild_lru_cache, (cached.__wrapped__, parameters["maxsize"], parameters["typed"])
 
-    def _reduce_treedef(self, treedef: Any) -> Any:
-        # JAX pickles structures of built-in containers only; a tree of that structure carries them all.
-        return _rebuild_treedef, (treedef.unflatten([_LEAF] * treedef.num_leaves),)
-
     def _reduce_array(self, array: jax.Array) -> Any:
         data, impl = _concrete_data(array)
         return restore_array, (data, bool(getattr(array, "weak_type", False)), impl)
@@ -283,8 +281,6 @@ def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
         return _Pickler._reduce_custom_rule
     if kind is functools._lru_cache_wrapper:
         return _Pickler._reduce_lru_cache
-    if kind is jax.tree_util.PyTreeDef:
-        return _Pickler._reduce_treedef
     if any(issubclass(kind, kinds) for kinds, _ in _forbidden()):
         return _Pickler._reduce_forbidden
     if issubclass(kind, jax.Array):
@@ -355,8 +351,6 @@ def travels_by_name(obj: Any) -> bool:
 
 # --- what a blob calls when it is loaded --------------------------------------------------------------------
 
-_LEAF = 0
-
 
 def load_by_name(module: str, qualname: str, depth: int) -> Any:
     """Returns the object a module calls `qualname`, or the one `depth` wrappers inside it."""
@@ -381,8 +375,7 @@ def restore_array(data: np.ndarray[Any, Any], weak_type: bool, impl: str | None)
     """
     wide = data.dtype.itemsize == 8 or data.dtype == np.complex128
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        # No alias: the data may be mapped read-only, and a donated buffer is written to.
-        array: jax.Array = jax.device_put(data, may_alias=False).block_until_ready()
+        array: jax.Array = jax.device_put(_off_alignment(data)).block_until_ready()
     if impl is not None:
         return cast("jax.Array", jax.random.wrap_key_data(array, impl=impl))
     return _jax_internals.as_weak(array) if weak_type else array
@@ -397,12 +390,19 @@ def _make_function(
     return function
 
 
-def _rebuild_treedef(tree: Any) -> Any:
-    return jax.tree_util.tree_structure(tree)
-
-
 def _rebuild_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
     return functools.lru_cache(maxsize=maxsize, typed=typed)(function)
+
+
+def _off_alignment(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Returns the same data where XLA must copy it, so that the JAX array made of it owns its buffer."""
+    if data.ctypes.data % _XLA_ALIGNMENT_BYTES:
+        return data
+    room = np.empty(data.nbytes + _XLA_ALIGNMENT_BYTES, np.uint8)
+    start = _next_start(room.ctypes.data) - room.ctypes.data
+    moved: np.ndarray[Any, Any] = room[start : start + data.nbytes].view(data.dtype).reshape(data.shape)
+    moved[...] = data
+    return moved
 
 
 def _set_attributes(obj: Any, attributes: Mapping[str, Any]) -> None:
@@ -567,12 +567,14 @@ class PackedCall:
 
     Attributes:
         blob: all but the arrays' bytes, for `unpack_call`.
+        call: the same, for a worker in this process.
         arrays: what the spool holds, and what is to be made.
         spool_bytes: the size of the spool.
         sources: the caller's arrays, in the order of `arrays`; None for those to be made.
     """
 
     blob: bytes
+    call: Call = dataclasses.field(repr=False, compare=False)
     arrays: tuple[ArraySpec, ...]
     spool_bytes: int
     sources: tuple[Any, ...] = dataclasses.field(repr=False, compare=False)
@@ -619,9 +621,13 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     packer = _ArrayPacker()
     root = _Root(fn, tuple(packer.pack(value) for value in args), {k: packer.pack(v) for k, v in kwargs.items()})
     path = [os.path.abspath(entry) for entry in sys.path]  # "" means where this process stands
-    blob = pickle.dumps((path, _travelling_config(), tuple(packer.specs), dumps(root)))
+    specs = tuple(packer.specs)
     return PackedCall(
-        blob=blob, arrays=tuple(packer.specs), spool_bytes=packer.spool_bytes, sources=tuple(packer.sources)
+        blob=pickle.dumps((path, _travelling_config(), specs, dumps(root))),
+        call=Call(fn=fn, args=root.args, kwargs=root.kwargs, specs=specs),
+        arrays=specs,
+        spool_bytes=packer.spool_bytes,
+        sources=tuple(packer.sources),
     )
 
 
@@ -679,7 +685,7 @@ class _ArrayPacker:
         return jax.tree_util.tree_map(lambda leaf: self._reference(leaf) if _is_spooled(leaf) else leaf, value)
 
     def _reference(self, array: Any) -> ArrayRef:
-        spec = _describe(array, index=len(self.specs), offset=_align(self.spool_bytes))
+        spec = _describe(array, index=len(self.specs), offset=_next_start(self.spool_bytes))
         self.specs.append(spec)
         self.sources.append(None if spec.made else array)
         if spec.nbytes:
@@ -687,14 +693,15 @@ class _ArrayPacker:
         return ArrayRef(spec.index, spec.shape, array.dtype)
 
 
-def _align(offset: int) -> int:
-    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def _next_start(address: int) -> int:
+    """Returns the first address from this one on at which XLA does not use data in place."""
+    return address + (_OFF_ALIGNMENT_BYTES - address) % _XLA_ALIGNMENT_BYTES
 
 
 def _is_spooled(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         # Exotic ones (objects, strings, foreign byte order, subclasses) are pickled like any other value.
-        plain = type(leaf) in (np.ndarray, np.memmap) and leaf.dtype.isnative
+        plain = type(leaf) in (np.ndarray, np.memmap, _jax_internals.typed_ndarray()) and leaf.dtype.isnative
         return plain and (leaf.dtype.kind in "biufc" or hasattr(ml_dtypes, leaf.dtype.name))
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
@@ -705,7 +712,8 @@ def _describe(array: Any, *, index: int, offset: int) -> ArraySpec:
             index=index,
             shape=array.shape,
             dtype=array.dtype.name,
-            kind="numpy",
+            weak_type=bool(getattr(array, "weak_type", False)),
+            kind="jax" if type(array) is _jax_internals.typed_ndarray() else "numpy",
             offset=offset,
             nbytes=array.nbytes,
         )
@@ -755,7 +763,8 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
 def _concrete_data(array: jax.Array) -> tuple[np.ndarray[Any, Any], str | None]:
     """Returns an array's elements as numpy, and its PRNG implementation if it holds keys."""
     if is_key_dtype(array.dtype):
-        return np.asarray(jax.random.key_data(array)), _jax_internals.key_impl(array.dtype)
+        with jax.ensure_compile_time_eval():  # a caller that traces would be given a tracer
+            return np.asarray(jax.random.key_data(array)), _jax_internals.key_impl(array.dtype)
     return np.asarray(array), None
 
 

@@ -9,6 +9,7 @@ import functools
 import inspect
 import logging
 import os
+import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 import jaxlib.version
 
-from quarantune import cache, discovery, environment, report, space, sweep
+from quarantune import cache, discovery, environment, finals, report, space, sweep
 from quarantune._version import __version__
 from quarantune.cache import CacheWriteError, Claim, Entry, Fingerprint, Journal, Store
 from quarantune.environment import Settings
@@ -42,6 +43,8 @@ _logger = logging.getLogger("quarantune")
 _HEARTBEAT_S = 1.0
 _CLAIM_WORST_CASE_S = 60.0
 """A tuning job shows life every second; one that has not for this long is stopped, or its host is gone."""
+_WAITING_WORD_S = 5.0
+"""How often a waiting job says that it waits."""
 _UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
 
 Configs = Any  # what a user may give: list of dicts, dict of lists, or a callable that makes one
@@ -92,6 +95,11 @@ class Resolver:
         self._tuned: set[tuple[str, str]] = set()
         self._turns: dict[tuple[int, tuple[str, str]], threading.RLock] = {}
 
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The function's parameters by name."""
+        return self._signature.parameters
+
     # Faces
 
     def config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config | None:
@@ -119,7 +127,7 @@ class Resolver:
         if template.is_inside():
             return None  # a sweep within a sweep would measure the two against each other
         if not must_tune and settings.on_miss != "tune":
-            self._do_without(key, settings)
+            self._do_without(key, args, kwargs, settings)
             return None
         return self._tune(key, args, kwargs, settings, start_over=must_tune).best_config
 
@@ -201,22 +209,16 @@ class Resolver:
 
     def _config_of(self, entry: Entry, configs: Sequence[Config], settings: Settings) -> Config | None:
         """Returns an entry's config if it can be used for this space under these versions."""
-        raw = entry.get("config")
-        config = {k: freeze(v) for k, v in raw.items()} if isinstance(raw, dict) else None
-        if config is None or cache.canonical_json(config) not in map(cache.canonical_json, configs):
+        config = _find(entry.get("config"), configs)
+        if config is None:
             cache.report_once(
-                f"{self.name}: the cached config {raw!r} is not in the config space any more; tuning again"
+                f"{self.name}: the cached config {entry.get('config')!r} is not in the config space any more: "
+                "it is not used"
             )
             return None
         if entry.get("space") != _space_of(configs):
             return None  # what is new must be measured; the journal knows the rest
-        changed = {
-            name: (then, now)
-            for name, now in versions().items()
-            if (then := (entry.get("versions") or {}).get(name)) != now
-        }
-        if changed:
-            was = ", ".join(f"{name} {then} (now {now})" for name, (then, now) in changed.items())
+        if was := _changed_versions(entry):
             if settings.version_check:
                 _logger.info("%s: the cached result was made under %s; tuning again", self.name, was)
                 return None
@@ -226,12 +228,12 @@ class Resolver:
             )
         return config
 
-    def _do_without(self, key: _Key, settings: Settings) -> None:
+    def _do_without(self, key: _Key, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings) -> None:
         if settings.on_miss == "error":
-            raise CacheMissError(self._explain_miss(key, settings))
+            raise CacheMissError(self._explain_miss(key, self.expand(args, kwargs), settings))
         cache.report_once(f"{self.name}: not tuned for this call, running with its defaults (ON_MISS=default)")
 
-    def _explain_miss(self, key: _Key, settings: Settings) -> str:
+    def _explain_miss(self, key: _Key, configs: Sequence[Config], settings: Settings) -> str:
         """Says what was looked for, what is nearest to it, and how the two differ."""
         wanted = f"{self.name}: nothing is cached for {cache.canonical_json(key.values)} on {key.device!r}"
         fix = "tune it with QUARANTUNE_ON_MISS=tune, or allow defaults with QUARANTUNE_ON_MISS=default"
@@ -239,19 +241,20 @@ class Resolver:
             return f"{wanted}: the cache is off (QUARANTUNE_DISABLE_CACHE); {fix}"
         contents = self._store(settings).read(self.name)
         candidates = [
-            (len(differences), differences)
+            self._differences(key, configs, device, entry, settings)
             for device, entries in contents.items()
             for entry in entries.values()
-            if (differences := self._differences(key, device, entry))
         ]
         if not candidates:
             return f"{wanted}: {self._store(settings).path(self.name)} holds no entry; {fix}"
-        _, nearest = min(candidates, key=lambda candidate: candidate[0])
+        nearest = min(candidates, key=len) or ["its config, which is none of those to choose from"]
         return f"{wanted}; the nearest entry differs in {'; '.join(nearest)}; {fix}"
 
-    def _differences(self, key: _Key, device: str, entry: Entry) -> list[str]:
+    def _differences(
+        self, key: _Key, configs: Sequence[Config], device: str, entry: Entry, settings: Settings
+    ) -> list[str]:
         differences = [] if device == key.device else [f"device: {device!r}, not {key.device!r}"]
-        theirs = entry.get("key_values") or {}
+        theirs = _dict(entry.get("key_values"))
         for name in dict.fromkeys([*key.values, *theirs]):
             if theirs.get(name) != key.values.get(name):
                 differences.append(
@@ -261,6 +264,11 @@ class Resolver:
         parts = entry.get("fingerprint")
         if isinstance(parts, dict) and (changed := self._fingerprint.differences(parts)):
             differences.append(f"the function's {', '.join(changed)}")
+        if entry.get("space") != (wanted := _space_of(configs)):
+            then = _dict(entry.get("space")).get("configs", "unknown")
+            differences.append(f"the list of configs ({then} then, {wanted['configs']} now)")
+        if settings.version_check and (changed_versions := _changed_versions(entry)):
+            differences.append(f"versions: {changed_versions}")
         return differences
 
     def _store(self, settings: Settings) -> Store:
@@ -284,6 +292,7 @@ class Resolver:
             result = run.run()
         except TuningFailedError as error:
             self._failed[known] = _afresh(error)
+            self._tuned.add(known)
             raise
         self._failed.pop(known, None)
         self._winners[known] = result.best_config
@@ -318,6 +327,9 @@ class _Run:
         self._settings = settings
         self._start_over = start_over
         self._trials: dict[int, Trial] = {}
+        self._given_more_time: set[int] = set()
+        self._troubled: set[int] = set()
+        self._unsaved: CacheWriteError | None = None
         self._directory: Path | None = None if settings.disable_cache else settings.cache_dir
         self._journal = Journal(settings.cache_dir, resolver.name, key.device, key.text)
         self._claim: Claim | None = None
@@ -326,14 +338,14 @@ class _Run:
     def run(self) -> TuningResult:
         progress = Progress(self._resolver.name, len(self._configs), shown=self._settings.progress)
         with contextlib.closing(progress), contextlib.ExitStack() as stack:
+            stack.callback(self._tell_what_was_not_saved)
             if self._directory is not None:
                 answer = self._take_claim(progress, self._directory, stack)
                 if answer is not None:
                     return self._result_of(answer)
                 self._recall()
             self._prune(progress)
-            self._sweep(progress)
-            return self._conclude()
+            return self._conclude(self._sweep(progress))
 
     def _take_claim(self, progress: Progress, directory: Path, stack: contextlib.ExitStack) -> Entry | None:
         """Makes this job the one that tunes, or returns the answer of the job that was."""
@@ -350,13 +362,18 @@ class _Run:
                 return None
             return self._resolver.answer(self._key, self._configs, self._settings)
 
+        next_word_s = 0.0
+
         def on_wait(who: str, waited_s: float) -> None:
-            progress.say(f"waiting for {who} to tune it ({waited_s:.0f} s)")
+            nonlocal next_word_s
+            if waited_s >= next_word_s:
+                next_word_s = waited_s + _WAITING_WORD_S
+                progress.say(f"waiting for {who} to tune it ({waited_s:.0f} s)")
 
         try:
             answer = cache.wait(claim, done, on_wait)
         except CacheWriteError as error:
-            cache.report_once(str(error))
+            cache.report_once(f"{self._resolver.name}: what is found out now is not saved: {error}")
             self._directory = None
             return None
         if isinstance(answer, Claim):
@@ -365,29 +382,30 @@ class _Run:
         return answer
 
     def _claim_worst_case_s(self) -> float:
-        if self._settings.isolation != "none":
-            return _CLAIM_WORST_CASE_S
-        options = self._resolver.options
-        return _CLAIM_WORST_CASE_S + options.compile_timeout + options.timeout
+        """Returns how long this job may be silent: while its function is loaded, or its config runs in this process."""
+        limits = self._limits()
+        silent_s = limits["compile_timeout_s"] + (self._settings.isolation == "none") * limits["timeout_s"]
+        return _CLAIM_WORST_CASE_S + silent_s
 
     def _recall(self) -> None:
         """Takes over what an earlier sweep of this problem finished, unless it is to be done afresh."""
-        if self._start_over:
-            with self._saving():
-                self._journal.discard()
-            return
         positions = {cache.canonical_json(config): index for index, config in enumerate(self._configs)}
         for record in self._journal.records():
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
                 trial = Trial.from_json(record["trial"])
                 index = positions.get(cache.canonical_json(trial.config))
-                if index is not None and self._still_counts(trial, record):
+                if index is None:
+                    continue
+                if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits():
+                    self._given_more_time.add(index)
+                elif not self._start_over and self._still_counts(trial, record):
                     self._trials[index] = trial
+        if self._start_over:
+            with self._saving():
+                self._journal.discard()
 
     def _still_counts(self, trial: Trial, record: Mapping[str, Any]) -> bool:
         if trial.outcome in _UNSETTLED:
-            return False
-        if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits():
             return False
         return not self._settings.version_check or record["versions"] == versions()
 
@@ -409,16 +427,18 @@ class _Run:
                 self._trials[index] = trial
                 progress.step(trial)
 
-    def _sweep(self, progress: Progress) -> None:
+    def _sweep(self, progress: Progress) -> dict[int, list[float]]:
+        """Runs what is left, and returns the finalists' samples, round by round."""
         left = {index: config for index, config in enumerate(self._configs) if index not in self._trials}
-        if not left:
-            return
-        troubled = self._troubled(left)
-        ordered = sorted(left, key=lambda index: index in troubled)
+        progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
+        if not left and len(finals.finalists(self._trials)) < 2:
+            return {}
+        self._troubled = self._find_troubled(left)
+        ordered = sorted(left, key=lambda index: index in self._troubled)
 
         def on_trial(index: int, trial: Trial) -> None:
             self._trials[index] = trial
-            self._record(trial)
+            self._record(index, trial)
             progress.step(trial)
 
         problem = sweep.Problem(
@@ -429,30 +449,34 @@ class _Run:
             platform=self._key.platform,
             device_kind=self._key.device,
         )
-        sweep.run(
+        return sweep.run(
             problem,
             {index: left[index] for index in ordered},
             options=self._resolver.options,
             settings=self._settings,
             on_trial=on_trial,
             on_tick=self._show_life,
-            troubled=troubled,
+            troubled=self._troubled,
+            known=self._trials,
         )
 
-    def _troubled(self, left: Mapping[int, Config]) -> set[int]:
+    def _find_troubled(self, left: Mapping[int, Config]) -> set[int]:
         """Configs that crashed or hung for this function on this device, whatever the shapes."""
         if self._directory is None:
             return set()
         known = cache.troublesome(self._directory, self._resolver.name, self._key.device)
-        return {index for index, config in left.items() if cache.canonical_json(config) in known}
+        troubled = {index for index, config in left.items() if cache.canonical_json(config) in known}
+        return troubled - self._given_more_time
 
-    def _record(self, trial: Trial) -> None:
+    def _record(self, index: int, trial: Trial) -> None:
         if self._directory is None:
             return
         self._show_life()
         with self._saving():
             self._journal.append({"trial": trial.to_json(), "limits": self._limits(), "versions": versions()})
-            if trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT):
+            if trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT) or (
+                index in self._troubled and trial.outcome not in _UNSETTLED
+            ):
                 cache.remember_trouble(
                     self._directory,
                     self._resolver.name,
@@ -472,9 +496,18 @@ class _Run:
         try:
             yield
         except CacheWriteError as error:
-            cache.report_once(str(error))
+            self._unsaved = error
 
-    def _conclude(self) -> TuningResult:
+    def _tell_what_was_not_saved(self) -> None:
+        # The last failure says it: that of the result, if there is one, else that of some trials.
+        if self._unsaved is not None:
+            cache.report_once(str(self._unsaved))
+
+    def _conclude(self, rounds: Mapping[int, Sequence[float]]) -> TuningResult:
+        for index, samples_ms in rounds.items():
+            self._trials[index] = dataclasses.replace(
+                self._trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms)
+            )
         trials = tuple(self._trials[index] for index in range(len(self._configs)))
         usable = [trial for trial in trials if trial.outcome is Outcome.OK and trial.time_ms is not None]
         if not usable:
@@ -484,13 +517,19 @@ class _Run:
                     self._journal.discard()
             message = report.failure_message(self._resolver.name, trials)
             raise TuningFailedError(message, trials=trials, key=self._key.text)
-        best = min(usable, key=lambda trial: trial.time_ms or 0.0)
+        if rounds:
+            verdict = finals.decide(rounds, default=self._default_index())
+        else:
+            fastest = min(usable, key=lambda trial: trial.time_ms or 0.0)
+            verdict = finals.Verdict(trials.index(fastest), ())
+        best, tie = trials[verdict.winner], tuple(trials[index].config for index in verdict.tie)
         _logger.info(
-            "%s: best of %d is %s: %.4g ms",
+            "%s: best of %d is %s: %.4g ms%s",
             self._resolver.name,
             len(trials),
             report.format_config(best.config),
             best.time_ms,
+            f", level with {' and '.join(map(report.format_config, tie))}" if tie else "",
         )
         if self._directory is not None:
             with self._saving():
@@ -498,7 +537,13 @@ class _Run:
                     self._resolver.name, self._key.device, self._key.text, self._entry(best, trials)
                 )
         assert best.time_ms is not None
-        return self._result(best.config, best.time_ms, trials, from_cache=False)
+        return self._result(best.config, best.time_ms, trials, tie=tie)
+
+    def _default_index(self) -> int | None:
+        """Returns where the function's own defaults are among the configs, or None."""
+        parameters = self._resolver.parameters
+        defaults = {name: freeze(parameters[name].default) for name in self._configs[0] if name in parameters}
+        return next((index for index, config in enumerate(self._configs) if _same(config, defaults)), None)
 
     def _entry(self, best: Trial, trials: Sequence[Trial]) -> Entry:
         return {
@@ -516,7 +561,15 @@ class _Run:
         config = {name: freeze(value) for name, value in entry["config"].items()}
         return self._result(config, float(entry["time_ms"]), (), from_cache=True)
 
-    def _result(self, config: Config, time_ms: float, trials: tuple[Trial, ...], *, from_cache: bool) -> TuningResult:
+    def _result(
+        self,
+        config: Config,
+        time_ms: float,
+        trials: tuple[Trial, ...],
+        *,
+        tie: tuple[Config, ...] = (),
+        from_cache: bool = False,
+    ) -> TuningResult:
         return TuningResult(
             best_config=config,
             time_ms=time_ms,
@@ -524,13 +577,40 @@ class _Run:
             key=self._key.text,
             device=self._key.device,
             from_cache=from_cache,
+            tie=tie,
             fn=functools.partial(self._resolver.fn, **config),
         )
+
+
+def _same(config: Config, other: Mapping[str, Any]) -> bool:
+    """Returns whether two configs are equal, 1 and True being different things."""
+    return config == other and [*map(type, config.values())] == [type(other[name]) for name in config]
 
 
 def _afresh(error: TuningFailedError) -> TuningFailedError:
     """Returns the error without its traceback, which keeps alive what the call was given: arrays, or tracers."""
     return TuningFailedError(str(error), trials=error.trials, key=error.key)
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    """Returns a part of an entry that should be a dict, and is if nobody meddled with the file."""
+    return value if isinstance(value, dict) else {}
+
+
+def _find(raw: Any, configs: Sequence[Config]) -> Config | None:
+    """Returns the config that an entry's `config` stands for, or None if there is none such."""
+    try:
+        text = cache.canonical_json(raw)
+    except ValueError:  # 1e999 is JSON, and infinite
+        return None
+    return next((dict(config) for config in configs if cache.canonical_json(config) == text), None)
+
+
+def _changed_versions(entry: Entry) -> str:
+    """Says which versions an entry was made under that are others now; empty where all are the same."""
+    made_under = _dict(entry.get("versions"))
+    changed = {name: now for name, now in versions().items() if made_under.get(name) != now}
+    return ", ".join(f"{name} {made_under.get(name)} (now {now})" for name, now in changed.items())
 
 
 def _space_of(configs: Sequence[Config]) -> dict[str, Any]:

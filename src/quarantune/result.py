@@ -21,6 +21,7 @@ class TuningResult:
         key: the problem's key in the cache.
         device: the kind of device it was tuned on.
         from_cache: whether it was remembered and not measured now.
+        tie: the configs that the noise cannot tell from the best, without it.
         fn: the tuned function with the best config bound.
     """
 
@@ -30,6 +31,7 @@ class TuningResult:
     key: str
     device: str
     from_cache: bool = False
+    tie: tuple[Config, ...] = ()
     fn: Callable[..., Any] = dataclasses.field(repr=False, compare=False)
 
     @property

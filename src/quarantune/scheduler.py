@@ -10,11 +10,12 @@ import collections
 import dataclasses
 import logging
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from quarantune import host
+from quarantune import finals, host
 from quarantune.devices import Device, Lease
 from quarantune.outcomes import Config, Outcome, Phase, Route, Trial
 from quarantune.sandbox import pool, spool
@@ -31,6 +32,7 @@ _FAST_BYTES = 64 << 20
 _MEMORY_FLOOR_BYTES = 256 << 20
 _LOG_TAIL_CHARS = 2000
 _MAX_DEVICE_FAILURES = 2
+_COMPARING_TRIES = 2
 _RAISED = frozenset({Outcome.ERROR, Outcome.DEVICE_OOM})
 """What a worker may say its config came to; all else is seen from outside."""
 _TROUBLED_DIVISOR = 4
@@ -101,6 +103,8 @@ class _Job:
     peak_bytes: int = 0
     was_lost: bool = False
     needs_fresh: bool = False
+    twins: list[_Job] = dataclasses.field(default_factory=list)
+    """Configs that lowered to the same program, and get what this one gets."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,6 +115,7 @@ class _Worker:
     deadline: float
     phase: Phase = Phase.LOAD
     compiling: bool = False
+    is_comparing: bool = False
     parked: bool = False
     used: int = 0
     idle: bool = False
@@ -118,6 +123,8 @@ class _Worker:
     peak_bytes: int = 0
     used_bytes: int = 0
     descendants: list[int] = dataclasses.field(default_factory=list)
+    traceback: str = ""
+    """The last lines of what its config raised."""
     verdict: tuple[Outcome, str] | None = None
     """What its end means, once it was decided before it ended."""
     given_up_at: float | None = None
@@ -187,6 +194,11 @@ class Scheduler:
         self._last_total = 0
         self._oom_kills = host.oom_kills()
         self._leftovers = Leftovers({}, {})
+        self._bar_ms: float | None = None
+        self._kept: dict[int, tuple[float, int]] = {}
+        self._programs: dict[str, _Job] = {}
+        self._ended: dict[int, tuple[Trial, str]] = {}
+        self._compared: list[list[float]] | None = None
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
         """Runs every config to its outcome.
@@ -213,8 +225,63 @@ class Scheduler:
                 state.lease.release()
             for job in jobs:
                 _close_executable(job)
-        self._let_idle_workers_go()
         return self._leftovers
+
+    def compare(self, configs: Mapping[int, Config]) -> dict[int, list[float]]:
+        """Times configs in turn in one worker, so that nothing but themselves tells them apart.
+
+        What an earlier `run` has compiled is loaded, not compiled again. A worker that fails is replaced once.
+
+        Args:
+            configs: the configs by index.
+
+        Returns:
+            Each config's samples in milliseconds, one per round; empty where they could not be compared.
+        """
+        for _ in range(_COMPARING_TRIES):
+            if not self._devices:
+                break
+            self._start_comparing(self._devices[0], configs)
+            try:
+                while any(worker.is_comparing for worker in self._workers.values()):
+                    for event in self._sandbox.poll(self._until_next_deadline()):
+                        self._handle(event)
+                    self._watch()
+            finally:
+                for state in self._devices:
+                    state.lease.release()
+            if self._compared is not None and len(self._compared) == len(configs):
+                return dict(zip(configs, self._compared, strict=True))
+        return {}
+
+    def close(self) -> None:
+        """Lets idle workers end, and closes what was kept for a comparison."""
+        for worker in list(self._workers.values()):
+            if worker.verdict is None:
+                self._sandbox.finish(worker.number)
+        for _, fd in self._kept.values():
+            os.close(fd)
+        self._kept.clear()
+
+    def _start_comparing(self, state: _DeviceState, configs: Mapping[int, Config]) -> None:
+        while not state.lease.acquire(self._clock()):
+            for event in self._sandbox.poll(_TICK_S):
+                self._handle(event)
+            self._watch()
+        entries = [{"config": config, "saved": index in self._kept} for index, config in configs.items()]
+        fds = [self._kept[index][1] for index in configs if index in self._kept]
+        task = {"do": "compare", "trial": None, "options": self._plan.options, "entries": entries}
+        worker = next((worker for worker in state.bench if worker.idle), None)
+        if worker is not None:
+            state.bench.remove(worker)
+            self._sandbox.send(worker.number, {**task, "last": True}, fds)
+        else:
+            number = self._sandbox.start({**task, "last": True}, fds=fds, environ=state.device.environ)
+            worker = self._workers[number] = _Worker(number, None, state, 0.0)
+        worker.idle, worker.is_comparing, self._compared = False, True, None
+        state.measuring = worker
+        allowed_s = self._plan.compile_timeout_s + self._plan.timeout_s
+        worker.deadline = self._clock() + STARTUP_DEADLINE_S + len(configs) * allowed_s
 
     # Starting
 
@@ -254,7 +321,8 @@ class Scheduler:
         return sum(worker.compiling for worker in self._workers.values())
 
     def _measuring(self) -> int:
-        return sum(state.measuring is not None for state in self._devices)
+        """How many measure, those too whose device was withdrawn and that are still dying."""
+        return sum(w.device is not None and w.device.measuring is w for w in self._workers.values())
 
     def _waiting_to_measure(self) -> list[_Worker] | collections.deque[_Job]:
         if self._together:
@@ -293,7 +361,7 @@ class Scheduler:
             parked = next((w for w in self._workers.values() if w.parked and w.device is state), None)
             if parked is not None and state.lease.acquire(self._clock()):
                 parked.parked = False
-                self._grant(state, parked, [])
+                self._grant(state, parked)
             elif parked is None:
                 state.lease.release()
             return
@@ -314,7 +382,7 @@ class Scheduler:
             worker.job = self._ready.popleft()
             worker.idle = False
             state.bench.remove(worker)
-            self._grant(state, worker, [worker.job.executable_fd])
+            self._grant(state, worker)
 
     def _start_measuring_worker(self, state: _DeviceState) -> None:
         task = {"do": "prepare", "trial": None, "options": self._plan.options}
@@ -323,15 +391,23 @@ class Scheduler:
         self._workers[number] = worker
         state.bench.append(worker)
 
-    def _grant(self, state: _DeviceState, worker: _Worker, fds: Sequence[int]) -> None:
+    def _grant(self, state: _DeviceState, worker: _Worker) -> None:
         """Gives a worker the device; from now on its time runs."""
         assert worker.job is not None
         state.measuring = worker
         worker.phase = Phase.CHECK
         worker.deadline = self._clock() + self._patience(worker, self._plan.timeout_s)
         last = self._together or worker.used + 1 >= self._plan.configs_per_worker
-        task = {"do": "measure", "trial": worker.job.index, "config": worker.job.config, "last": last}
-        self._sandbox.send(worker.number, task, fds)
+        if self._together:
+            worker.job.executable_fd = spool.create("executable")
+        task = {
+            "do": "measure",
+            "trial": worker.job.index,
+            "load": not self._together,
+            "bar_ms": self._bar_ms,
+            "last": last,
+        }
+        self._sandbox.send(worker.number, task, [worker.job.executable_fd])
 
     # Hearing
 
@@ -380,21 +456,48 @@ class Scheduler:
                     worker.job = None
                     # It ends by itself, unless the config has seen to it that it does not.
                     worker.deadline = self._clock() + _KILL_DEADLINE_S
-            case "measured" if worker.device is not None and worker.device.measuring is worker:
-                self._succeed(worker, [_duration(sample) for sample in message["samples_ms"]])
+            case "lowered" if worker.compiling and worker.job is not None:
+                self._recognise(worker, worker.job, str(message["program"]))
+            case "measured" if worker.job is not None and worker.device is not None and worker.device.measuring is worker:
+                self._succeed(worker, worker.job, worker.device, message)
+            case "compared" if worker.is_comparing:
+                self._compared = [_checked_samples(samples_ms) for samples_ms in message["rounds_ms"]]
+                self._retire(worker)
             case "failed":
                 self._fail(worker, message)
 
-    def _succeed(self, worker: _Worker, samples_ms: list[float]) -> None:
-        job, state = worker.job, worker.device
-        assert job is not None and state is not None
-        if not samples_ms:
-            raise ValueError("no samples")
+    def _recognise(self, worker: _Worker, job: _Job, program: str) -> None:
+        """Sees whether a config lowered to a program that another one has: one of them is enough to run."""
+        first = self._programs.setdefault(program, job)
+        if first is job:
+            return
+        worker.job, worker.compiling = None, False
         self._keep_peak(worker)
-        ordered = sorted(samples_ms)
-        middle = len(ordered) // 2
-        median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-        self._finish(job, worker, Outcome.OK, Phase.MEASURE, "", time_ms=median, samples_ms=tuple(samples_ms))
+        self._retire(worker)
+        if first.index in self._ended:
+            self._finish_twin(job, first)
+        else:
+            first.twins.append(job)
+
+    def _finish_twin(self, job: _Job, first: _Job) -> None:
+        trial, log = self._ended[first.index]
+        same = f"the same program as {first.config}"
+        message = f"{same}: {trial.message}" if trial.message else same
+        self._settle_as(job, dataclasses.replace(trial, config=job.config, message=message), log)
+
+    def _succeed(self, worker: _Worker, job: _Job, state: _DeviceState, message: dict[str, Any]) -> None:
+        samples_ms = _checked_samples(message["samples_ms"])
+        self._keep_peak(worker)
+        median_ms = statistics.median(samples_ms)
+        outcome, text = Outcome.OK, ""
+        if message["is_slow"]:
+            outcome, text = Outcome.SLOW, f"at best {min(samples_ms):.4g} ms, where another config takes {self._bar_ms:.4g}"
+        elif self._bar_ms is None or median_ms < self._bar_ms:
+            self._bar_ms = median_ms
+        measured = {"time_ms": median_ms, "samples_ms": tuple(samples_ms), "clock": str(message["clock"])}
+        if outcome is Outcome.OK:
+            self._keep_executable(job, median_ms)
+        self._finish(job, worker, outcome, Phase.MEASURE, text, **measured)
         state.measuring, worker.job = None, None
         worker.used += 1
         worker.deadline = float("inf")
@@ -403,6 +506,15 @@ class Scheduler:
         else:
             worker.idle = True
             state.bench.append(worker)
+
+    def _keep_executable(self, job: _Job, median_ms: float) -> None:
+        """Keeps the fastest configs' executables for a comparison, where there are any."""
+        if os.fstat(job.executable_fd).st_size:
+            self._kept[job.index] = (median_ms, job.executable_fd)
+            job.executable_fd = -1
+        if len(self._kept) > finals.FINALISTS:
+            slowest = max(self._kept, key=lambda index: self._kept[index])
+            os.close(self._kept.pop(slowest)[1])
 
     def _fail(self, worker: _Worker, message: dict[str, Any]) -> None:
         """Something was raised: the worker ends, and so it must, with whatever it did to itself."""
@@ -415,11 +527,12 @@ class Scheduler:
         outcome = Outcome(message["outcome"])
         if outcome not in _RAISED:
             raise ValueError(f"nothing raised is {outcome.value!r}")
+        worker.traceback = str(message.get("traceback", ""))
         self._condemn(worker, outcome, f"{error}: {text}" if text else error)
 
     def _hand_over(self, job: _Job, reason: str) -> None:
         """Leaves a job, and those not yet begun, to the other route: what is true of one config's program is of all."""
-        for unfit in [job, *self._pending]:
+        for unfit in [job, *job.twins, *self._pending]:
             self._leftovers.unfit[unfit.index] = reason
             self._unfinished -= 1
         self._pending.clear()
@@ -469,7 +582,7 @@ class Scheduler:
 
     def _judge(self, status: int | None) -> tuple[Outcome, str]:
         if status is None:
-            return Outcome.LOST, "the process that started it died"
+            return Outcome.LOST, "it could not be started, or the process that started it died"
         message = f"the process {pool.describe_status(status)} without a result"
         kills = host.oom_kills()
         if status == -9 and kills > self._oom_kills:
@@ -492,7 +605,7 @@ class Scheduler:
             self._finish(job, worker, outcome, worker.phase, message)
 
     def _again(self, job: _Job) -> None:
-        if job.executable_fd >= 0 and job.compile_s is not None:
+        if not self._together and job.executable_fd >= 0 and job.compile_s is not None:
             self._ready.appendleft(job)
         else:
             self._pending.appendleft(job)
@@ -500,7 +613,7 @@ class Scheduler:
     def _finish(
         self, job: _Job, worker: _Worker | None, outcome: Outcome, phase: Phase | None, message: str, **measured: Any
     ) -> None:
-        log = "" if worker is None else self._sandbox.log(worker.number)
+        log = "" if worker is None else self._sandbox.log(worker.number) + worker.traceback
         trial = Trial(
             config=job.config,
             outcome=outcome,
@@ -508,14 +621,24 @@ class Scheduler:
             message=message,
             compile_s=job.compile_s,
             peak_memory_bytes=job.peak_bytes or None,
-            log_tail=log[-_LOG_TAIL_CHARS:],
+            log_tail=_telling_part(log),
             route=self._plan.route,
             device="" if worker is None or worker.device is None else worker.device.device.name,
             **measured,
         )
         _close_executable(job)
+        self._settle_as(job, trial, log)
+        if job.twins and outcome is Outcome.LOST:
+            self._programs = {program: first for program, first in self._programs.items() if first is not job}
+            self._pending.extend(job.twins)
+            return
+        self._ended[job.index] = (trial, log)
+        for twin in job.twins:
+            self._finish_twin(twin, job)
+
+    def _settle_as(self, job: _Job, trial: Trial, log: str) -> None:
         self._unfinished -= 1
-        if self._plan.target is not None and outcome is Outcome.ERROR and phase is Phase.COMPILE:
+        if self._plan.target is not None and trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE:
             self._leftovers.unconfirmed[job.index] = (trial, log)
         else:
             self._on_trial(job.index, trial, log)
@@ -540,11 +663,6 @@ class Scheduler:
                 self._condemn(worker, outcome, message)
             elif worker.device is state:
                 self._condemn(worker, Outcome.LOST, message)  # another device will do
-
-    def _let_idle_workers_go(self) -> None:
-        for worker in list(self._workers.values()):
-            if worker.verdict is None:
-                self._sandbox.finish(worker.number)
 
     # Watching
 
@@ -641,6 +759,21 @@ def _duration(value: Any) -> float:
     if not 0.0 <= duration < float("inf"):
         raise ValueError(f"{duration} is no duration")
     return duration
+
+
+def _telling_part(log: str) -> str:
+    """Returns the end of a log, or what surrounds the head of faulthandler's report: that names the latest call first."""
+    report = log.rfind("Fatal Python error")
+    start = len(log) - _LOG_TAIL_CHARS if report < 0 else report - _LOG_TAIL_CHARS // 4
+    return log[max(0, start) :][:_LOG_TAIL_CHARS]
+
+
+def _checked_samples(samples_ms: Any) -> list[float]:
+    """Returns the samples of a message, which may be forged, as numbers that can be times."""
+    checked = [_duration(sample) for sample in samples_ms]
+    if not checked:
+        raise ValueError("no samples")
+    return checked
 
 
 def _gigabytes(amount: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quarantune import _jax_internals, discovery, host, in_process, payload, report
+from quarantune import _jax_internals, discovery, finals, host, in_process, payload, report
 from quarantune.cache.keys import safe_name
 from quarantune.environment import Settings, parse_memory
 from quarantune.options import Options
@@ -27,6 +28,8 @@ _DEVICE_PARKED = 4
 """The same on an accelerator, for each device: every one of them holds a context there."""
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
 _MEMORY_SHARE = 0.9
+
+_sweep_numbers = itertools.count(1)
 
 Finish = Callable[[int, Trial, str], None]
 
@@ -61,8 +64,9 @@ def run(
     on_trial: Callable[[int, Trial], None],
     on_tick: Callable[[], None],
     troubled: Collection[int] = (),
-) -> None:
-    """Runs every config to its outcome.
+    known: Mapping[int, Trial] | None = None,
+) -> dict[int, list[float]]:
+    """Runs every config to its outcome, then compares the fastest once more, in turn.
 
     Args:
         problem: the call.
@@ -72,25 +76,31 @@ def run(
         on_trial: called with each config's index and trial as it ends.
         on_tick: called many times a second while the sweep lives.
         troubled: indices of configs that hung or crashed before, and get shorter deadlines.
+        known: trials of an earlier sweep, by index, which are not run again but may be finalists.
+
+    Returns:
+        Each finalist's samples in milliseconds, one per round, by index; empty where there was nothing to compare.
 
     Raises:
         TypeError: something of the call cannot be sent to another process; nothing was started then.
         ValueError: the settings name a device that is not there.
         SandboxError: the machinery around the configs failed.
     """
+    sweep_number = next(_sweep_numbers)
 
     def finish(index: int, trial: Trial, log: str) -> None:
         if settings.log_dir is not None:
-            _keep_log(settings.log_dir, problem.name, index, trial, log)
+            _keep_log(settings.log_dir, problem.name, f"{os.getpid()}-{sweep_number}-{index:04d}", trial, log)
+        measured[index] = trial
         on_trial(index, trial)
 
+    measured = dict(known or {})
     packed = payload.pack_call(problem.fn, problem.args, problem.kwargs)
     with _spooled(packed) as (payload_fd, arrays_fd):
         if settings.isolation == "none":
-            call = dataclasses.replace(payload.unpack_call(packed.blob), fn=problem.fn)
-            worker_options = _worker_options(None, options)
-            in_process.run(call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish)
-            return
+            worker_options = _worker_options(None, options, flush=None)
+            in_process.run(packed.call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish)
+            return in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options)
         if problem.platform == "tpu":
             raise ValueError(
                 "a TPU belongs to the process that uses it, so workers cannot measure on it: "
@@ -100,7 +110,7 @@ def run(
         environ = discovery.telling(problem.platform, problem.device_kind)
         with pool.Sandbox(payload_fd=payload_fd, arrays_fd=arrays_fd, method=method, environ=environ) as sandbox:
             sweep = _Sweep(sandbox, problem, options, settings, finish, on_tick, troubled)
-            sweep.run(dict(configs))
+            return sweep.run(dict(configs), measured)
 
 
 class _Sweep:
@@ -122,21 +132,34 @@ class _Sweep:
         self._settings = settings
         self._finish = finish
         self._on_tick = on_tick
+        self._scheduler: Scheduler | None = None
+        self._schedulers = contextlib.ExitStack()
         self._troubled = troubled
         self._on_cpu = problem.platform == "cpu"
         self._compile_timeout_s = settings.compile_timeout or float(options.compile_timeout)
-        self._devices, self._target = discovery.devices_and_target(problem.platform, settings)
+        self._devices, self._target, self._flush = discovery.devices_and_target(problem.platform, settings)
         self._slots = host.compile_slots(
             utilization=settings.cpu_utilization,
             count=settings.cpu_count,
             max_count=settings.max_cpu_count,
         )
 
-    def run(self, configs: dict[int, Config]) -> None:
+    def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> dict[int, list[float]]:
         try:
             self._sandbox.open(load_timeout_s=self._compile_timeout_s)
         except pool.LoadError as error:
             self._fail_all(configs, error.report)
+            return {}
+        with contextlib.ExitStack() as self._schedulers:
+            self._run_routes(configs)
+            contenders = {index: measured[index].config for index in finals.finalists(measured)}
+            if len(contenders) < 2:
+                return {}
+            scheduler = self._scheduler or self._new_scheduler(Route.TOGETHER, self._finish)
+            return scheduler.compare(contenders)
+
+    def _run_routes(self, configs: dict[int, Config]) -> None:
+        if not configs:
             return
         if not self._can_part():
             self._run_route(configs, Route.TOGETHER, self._finish)
@@ -174,6 +197,9 @@ class _Sweep:
             self._run_route({index: configs[index] for index in others}, Route.TOGETHER, self._finish)
 
     def _run_route(self, configs: dict[int, Config], route: Route, finish: Finish) -> Leftovers:
+        return self._new_scheduler(route, finish).run(configs)
+
+    def _new_scheduler(self, route: Route, finish: Finish) -> Scheduler:
         exclusive = self._on_cpu or route is Route.TOGETHER
         parked = (
             max(_CPU_PARKED, 2 * self._slots) if self._on_cpu else len(self._devices) * min(_DEVICE_PARKED, self._slots)
@@ -181,7 +207,7 @@ class _Sweep:
         workers = parked if exclusive else self._slots + len(self._devices)
         plan = Plan(
             route=route,
-            options=_worker_options(self._problem.platform, self._options),
+            options=_worker_options(self._problem.platform, self._options, flush=self._flush),
             target=self._target if route is Route.APART else None,
             slots=self._slots,
             devices=tuple(self._devices),
@@ -193,7 +219,9 @@ class _Sweep:
             memory_limit_bytes=self._memory_limit(workers),
             troubled=frozenset(self._troubled),
         )
-        return Scheduler(self._sandbox, plan, on_trial=finish, on_tick=self._on_tick).run(configs)
+        self._scheduler = Scheduler(self._sandbox, plan, on_trial=finish, on_tick=self._on_tick)
+        self._schedulers.callback(self._scheduler.close)
+        return self._scheduler
 
     def _memory_limit(self, workers: int) -> int:
         if self._settings.memory_limit is not None:
@@ -222,8 +250,14 @@ class _Sweep:
             self._finish(index, trial, log)
 
 
-def _worker_options(platform: str | None, options: Options) -> dict[str, Any]:
-    return {"platform": platform, "warmup": options.warmup, "rep": options.rep}
+def _worker_options(platform: str | None, options: Options, *, flush: str | None) -> dict[str, Any]:
+    return {
+        "platform": platform,
+        "warmup": options.warmup,
+        "rep": options.rep,
+        "supply": "auto",
+        "flush": flush,
+    }
 
 
 @contextlib.contextmanager
@@ -245,13 +279,13 @@ def _spooled(packed: payload.PackedCall) -> Iterator[tuple[int, int]]:
         yield fds[0], fds[1]
 
 
-def _keep_log(directory: Path, name: str, index: int, trial: Trial, log: str) -> None:
+def _keep_log(directory: Path, name: str, label: str, trial: Trial, log: str) -> None:
     """Keeps what a trial printed; a log that cannot be kept is no reason to lose the trial."""
     text = f"# {report.format_config(trial.config)}\n# {trial.outcome.value}: {trial.message}\n{log}"
     try:
         folder = directory / safe_name(name)
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"{os.getpid()}-{index:04d}.log"
+        file = folder / f"{label}.log"
         file.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         _logger.warning("cannot keep a trial's log in %s: %s", directory, error)

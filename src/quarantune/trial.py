@@ -2,128 +2,189 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import dataclasses
 import functools
 import glob
+import hashlib
 import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental import serialize_executable, topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from quarantune import _jax_internals, inputs, measure, payload
+from quarantune import _jax_internals, clocks, finals, inputs, measure, payload
 from quarantune.outcomes import Config, Outcome, freeze
 from quarantune.sandbox import spool
 
-_MEASURE_SEED = 0
+_SEED = 0
+_FLUSH_BYTES = 256 << 20
+"""Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
+
+Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 
 class NeedsDeviceError(RuntimeError):
     """The program cannot be compiled well, or at all, without its device: compile it there."""
 
 
-class Bench:
-    """One worker's bench: the call, its arguments, and the config that lies on it."""
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A config made ready to run.
 
-    def __init__(self, call: object, *, arrays_fd: int, options: dict[str, Any]) -> None:
+    Attributes:
+        call: takes the dynamic arguments.
+        compile_s: seconds spent tracing, lowering and compiling it here.
+    """
+
+    call: Callable[..., Any]
+    compile_s: float
+
+
+class Bench:
+    """One worker's bench: the call, its arguments, and the programs that lie on it."""
+
+    def __init__(self, call: payload.Call, *, arrays_fd: int, options: dict[str, Any]) -> None:
         """Sets up the bench.
 
         Args:
-            call: the loaded payload, a `payload.Call`.
+            call: the loaded payload.
             arrays_fd: the file that holds the concrete arrays' bytes; -1 for none.
-            options: `platform`, `warmup` and `rep`.
+            options: `platform`, `warmup`, `rep`, `supply`, and `flush`, a program for the device's clock or None.
         """
-        assert isinstance(call, payload.Call)
         self._call = call
         self._jitted: Any = call.fn
         self._arrays_fd = arrays_fd
         self._options = options
-        self._config: Config = {}
-        self._compiled: Callable[..., Any] | None = None
-        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._arguments: Arguments | None = None
+        self._flush: Callable[[], object] | None = None
         self._jit: _jax_internals.JitOptions | None = None
-        self._donates = True  # a plain callable may write into its arguments
+        self._may_write = True  # a plain callable may write into its arguments
         if _jax_internals.is_jitted(call.fn):
             self._jit = _jax_internals.jit_options(call.fn)
-            self._donates = bool(self._jit.donate_argnums or self._jit.donate_argnames)
+            self._may_write = bool(self._jit.donate_argnums or self._jit.donate_argnames)
         if options["platform"] == "cpu":
             jax.config.update("jax_platforms", "cpu")  # no context on a device that this worker has no use for
 
     def prepare(self) -> None:
         """Takes the device and makes the arguments, ahead of the first config."""
-        jax.block_until_ready(self._materialized())
+        jax.block_until_ready(self.arguments())
 
-    def compile(self, config: Config, *, target: dict[str, Any] | None, save_fd: int | None) -> dict[str, Any]:
+    def compile(
+        self,
+        config: Config,
+        *,
+        target: dict[str, Any] | None,
+        away: bool = False,
+        announce: Callable[[str], None] = lambda program: None,
+    ) -> Program:
         """Traces, lowers and compiles one config.
 
         Args:
             config: the config.
             target: what to compile for where the device is not to be touched; None compiles for this worker's own.
-            save_fd: takes the serialised executable; None keeps it here.
-
-        Returns:
-            `compile_s`.
+            away: whether another worker will run it, so that no argument need be made here.
+            announce: told the program's hash between lowering and compiling.
 
         Raises:
             NeedsDeviceError: this program must be compiled on its device.
         """
-        self._config = {name: freeze(value) for name, value in config.items()}
+        config = {name: freeze(value) for name, value in config.items()}
         start = time.perf_counter()
         if self._jit is None:
-            self._compiled = functools.partial(self._call.fn, **self._config)
-        elif target is None:
-            args, kwargs = self._materialized() if save_fd is None else inputs.call_as_structs(self._call)
-            self._compiled = self._jitted.trace(*args, **kwargs, **self._config).lower().compile()
+            return Program(functools.partial(self._call.fn, **config), 0.0)
+        if target is not None:
+            compiled = self._compile_deviceless(config, target, announce)
         else:
-            self._compiled = self._compile_deviceless(target)
-        elapsed = time.perf_counter() - start
-        if save_fd is not None:
-            spool.write(save_fd, _serialize(self._compiled))
-        return {"compile_s": elapsed}
+            args, kwargs = inputs.call_as_structs(self._call) if away else self.arguments()
+            lowered = self._jitted.trace(*args, **kwargs, **config).lower()
+            _announce(lowered, announce)
+            compiled = lowered.compile()
+        return Program(compiled, time.perf_counter() - start)
 
-    def check(self, config: Config, *, load_fd: int | None) -> None:
-        """Loads the executable, if it was compiled elsewhere, and runs it once to its end."""
-        if load_fd is not None:
-            self._compiled = _deserialize(os.pread(load_fd, os.fstat(load_fd).st_size, 0))
-            self._config = {name: freeze(value) for name, value in config.items()}
-        run, prepare = self._runner()
-        if prepare is not None:
-            prepare()
-        run()
+    def save(self, program: Program, fd: int) -> None:
+        """Writes a program where another worker can load it.
 
-    def measure(self) -> dict[str, Any]:
-        """Times what lies on the bench.
+        Raises:
+            NeedsDeviceError: it cannot leave this process.
+        """
+        try:
+            blob = payload.dumps(serialize_executable.serialize(program.call))  # type: ignore[arg-type]
+        except Exception as error:
+            raise NeedsDeviceError(f"its executable cannot be serialised: {error}") from error
+        spool.write(fd, blob)
+
+    def load(self, fd: int) -> Program:
+        """Loads a program that another worker compiled."""
+        blob = os.pread(fd, os.fstat(fd).st_size, 0)
+        return Program(serialize_executable.deserialize_and_load(*payload.loads(blob)), 0.0)
+
+    def run(self, program: Program) -> Any:
+        """Runs a program once, to its end, on pristine arguments, and returns its output."""
+        args, kwargs = self.arguments() if not self._may_write else self._materialize()
+        args, kwargs = self.dynamic((args, kwargs))
+        return jax.block_until_ready(program.call(*args, **kwargs))
+
+    def clock(self, program: Program) -> clocks.Clock:
+        """Returns the best clock there is for a program."""
+        call = program.call
+        if self._may_write:
+            fresh: list[Arguments] = []
+
+            def run_fresh() -> object:
+                args, kwargs = fresh.pop()
+                return jax.block_until_ready(call(*args, **kwargs))
+
+            def refill() -> None:
+                fresh[:] = [jax.block_until_ready(self.dynamic(self._materialize()))]
+
+            return clocks.WallClock(run_fresh, refill)
+        args, kwargs = self.dynamic(self.arguments())
+
+        def dispatch() -> object:
+            return call(*args, **kwargs)
+
+        if self._options["platform"] in ("cuda", "rocm"):
+            with contextlib.suppress(clocks.NoDeviceClockError):
+                return clocks.DeviceClock(dispatch, self._flusher())
+            return clocks.QueuedClock(dispatch)
+        return clocks.WallClock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
+
+    def measure(self, program: Program, *, bar_ms: float | None) -> dict[str, Any]:
+        """Times a program.
+
+        Args:
+            program: the program; it has run once.
+            bar_ms: the median of the fastest config so far; None for none.
 
         Returns:
-            `samples_ms`.
+            `samples_ms`, `clock`, and `is_slow`, whether sampling stopped because it cannot win any more.
         """
-        run, prepare = self._runner()
-        samples = measure.measure(run, warmup=self._options["warmup"], rep=self._options["rep"], prepare=prepare)
-        return {"samples_ms": list(samples.samples_ms)}
+        for _ in range(self._options["warmup"]):
+            self.run(program)
+        clock = self.clock(program)
+        samples = measure.measure(clock.take, rep=self._options["rep"], bar_ms=bar_ms, margin=clock.margin)
+        return {"samples_ms": list(samples.samples_ms), "clock": clock.name, "is_slow": samples.is_ruled_out}
 
-    def _runner(self) -> tuple[Callable[[], object], Callable[[], None] | None]:
-        """Returns what runs the config to its end, and what must come before each run, untimed."""
-        compiled = self._compiled
-        assert compiled is not None
-        fresh: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    def compare(self, programs: Sequence[Program]) -> list[list[float]]:
+        """Times programs in turn, round by round, until the fastest is clear or the rounds run out.
 
-        def run_fresh() -> object:
-            args, kwargs = fresh.pop()
-            return jax.block_until_ready(compiled(*args, **kwargs))
+        Returns:
+            The samples of each program in milliseconds, one per round.
+        """
+        contenders = [self.clock(program) for program in programs]
+        for clock in contenders:
+            clock.take(1)
+        return finals.play([clock.take for clock in contenders])
 
-        def refill() -> None:
-            fresh[:] = [jax.block_until_ready(self._dynamic(self._materialize()))]
-
-        if self._donates:
-            return run_fresh, refill  # the run may destroy its arguments
-        args, kwargs = self._dynamic(self._materialized())
-        return lambda: jax.block_until_ready(compiled(*args, **kwargs)), None
-
-    def _dynamic(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def dynamic(self, arguments: Arguments) -> Arguments:
         """Returns the arguments without the static ones, as an executable takes them."""
         args, kwargs = arguments
         if self._jit is None:
@@ -134,21 +195,49 @@ class Bench:
             {name: arg for name, arg in kwargs.items() if name not in static.static_argnames},
         )
 
-    def _materialized(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self) -> Arguments:
+        """Returns the call's arguments, made once."""
         if self._arguments is None:
             self._arguments = self._materialize()
         return self._arguments
 
-    def _materialize(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return inputs.materialize(self._call, self._arrays_fd, seed=_MEASURE_SEED)
+    def _materialize(self) -> Arguments:
+        args, kwargs = inputs.materialize(self._call, self._arrays_fd, seed=_SEED, kind=self._options["supply"])
+        if self._jit is None:
+            return args, kwargs
+        # A jitted function's numpy arguments are carried to the device here and not with every timed call.
+        on_device = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs))
+        return on_device[0], on_device[1]
 
-    def _compile_deviceless(self, target: dict[str, Any]) -> Any:
+    def _flusher(self) -> Callable[[], object] | None:
+        """Returns what flushes the device's cache, loaded once; None where that was not to be had."""
+        if self._flush is None and self._options["flush"] is not None:
+            blob = base64.b64decode(self._options["flush"])
+            self._flush = serialize_executable.deserialize_and_load(*payload.loads(blob))
+        return self._flush
+
+    def _compile_deviceless(
+        self, config: Config, target: dict[str, Any], announce: Callable[[str], None]
+    ) -> Callable[..., Any]:
         with _abstract_device(target) as sharding:
             args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
-            traced = self._jitted.trace(*args, **kwargs, **self._config)
+            traced = self._jitted.trace(*args, **kwargs, **config)
             if reason := why_device_is_needed(traced.jaxpr.jaxpr):
                 raise NeedsDeviceError(reason)
-            return traced.lower(lowering_platforms=(target["platform"],)).compile()
+            lowered = traced.lower(lowering_platforms=(target["platform"],))
+            _announce(lowered, announce)
+            compiled: Callable[..., Any] = lowered.compile()
+            return compiled
+
+
+def _announce(lowered: Any, announce: Callable[[str], None]) -> None:
+    """Tells a lowered program's hash, which configs have in common that lower to the same one.
+
+    A program that calls back into Python says where in a table the function is, not which: its text tells nothing.
+    """
+    text = lowered.as_text()
+    if "callback" not in text:
+        announce(hashlib.sha256(text.encode()).hexdigest())
 
 
 @contextlib.contextmanager
@@ -207,17 +296,6 @@ def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
                 yield item
 
 
-def _serialize(compiled: Any) -> bytes:
-    try:
-        return payload.dumps(serialize_executable.serialize(compiled))
-    except Exception as error:
-        raise NeedsDeviceError(f"its executable cannot be serialised: {error}") from error
-
-
-def _deserialize(blob: bytes) -> Any:
-    return serialize_executable.deserialize_and_load(*payload.loads(blob))
-
-
 def outcome_of(error: BaseException, phase: str) -> str:
     """Returns the outcome that an exception in `phase` stands for, or `unfit` for a program in the wrong worker."""
     if isinstance(error, NeedsDeviceError):
@@ -237,7 +315,7 @@ def probe(platforms: str | None) -> dict[str, Any]:
 
     Returns:
         `devices`, each with `platform`, `kind`, `index`, `num_cores`, and `config_text`, what a compiler without the device
-        must be told of it (None where JAX cannot say).
+        must be told of it (None where JAX cannot say), and `flush`, a program for `clocks.DeviceClock` (None off GPUs).
     """
     jax.config.update("jax_platforms", platforms)
     with tempfile.TemporaryDirectory(prefix="quarantune-probe-") as directory:
@@ -245,14 +323,25 @@ def probe(platforms: str | None) -> dict[str, Any]:
             flags = os.environ.get("XLA_FLAGS", "")
             os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={directory} --xla_dump_hlo_as_text"
         devices = jax.local_devices()
-        if devices[0].platform != "cpu":
-            jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
+        flush = None
+        if devices[0].platform == "gpu":
+            flush = _make_flush()
         texts = sorted(glob.glob(os.path.join(directory, "*gpu_target_config.pbtxt")))
         config_text = None
         if texts:
             with open(texts[0], encoding="utf-8") as file:
                 config_text = file.read()
-    return {"devices": describe_devices(devices), "config_text": config_text}
+    return {"devices": describe_devices(devices), "config_text": config_text, "flush": flush}
+
+
+def _make_flush() -> str:
+    """Returns a program that writes more than the device's cache holds, compiled here once for all workers."""
+
+    def flush() -> jax.Array:
+        return jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)
+
+    compiled = jax.jit(flush).lower().compile()
+    return base64.b64encode(payload.dumps(serialize_executable.serialize(compiled))).decode()
 
 
 def describe_devices(devices: Sequence[Any]) -> list[dict[str, Any]]:

@@ -294,10 +294,14 @@ def wait(
     while True:
         if (answer := done()) is not None:
             return answer
-        if claim.try_acquire():
+        try:
             # The holder may have saved its answer and let go between our two looks.
-            if (answer := done()) is None:
+            if claim.try_acquire() and (answer := done()) is None:
                 return claim
+        except BaseException:
+            claim.release()
+            raise
+        if answer is not None:
             claim.release()
             return answer
         on_wait(str(claim.holder() or "another job"), time.monotonic() - started)

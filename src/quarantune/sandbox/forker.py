@@ -19,10 +19,13 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from quarantune.sandbox import contain, spawning, wire, worker
 from quarantune.sandbox.wire import Connection, Message
+
+if TYPE_CHECKING:
+    from quarantune import payload
 
 _IMPORTABLE = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "quarantune", "absl")
 """Packages whose modules a template imports when a worker needed them: importing these has no effect but time."""
@@ -37,7 +40,7 @@ class _Client:
     arrays_fd: int = -1
     environ: dict[str, str] | None = None
     cwd: str | None = None
-    call: object = None
+    call: payload.Call | None = None
     children: dict[int, int] = dataclasses.field(default_factory=dict)
     """Process id of each child, by the number the sweep gave it."""
 
@@ -127,7 +130,12 @@ class Forker:
             case "sweep":
                 self._start_sweep(client, message, fds)
             case "worker":
-                self._start_worker(client, message, fds)
+                try:
+                    self._start_worker(client, message, fds)
+                except OSError:  # no more processes, or an environment too large for one
+                    traceback.print_exc()
+                    wire.close_all(fds)
+                    self._tell(client, {"event": "exit", "number": message["number"], "status": None})
             case "kill":
                 if (pid := client.children.get(message["number"])) is not None:
                     contain.kill_tree(pid)

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import os
 import selectors
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from quarantune import host
@@ -119,7 +120,7 @@ class Sandbox:
     @property
     def baseline_bytes(self) -> int:
         """Private memory that a worker has from the start, because its template had it."""
-        return 0 if self._sweep_pid is None else host.private_memory_bytes(self._sweep_pid)
+        return 0 if self._template is None else host.private_memory_bytes(self._sweep_pid or self._template.pid)
 
     def open(self, *, load_timeout_s: float | None) -> None:
         """Starts the sweep's template, which loads the payload once for all workers.
@@ -134,6 +135,18 @@ class Sandbox:
             LoadError: the payload cannot be loaded.
             SandboxError: no template can be started.
         """
+        try:
+            self._open_all(load_timeout_s)
+        except SandboxError:
+            if self._template is None or self._template.is_alive:
+                raise
+            if self._manager is not None:
+                self._drop(self._manager)
+                self._manager = None
+            wire.close_all([fd for fd in (self._sweep_log_fd,) if fd >= 0])
+            self._open_all(load_timeout_s)  # it died as it was asked, of something before us
+
+    def _open_all(self, load_timeout_s: float | None) -> None:
         self._open_manager()
         if self._method == "fork" and load_timeout_s is not None:
             self._open_sweep(load_timeout_s)
@@ -161,10 +174,11 @@ class Sandbox:
             "environ": dict(environ or {}),
             "method": self._method,
         }
+        forker = self._forker()
         try:
-            self._forker().send(order, [theirs.fileno(), log_fd, *fds])
+            forker.send(order, [theirs.fileno(), log_fd, *fds])
         except wire.WireError:
-            self._lose_forker()
+            self._lose_forker(forker)
         finally:
             theirs.close()
         return number
@@ -180,10 +194,12 @@ class Sandbox:
 
     def kill(self, number: int) -> None:
         """Kills a worker and everything it started; `Ended` follows."""
+        forker = self._forker()
+        self._wake_templates()
         try:
-            self._forker().send({"op": "kill", "number": number})
+            forker.send({"op": "kill", "number": number})
         except wire.WireError:
-            self._lose_forker()
+            self._lose_forker(forker)
 
     def pid(self, number: int) -> int | None:
         """Returns a worker's process id, once it is known."""
@@ -215,7 +231,7 @@ class Sandbox:
                 try:
                     connection.send({"op": "import", "modules": new})
                 except wire.WireError:
-                    self._lose_forker()
+                    self._lose_forker(connection)
 
     def poll(self, timeout_s: float) -> list[Event]:
         """Returns what happened, waiting for at most `timeout_s` where nothing has.
@@ -229,7 +245,7 @@ class Sandbox:
             if isinstance(key.data, int):
                 events += self._hear(key.data)
             else:
-                events += self._hear_template(key.data)
+                events += self._hear_forker(key.data)
         for number, worker in list(self._workers.items()):
             if worker.hears:
                 try:
@@ -260,12 +276,6 @@ class Sandbox:
     # The templates
 
     def _open_manager(self) -> None:
-        try:
-            self._open_shared()
-        except SandboxError:
-            self._open_shared()  # it was dying as it was asked; there will be a new one
-
-    def _open_shared(self) -> None:
         self._template = template.shared()
         environ = {
             **os.environ,
@@ -278,7 +288,7 @@ class Sandbox:
             payload_fd=self._payload_fd, arrays_fd=self._arrays_fd, environ=environ, cwd=_cwd()
         )
         self._environ = environ
-        self._selector.register(self._manager, selectors.EVENT_READ, self._on_manager)
+        self._selector.register(self._manager, selectors.EVENT_READ, self._manager)
 
     def _open_sweep(self, load_timeout_s: float) -> None:
         assert self._manager is not None
@@ -294,10 +304,14 @@ class Sandbox:
             raise SandboxError("the template process died") from error
         finally:
             theirs.close()
-        report = self._await_load(connection, load_timeout_s)
+        try:
+            report = self._await_load(connection, load_timeout_s)
+        except SandboxError:
+            connection.hang_up()
+            raise
         if report["event"] == "loaded" and not report["spoiled"]:
             self._sweep = connection
-            self._selector.register(connection, selectors.EVENT_READ, self._on_sweep)
+            self._selector.register(connection, selectors.EVENT_READ, connection)
             return
         connection.hang_up()
         self._sweep_pid = None
@@ -320,6 +334,7 @@ class Sandbox:
                     messages = [message for message, _ in self._manager.receive()]
                 except wire.WireError as error:
                     assert self._template is not None
+                    self._template.await_end()
                     raise SandboxError(
                         f"the template process died while it started:\n{self._template.log()}"
                     ) from error
@@ -343,24 +358,16 @@ class Sandbox:
             raise SandboxError("the sandbox is not open")
         return forker
 
-    def _on_manager(self) -> list[Event]:
-        assert self._manager is not None
-        return self._hear_forker(self._manager)
-
-    def _on_sweep(self) -> list[Event]:
-        assert self._sweep is not None
-        return self._hear_forker(self._sweep)
-
-    def _hear_template(self, listen: Callable[[], list[Event]]) -> list[Event]:
-        try:
-            return listen()
-        except wire.WireError:
-            self._lose_forker()
-            return []
-
     def _hear_forker(self, connection: Connection) -> list[Event]:
+        if connection is not self._sweep and connection is not self._manager:
+            return []  # an earlier event of this round was its end
+        try:
+            received = connection.receive()
+        except wire.WireError:
+            self._lose_forker(connection)
+            return []
         events: list[Event] = []
-        for message, _ in connection.receive():
+        for message, _ in received:
             number = message["number"]
             if message["event"] == "started":
                 if number in self._workers:
@@ -369,7 +376,7 @@ class Sandbox:
                 events += self._bury(number, message["status"])
         return events
 
-    def _lose_forker(self) -> None:
+    def _lose_forker(self, lost: Connection) -> None:
         """The process that forks our workers is gone, and its workers with it: go on with what is left."""
         for number in list(self._workers):
             self._pending += self._bury(number, None)
@@ -379,12 +386,24 @@ class Sandbox:
         if self._sweep is not None:
             self._drop(self._sweep)
             self._sweep = self._sweep_pid = None
-            if self._template is not None and self._template.is_alive:
-                return  # the process's template forks the workers from here on
-        if self._manager is not None:
-            self._drop(self._manager)
+        if lost is not self._manager:
+            # From here on the process's template forks the workers. It also sees to it that a lost one is dead.
+            assert self._manager is not None
+            with contextlib.suppress(wire.WireError):
+                self._manager.send({"op": "kill", "number": _SWEEP})
+        else:
+            self._drop(lost)
             self._manager = None
-        self._open_manager()
+            assert self._template is not None
+            template.discard(self._template)
+            self._open_manager()
+
+    def _wake_templates(self) -> None:
+        """Undoes a config's SIGSTOP to its parents, who would never do what they are asked for."""
+        for pid in (self._sweep_pid, None if self._template is None else self._template.pid):
+            if pid is not None:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGCONT)
 
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection)
@@ -471,8 +490,6 @@ def _load_death(status: int, *, timed_out: bool, timeout_s: float) -> Message:
 
 def describe_status(status: int | None) -> str:
     """Returns, in words, how a process ended."""
-    import signal
-
     if status is None:
         return "was lost"
     if status >= 0:

@@ -49,6 +49,11 @@ class Template:
             theirs.close()
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
     def is_alive(self) -> bool:
         """Whether the process runs."""
         return self._process.poll() is None
@@ -64,13 +69,16 @@ class Template:
                 )
         except wire.WireError as error:
             connection.close()
-            # A dying process closes its descriptors first: `is_alive` is to say what is true from here on.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_EXIT_WAIT_S)
+            self.await_end()
             raise SandboxError(f"the template process is gone: {error}\n{self.log()}") from error
         finally:
             theirs.close()
         return connection
+
+    def await_end(self) -> None:
+        """Waits for the end of a process whose connection broke: a dying one closes its descriptors first."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_WAIT_S)
 
     def log(self) -> str:
         """Returns the end of what the template itself printed."""
@@ -129,13 +137,19 @@ def shared() -> Template:
         return _template
 
 
-def close_shared() -> None:
-    """Ends the process's template, if it runs; the next sweep starts another."""
+def discard(template: Template) -> None:
+    """Ends a template that does not answer any more, if nobody else has: it may be dying still, and not yet dead."""
     global _template
     with _lock:
-        if _template is not None:
-            _template.close()
+        if _template is template:
             _template = None
+            template.close()
+
+
+def close_shared() -> None:
+    """Ends the process's template, if it runs; the next sweep starts another."""
+    if _template is not None:
+        discard(_template)
 
 
 def _forget_in_fork() -> None:

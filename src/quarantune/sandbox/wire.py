@@ -126,8 +126,8 @@ class Connection:
     def receive(self) -> list[tuple[Message, list[int]]]:
         """Returns the messages that have arrived, each with its descriptors.
 
-        On a blocking socket this waits for some bytes, on a non-blocking one it never waits. A frame that has arrived whole
-        is always among what is returned, unless others came before it.
+        On a blocking socket this waits for some bytes, on a non-blocking one it never waits. A frame that has
+        arrived whole is always among what is returned, unless others came before it.
 
         Raises:
             WireClosedError: the other end is closed.

@@ -10,10 +10,13 @@ import dataclasses
 import os
 import sys
 import traceback
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from quarantune.sandbox import wire
 from quarantune.sandbox.wire import Connection, Message
+
+if TYPE_CHECKING:
+    from quarantune import payload, trial
 
 _MESSAGE_CHARS = 4000
 _TRACEBACK_LINES = 12
@@ -32,7 +35,7 @@ class Shared:
 
     payload_fd: int
     arrays_fd: int
-    call: object
+    call: payload.Call | None
     cwd: str | None
 
 
@@ -61,6 +64,7 @@ class Worker:
         self._connection = connection
         self._shared = shared
         self._bench: Any = None
+        self._program: Any = None
         self._phase = "load"
         self._trial: int | None = None
         self._modules = set(sys.modules)
@@ -103,15 +107,46 @@ class Worker:
                 bench.prepare()
                 return {"type": "ready"}
             case "compile":
-                self._enter("compile")
-                reply = bench.compile(task["config"], target=task["target"], save_fd=fds[0] if fds else None)
-                return {"type": "compiled", **reply, "modules": self._new_modules()}
+                return self._compile(bench, task, fds)
             case "measure":
                 self._enter("check")
-                bench.check(task["config"], load_fd=fds[0] if fds else None)
+                program = bench.load(fds[0]) if task["load"] else self._program
+                bench.run(program)
                 self._enter("measure")
-                return {"type": "measured", **bench.measure()}
+                measured = bench.measure(program, bar_ms=task["bar_ms"])
+                if not task["load"] and fds and not measured["is_slow"]:
+                    # A finalist, perhaps; one that cannot be saved is compiled anew for the final.
+                    with contextlib.suppress(trial.NeedsDeviceError):
+                        bench.save(program, fds[0])
+                return {"type": "measured", **measured}
+            case "compare":
+                return self._compare(bench, task, fds)
         raise ValueError(f"no such task: {task['do']!r}")
+
+    def _compile(self, bench: trial.Bench, task: Message, fds: list[int]) -> Message:
+        self._enter("compile")
+        self._program = bench.compile(
+            task["config"],
+            target=task["target"],
+            away=bool(fds),
+            announce=lambda program: self._send({"type": "lowered", "program": program}),
+        )
+        if fds:
+            bench.save(self._program, fds[0])
+        return {"type": "compiled", "compile_s": self._program.compile_s, "modules": self._new_modules()}
+
+    def _compare(self, bench: trial.Bench, task: Message, fds: list[int]) -> Message:
+        self._enter("compile")
+        saved = iter(fds)
+        programs = [
+            bench.load(next(saved)) if entry["saved"] else bench.compile(entry["config"], target=None)
+            for entry in task["entries"]
+        ]
+        self._enter("check")
+        for program in programs:
+            bench.run(program)
+        self._enter("measure")
+        return {"type": "compared", "rounds_ms": bench.compare(programs)}
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
@@ -127,7 +162,7 @@ class Worker:
         return names
 
 
-def load_call(payload_fd: int, cwd: str | None) -> object:
+def load_call(payload_fd: int, cwd: str | None) -> payload.Call:
     """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it."""
     from quarantune import payload
 

@@ -1,0 +1,111 @@
+"""Compares quarantune with the peers that are installed, on this machine, in one run; README.md says how."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jobs
+import kernels
+import tables
+
+_HOUSE = "quarantune"
+_PEERS = {"tonno": "tonno", "tune-jax": "tune_jax"}
+"""What pip calls them, and what Python does."""
+_ROUNDS, _QUICK_ROUNDS = 15, 6
+"""How often the configs close to the best are timed to find out which is."""
+
+
+def main() -> None:
+    """Runs every job, one after another, and prints each table when it is complete."""
+    options = _parse_arguments()
+    if not importlib.util.find_spec(_HOUSE):
+        sys.exit(f"{_HOUSE} is not installed here: run `pip install .` in its checkout")
+    contenders = [_HOUSE, *(peer for peer, module in _PEERS.items() if importlib.util.find_spec(module))]
+    machine = jobs.run("machine", "describe", platform=options.platform, distributions=contenders)
+    platform = machine["platform"]
+    if platform not in kernels.PROBLEMS:
+        sys.exit(f"there is no kernel for a {platform} here: give --platform cpu or --platform gpu")
+    _introduce(machine, options)
+
+    results: dict[str, Any] = {"machine": machine, "sweeps": {}, "oracle": {}}
+    problem = kernels.PROBLEMS[platform]
+    for size in problem.quick_sizes if options.quick else problem.sizes:
+        sweeps = _run_in_turn("sweep", contenders, options.repeat, platform=platform, size=size)
+        _say(f"{size}: timing every config")
+        rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
+        oracle = jobs.run("oracle", "exhaust", platform=platform, problem=platform, size=size, rounds=rounds)
+        results["sweeps"][size], results["oracle"][size] = sweeps, oracle
+        heading = f"A product of two {size} x {size} matrices of {problem.dtype}"
+        _print(heading, tables.sweeps(sweeps, oracle, house=_HOUSE), tables.about(oracle))
+
+    results["cached_calls"] = _run_in_turn("cached_call", contenders, options.repeat, platform=platform)
+    _print("A call that is tuned already, of two small arrays", tables.cached_calls(results["cached_calls"]))
+
+    _say("what the sandbox costs")
+    results["sandbox"] = jobs.run("overhead", "per_config", platform=platform, problem=platform, repeat=options.repeat)
+    _print("What the sandbox costs, for a config that does next to nothing", tables.sandbox(results["sandbox"]))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--platform", choices=["auto", "cpu", "gpu"], default="auto", help="default: what JAX chooses")
+    parser.add_argument("--repeat", type=_count, default=3, metavar="N", help="how often each tunes (default: 3)")
+    parser.add_argument("--quick", action="store_true", help="small matrices, and fewer rounds to find the best config")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep every number there")
+    return parser.parse_args()
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return count
+
+
+def _introduce(machine: dict[str, Any], options: argparse.Namespace) -> None:
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    print(f"{machine['device']}, {machine['cores']} CPU cores; Python {machine['python']}; {versions}")
+    for peer in _PEERS:
+        if peer not in machine["versions"]:
+            print(f"{peer} is not installed here and left out: pip install {peer}")
+    print(f"Medians of {options.repeat}" + (", quick mode" if options.quick else ""))
+
+
+def _run_in_turn(
+    function: str, contenders: Sequence[str], repeat: int, *, platform: str, **arguments: Any
+) -> dict[str, list[dict[str, Any]]]:
+    """Runs a job so many times for each contender, each time another one first, and returns what came of each."""
+    runs: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
+    about = "".join(f"{value}: " for value in arguments.values())
+    for turn in range(repeat):
+        first = turn % len(contenders)
+        for contender in [*contenders[first:], *contenders[:first]]:
+            _say(f"{about}{contender}, {function.replace('_', ' ')} {turn + 1} of {repeat}")
+            try:
+                run = jobs.run(
+                    "contenders", function, platform=platform, problem=platform, contender=contender, **arguments
+                )
+            except jobs.JobError as error:
+                run = {"error": str(error)}
+            runs[contender].append(run)
+    return runs
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print(heading: str, *paragraphs: str) -> None:
+    print(f"\n### {heading}", *paragraphs, sep="\n\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""How each contender tunes, and how long its sweep and its cached calls take."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import kernels
+
+import quarantune
+
+Tuned = Callable[..., Any]
+Chosen = Callable[..., dict[str, Any]]
+"""Given the arguments of a call that was tuned: the config that it runs with."""
+
+_CALLS_PER_SAMPLE = 200
+_CALL_SAMPLES = 101
+
+
+def with_quarantune(kernel: Tuned, space: kernels.Space) -> tuple[Tuned, Chosen]:
+    """Tunes with this package."""
+    tuned = quarantune.autotune(dict(space))(kernel)
+
+    def chosen(*args: Any) -> dict[str, Any]:
+        config = tuned.lookup(*args)
+        assert config is not None
+        return dict(config)
+
+    return tuned, chosen
+
+
+def with_tonno(kernel: Tuned, space: kernels.Space) -> tuple[Tuned, Chosen]:
+    """Tunes with tonno, whose answer is in the one file of its cache."""
+    tuned = importlib.import_module("tonno").autotune(kernels.grid(space))(kernel)
+
+    def chosen(*args: Any) -> dict[str, Any]:
+        (file,) = Path(os.environ["TONNO_CACHE_DIR"]).glob("*.json")
+        (calls,) = json.loads(file.read_text()).values()
+        (entry,) = calls.values()
+        return dict(entry["config"])
+
+    return tuned, chosen
+
+
+def with_tune_jax(kernel: Tuned, space: kernels.Space) -> tuple[Tuned, Chosen]:
+    """Tunes with tune-jax, which remembers for as long as the process lives."""
+    tuned = importlib.import_module("tune_jax").tune(kernel, hyperparams=dict(space))
+    return tuned, lambda *args: dict(tuned.optimal_hyperparams)
+
+
+CONTENDERS = {"quarantune": with_quarantune, "tonno": with_tonno, "tune-jax": with_tune_jax}
+
+
+def sweep(*, contender: str, problem: str, size: int) -> dict[str, Any]:
+    """Makes the first call of a tuned function.
+
+    The backend is up and the arguments are on the device before the clock starts.
+
+    Returns:
+        `sweep_s`, until the call's result is ready, and `config`, which the contender chose.
+    """
+    case = kernels.PROBLEMS[problem]
+    args = case.arguments(size)
+    tuned, chosen = CONTENDERS[contender](case.kernel, case.space)
+    start = time.perf_counter()
+    jax.block_until_ready(tuned(*args))
+    return {"sweep_s": time.perf_counter() - start, "config": chosen(*args)}
+
+
+def cached_call(*, contender: str, problem: str) -> dict[str, Any]:
+    """Times calls of a tuned function that does next to nothing, in turn with the bare jitted one.
+
+    Returns:
+        `tuned_us` and `bare_us`, medians of one call.
+    """
+    args = kernels.PROBLEMS[problem].arguments(8)
+    tuned, chosen = CONTENDERS[contender](kernels.trivial, {"factor": [1, 2]})
+    jax.block_until_ready(tuned(*args))
+    config = chosen(*args)
+
+    times: dict[str, list[float]] = {"tuned_us": [], "bare_us": []}
+    for _ in range(_CALL_SAMPLES):
+        times["tuned_us"].append(_call_us(tuned, args, {}))
+        times["bare_us"].append(_call_us(kernels.trivial, args, config))
+    return {name: statistics.median(samples) for name, samples in times.items()}
+
+
+def _call_us(fn: Tuned, args: tuple[Any, ...], config: dict[str, Any]) -> float:
+    start = time.perf_counter()
+    for _ in range(_CALLS_PER_SAMPLE):
+        out = fn(*args, **config)
+    elapsed = time.perf_counter() - start
+    jax.block_until_ready(out)
+    return 1e6 * elapsed / _CALLS_PER_SAMPLE

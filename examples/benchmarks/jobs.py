@@ -1,0 +1,76 @@
+"""One job in a fresh process of its own: both sides of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+_TIMEOUT_S = 1800.0
+_PREFIXES = ("QUARANTUNE_", "TONNO_", "JAX_COMPILATION_CACHE", "JAX_PERSISTENT_CACHE", "JAX_ENABLE_COMPILATION_CACHE")
+
+
+class JobError(RuntimeError):
+    """A job raised, died or took too long."""
+
+
+def run(module: str, function: str, *, platform: str, **arguments: Any) -> Any:
+    """Runs a function of a module beside this file in a fresh process, with empty caches that are thrown away after it.
+
+    Args:
+        module: the module's name.
+        function: the function's name.
+        platform: `cpu`, `gpu`, or `auto` for JAX's own choice.
+        **arguments: what the function is given; like its result, JSON-able.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        JobError: it did not get that far.
+    """
+    with tempfile.TemporaryDirectory(prefix="quarantune-benchmark-") as directory:
+        answer, log = Path(directory, "answer.json"), Path(directory, "log")
+        command = [sys.executable, __file__, module, function, json.dumps(arguments), str(answer)]
+        with log.open("wb") as output:
+            try:
+                child = subprocess.run(
+                    command,
+                    env=_environment(platform, Path(directory)),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    timeout=_TIMEOUT_S,
+                )
+            except subprocess.TimeoutExpired:
+                raise JobError(f"no answer within {_TIMEOUT_S:.0f} s") from None
+        if child.returncode != 0 or not answer.exists():
+            lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+            raise JobError(f"exit code {child.returncode}: {lines[-1].strip()}")
+        return json.loads(answer.read_text())
+
+
+def _environment(platform: str, directory: Path) -> dict[str, str]:
+    """Returns what every job finds in its environment: the caller's, without anything that outlives the job."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_PREFIXES)}
+    if platform != "auto":
+        kept["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[platform]
+    return kept | {
+        "QUARANTUNE_CACHE_DIR": str(directory / "quarantune"),
+        "TONNO_CACHE_DIR": str(directory / "tonno"),
+        "CUDA_CACHE_PATH": str(directory / "cuda"),
+    }
+
+
+def _main(module: str, function: str, arguments: str, answer: str) -> None:
+    result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
+    Path(answer).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,89 @@
+"""How fast every config really is: all of them compiled, then timed in turn, so that drift is shared."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import kernels
+
+_ROUNDS = 3
+"""How often every config is timed."""
+_CLOSE = 2.0
+"""Those within so many times the best are timed more often: only they can be mistaken for it."""
+_DEVICE_RUNS = 10
+_PLAUSIBLE_MS = 60_000
+"""The profiler's counter wraps now and then, and then says centuries."""
+
+
+def exhaust(*, problem: str, size: int, rounds: int) -> dict[str, Any]:
+    """Times every config of a problem.
+
+    Args:
+        problem: its name.
+        size: the number of rows of its matrices.
+        rounds: how often the configs close to the best are timed.
+
+    Returns:
+        `configs` and their `times_ms`, for each config a list of one value per round, empty where it does not work.
+
+    Raises:
+        ValueError: a config's product is wrong.
+    """
+    case = kernels.PROBLEMS[problem]
+    args = case.arguments(size)
+    expected = jnp.dot(*args, preferred_element_type=jnp.float32)
+    run = _device_ms if problem == "gpu" else _wall_ms
+    configs = kernels.grid(case.space)
+    compiled: dict[int, Any] = {}
+    for index, config in enumerate(configs):
+        try:
+            compiled[index] = case.kernel.lower(*args, **config).compile()
+            product = compiled[index](*args)
+        except jax.errors.JaxRuntimeError:
+            compiled.pop(index, None)  # wants more of the device than there is
+            continue
+        error = float(jnp.max(jnp.abs(product - expected)) / jnp.max(jnp.abs(expected)))
+        if not error <= 0.01:
+            raise ValueError(f"{config} is off by {error:.1%} of the product's largest element")
+
+    times: dict[int, list[float]] = {index: [] for index in range(len(configs))}
+    _time_in_turn(compiled, times, run, args, rounds=min(_ROUNDS, rounds))
+    limit = _CLOSE * min(statistics.median(times[index]) for index in compiled)
+    close = {index: fn for index, fn in compiled.items() if statistics.median(times[index]) <= limit}
+    _time_in_turn(close, times, run, args, rounds=rounds - min(_ROUNDS, rounds))
+    return {"configs": configs, "times_ms": list(times.values())}
+
+
+def _time_in_turn(
+    compiled: dict[int, Any],
+    times: dict[int, list[float]],
+    run: Callable[[Any, tuple[Any, ...]], float],
+    args: tuple[Any, ...],
+    *,
+    rounds: int,
+) -> None:
+    order = list(compiled)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for index in order:
+            times[index].append(run(compiled[index], args))
+
+
+def _wall_ms(compiled: Any, args: tuple[Any, ...]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(compiled(*args))
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _device_ms(compiled: Any, args: tuple[Any, ...]) -> float:
+    from jax.experimental.mosaic.gpu import profiler
+
+    # The first run of a series comes out slow, even after a warm-up.
+    _, samples = profiler.Cupti(finalize=False).measure(compiled, iterations=1 + _DEVICE_RUNS)(*args)
+    return statistics.median(sample for sample in samples[1:] if 0 < sample < _PLAUSIBLE_MS)

@@ -1,0 +1,110 @@
+"""Who is in the final, and what it decides: the winner, and those the noise cannot tell from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from quarantune.measure import plausible, standard_error
+from quarantune.outcomes import Config, Outcome, Trial
+
+FINALISTS = 4
+_CONTENDER = 1.5
+"""Whoever took this many times longer than the fastest has no place in the final."""
+_PER_ROUND = 3
+_MIN_ROUNDS = 5
+_MAX_ROUNDS = 15
+_BUDGET_S = 1.5
+_SIGMAS = 2.5
+_NOISE_FLOOR = 0.002
+"""Two medians closer than this are the same: it is what clocks and frequencies wander between two runs of one program."""
+
+
+def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[int]:
+    """Returns the indices of the trials to compare once more, fastest first; one where there is nothing to compare.
+
+    Configs that lowered to the same program were measured once and are represented by the first of them.
+    """
+    measured = [index for index, trial in trials.items() if trial.outcome is Outcome.OK and trial.time_ms is not None]
+    ranked = sorted(measured, key=lambda index: (trials[index].time_ms or 0.0, index))
+    if not ranked:
+        return []
+    limit = _CONTENDER * (trials[ranked[0]].time_ms or 0.0)
+    return [index for index in ranked if (trials[index].time_ms or 0.0) <= limit][:count]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a final decided.
+
+    Attributes:
+        winner: the index of the config to use.
+        tie: the indices of those the noise cannot tell from it, without it.
+    """
+
+    winner: int
+    tie: tuple[int, ...]
+
+
+def decide(rounds: Mapping[int, Sequence[float]], *, default: int | None) -> Verdict:
+    """Names the winner of a final.
+
+    Samples of one round were taken one right after another, so their ratios are free of what drifts between rounds. Where
+    the median ratio of two is within its own error, they tie; of those that tie with the fastest, the function's own
+    default is preferred, then the first in the list of configs.
+
+    Args:
+        rounds: each finalist's samples, one per round, in milliseconds, by index.
+        default: the index of the config that is the function's own default, if it is in the list.
+    """
+    leader = min(rounds, key=lambda index: (statistics.median(rounds[index]), index))
+    level = sorted(index for index in rounds if index == leader or _ties(rounds[leader], rounds[index]))
+    winner = default if default in level else level[0]
+    assert winner is not None
+    return Verdict(winner, tuple(index for index in level if index != winner))
+
+
+def play(
+    contenders: Sequence[Callable[[int], Sequence[float]]], *, clock: Callable[[], float] = time.perf_counter
+) -> list[list[float]]:
+    """Times contenders in turn until the fastest is clear, the noise is as low as it gets, or the rounds run out.
+
+    Args:
+        contenders: each takes a number of samples, in milliseconds.
+        clock: seconds.
+
+    Returns:
+        Each contender's samples, one per round: the median of a few taken together.
+    """
+    rounds: dict[int, list[float]] = {index: [] for index in range(len(contenders))}
+    started = clock()
+    for played in range(1, _MAX_ROUNDS + 1):
+        for index, take in enumerate(contenders):
+            # An implausible batch leaves the last round's standing, so that rounds stay aligned.
+            samples = plausible(take(_PER_ROUND)) or rounds[index][-1:]
+            if not samples:
+                raise ValueError("the clock gave no plausible sample")
+            rounds[index].append(statistics.median(samples))
+        if played >= _MIN_ROUNDS and (is_clear(rounds) or clock() - started > _BUDGET_S):
+            break
+    return [rounds[index] for index in range(len(contenders))]
+
+
+def is_clear(rounds: Mapping[int, Sequence[float]]) -> bool:
+    """Returns whether more rounds would change nothing: every finalist is behind the leader beyond doubt."""
+    leader = min(rounds, key=lambda index: statistics.median(rounds[index]))
+    return not any(_ties(rounds[leader], rounds[index]) for index in rounds if index != leader)
+
+
+def _ties(leader: Sequence[float], other: Sequence[float]) -> bool:
+    ratios = [theirs / ours for ours, theirs in zip(leader, other, strict=False)]
+    behind = statistics.median(ratios) - 1.0
+    return behind <= max(_NOISE_FLOOR, _SIGMAS * standard_error(ratios))
+
+
+def default_index(configs: Sequence[Config], defaults: Config) -> int | None:
+    """Returns where a function's own defaults are in its list of configs, or None."""
+    return next((index for index, config in enumerate(configs) if config == defaults), None)
+

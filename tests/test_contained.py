@@ -1,0 +1,183 @@
+"""Whatever a config does, its outcome is named, every other config is measured, and nothing stays behind."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import poisons
+import psutil
+import pytest
+from aftermath import nothing_is_left
+from misdeeds import MEASURED, MISDEEDS, kernel
+
+import quarantune
+from quarantune.outcomes import Trial
+from quarantune.sandbox import template
+
+X = np.ones(8, np.float32)
+
+# misdeed: (outcome and words of the message while tracing, the same while running). XLA wraps what a callback raises.
+ENDS = {
+    "fail": (("error", "ArithmeticError: this config is no good"), ("error", "this config is no good")),
+    "fail_unspeakably": (("error", "UnspeakableError.*cannot be had"), ("crashed", "SIGABRT")),
+    "exit_politely": (("error", "SystemExit: that is enough"), ("error", "SystemExit")),
+    "interrupt": (("error", "KeyboardInterrupt: no terminal"), ("error", "KeyboardInterrupt")),
+    "segfault": (("crashed", "SIGSEGV"), ("crashed", "SIGSEGV")),
+    "abort": (("crashed", "SIGABRT"), ("crashed", "SIGABRT")),
+    "kill_itself": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
+    "kill_its_group": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
+    "kill_its_parent": (("lost", "started it died"), ("lost", "started it died")),
+    "stop_itself": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
+    "hang": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
+    "hang_holding_the_gil": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
+    "hang_deaf_to_signals": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
+    "starve": (("oom", r"held 0.\d+ GB.*limit of 0.20 GB"), ("oom", r"held 0.\d+ GB.*limit of 0.20 GB")),
+    "starve_in_a_child": (("oom", r"held 0.\d+ GB.*limit"), ("oom", r"held 0.\d+ GB.*limit")),
+    "ask_for_too_much": (("error", "MemoryError"), ("error", "MemoryError")),
+    "exit_with_0": (("crashed", "code 0 without a result"), ("crashed", "code 0 without a result")),
+    "exit_with_7": (("crashed", "code 7 without a result"), ("crashed", "code 7 without a result")),
+    "leave_a_child": (("ok", ""), ("ok", "")),
+    "leave_a_daemon": (("ok", ""), ("ok", "")),
+    "flood": (("ok", ""), ("ok", "")),
+    "flood_forever": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
+    "scribble": (("crashed", "damaged its own connection"), ("crashed", "damaged its own connection")),
+    "close_everything": (("crashed", "without a result"), ("crashed", "without a result")),
+    "replace_stdout": (("ok", ""), ("ok", "")),
+    "move_away": (("ok", ""), ("ok", "")),
+    "leave_threads": (("ok", ""), ("ok", "")),
+    "hang_at_exit": (("ok", ""), ("ok", "")),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gives the test a TMPDIR that nobody else writes to."""
+    directory = tmp_path / "tmp"
+    directory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(directory))
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    template.shared()
+    yield
+
+
+def tune(*space: tuple[str, str]) -> list[Trial]:
+    return list(kernel.tune(X, space=space).trials)
+
+
+def ends(trials: Iterable[Trial]) -> list[str]:
+    """Returns how trials ended; one that was measured is `ok`, though it may have been too slow to be measured for long."""
+    return ["ok" if trial.outcome in MEASURED else trial.outcome.value for trial in trials]
+
+
+GOOD = ("good", "")
+
+
+def test_every_misdeed_is_tested() -> None:
+    assert set(ENDS) | {"bomb"} == set(MISDEEDS)
+
+
+@pytest.mark.parametrize("misdeed", ENDS)
+def test_a_misdeed_is_named_and_harms_nobody_else(misdeed: str) -> None:
+    with nothing_is_left():
+        before, tracing, between, running, after = tune(GOOD, (misdeed, "tracing"), GOOD, (misdeed, "running"), GOOD)
+    assert ends((before, between, after)) == ["ok"] * 3
+    for trial, phase, (outcome, words) in zip((tracing, running), ("compile", "check"), ENDS[misdeed], strict=True):
+        assert ends([trial]) == [outcome]
+        if outcome != "ok":
+            assert trial.phase == phase
+            assert re.search(words, trial.message, re.DOTALL), trial.message
+        assert len(trial.log_tail) <= 2000
+
+
+def test_a_fork_bomb_leaves_no_splinter() -> None:
+    with nothing_is_left(), quarantune.settings(memory_limit="8GB"):
+        trials = tune(GOOD, ("bomb", "tracing"), GOOD, ("bomb", "running"), GOOD)
+    assert ends(trials) == ["ok"] * 5
+
+
+@pytest.mark.parametrize("when", ["tracing", "running"])
+def test_a_crash_says_where_python_was(when: str) -> None:
+    _, crashed = tune(GOOD, ("segfault", when))
+    assert "Segmentation fault" in crashed.log_tail
+    assert "in segfault" in crashed.log_tail
+
+
+def test_an_error_keeps_its_last_traceback_lines_and_what_was_printed() -> None:
+    _, failed, _, flooded = tune(GOOD, ("fail", "tracing"), GOOD, ("flood", "tracing"))
+    assert "in fail" in failed.log_tail
+    assert flooded.log_tail.endswith("the last word\n")
+
+
+def test_an_oom_trial_tells_how_much_it_held() -> None:
+    _, starved = tune(GOOD, ("starve", "tracing"))
+    assert starved.peak_memory_bytes is not None
+    assert starved.peak_memory_bytes > 200e6
+
+
+def test_misdeeds_are_contained_in_spawned_workers_too() -> None:
+    with nothing_is_left(), quarantune.settings(start_method="spawn", compile_timeout=20):
+        trials = tune(("segfault", "tracing"), ("leave_a_daemon", "running"), GOOD)
+    assert ends(trials) == ["crashed", "ok", "ok"]
+
+
+def test_every_process_dying_is_an_error_of_the_caller_that_names_each() -> None:
+    with nothing_is_left(), pytest.raises(quarantune.TuningFailedError, match="All 2 configs failed") as caught:
+        tune(("segfault", "tracing"), ("exit_with_0", "running"))
+    assert [trial.outcome for trial in caught.value.trials] == ["crashed", "crashed"]
+    assert "SIGSEGV" in str(caught.value)
+
+
+class TestReusedWorkers:
+    """Compiled in one process, measured in another that takes four configs."""
+
+    @pytest.fixture(autouse=True)
+    def reuse(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "4")
+
+    @staticmethod
+    def tune(*acts: str) -> dict[str, Trial]:
+        result = poisons.kernel.tune(X, space=acts)
+        assert {trial.route for trial in result.trials} == {"apart"}
+        return {trial.config["act"]: trial for trial in result.trials}
+
+    def test_a_config_that_fails_in_a_poisoned_worker_is_repeated_in_a_fresh_one(self, tmp_path: Path) -> None:
+        with nothing_is_left():
+            trials = self.tune("good", "poison", "victim", "good again")
+        assert ends(trials.values()) == ["ok"] * 4
+
+    def test_a_config_that_crashes_in_a_used_worker_crashes_in_a_fresh_one_before_it_counts(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        journal = tmp_path / "crashes"
+        monkeypatch.setenv(poisons.CRASHES, str(journal))
+        with nothing_is_left():
+            trials = self.tune("good", "segfault", "good again")
+        assert ends(trials.values()) == ["ok", "crashed", "ok"]
+        assert trials["segfault"].phase == "check"
+        assert len(set(journal.read_text().split())) == 2  # in two processes
+
+    @pytest.mark.parametrize(
+        ("act", "outcome"), [("hang", "timeout"), ("exit", "crashed"), ("fail", "error"), ("starve", "oom")]
+    )
+    def test_trouble_in_a_shared_worker_stays_with_its_config(self, act: str, outcome: str) -> None:
+        with nothing_is_left():
+            trials = self.tune("good", act, "good again")
+        assert ends(trials.values()) == ["ok", outcome, "ok"]
+
+    @pytest.mark.parametrize("misdeed", ["segfault", "leave_a_daemon", "close_everything", "hang"])
+    def test_misdeeds_while_tracing_are_contained_in_the_compile_worker(self, misdeed: str) -> None:
+        with nothing_is_left():
+            trials = tune(GOOD, (misdeed, "tracing"), GOOD)
+        (outcome, _), _ = ENDS[misdeed]
+        assert ends(trials) == ["ok", outcome, "ok"]
+
+
+def test_the_template_outlives_every_sweep() -> None:
+    tune(GOOD)
+    pid = next(child.pid for child in psutil.Process().children())
+    tune(GOOD, ("segfault", "tracing"))
+    assert [child.pid for child in psutil.Process().children(recursive=True)] == [pid]

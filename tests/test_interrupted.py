@@ -1,0 +1,266 @@
+"""However a sweep is cut short, nothing of it stays alive, and what it measured is not measured again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import misdeeds
+import numpy as np
+import psutil
+import pytest
+from aftermath import MARK, carriers, eventually, nothing_is_left, running_templates
+
+import quarantune
+from quarantune.sandbox import template
+
+X = np.ones(8, np.float32)
+SOURCE = Path(quarantune.__file__).parents[1]
+GOOD = ("good", "")
+
+# Config 2 leaves a grandchild and config 5 hangs, as long as the file `hang` is there. Each that is traced says so.
+PROGRAM = """
+import functools, os, sys, time
+from pathlib import Path
+import jax
+import numpy as np
+import psutil
+import quarantune
+from quarantune.sandbox import template
+
+sys.path.insert(0, {tests!r})
+import misdeeds
+
+HERE = Path({here!r})
+
+@quarantune.autotune({{"n": list(range(7))}}, warmup=0, rep=1, name="kernel")
+@functools.partial(jax.jit, static_argnames=["n"])
+def kernel(x, n: int = 0):
+    with open(HERE / "traced", "a") as file:
+        file.write(f"{{n}}\\n")
+    if n == 2:
+        misdeeds.leave_a_daemon()
+    if n == 5 and (HERE / "hang").exists():
+        (HERE / "hangs").touch()
+        misdeeds.hang()
+    return x + n
+
+if __name__ == "__main__":
+    x = np.ones(8, np.float32)
+    try:
+        kernel(x)
+    except KeyboardInterrupt:
+        (HERE / "interrupted_at").write_text(str(time.monotonic()))
+        left = psutil.Process().children(recursive=True)
+        (HERE / "hang").unlink()
+        result = np.asarray(kernel(x))
+        assert result[0] == 1 + kernel.lookup(x)["n"], result
+        (HERE / "left").write_text(str(len(left)))
+"""
+
+
+class Program:
+    """A tuning program that is somewhere in the middle of its sweep."""
+
+    def __init__(self, here: Path) -> None:
+        self.here = here
+        self.mark = uuid.uuid4().hex
+        (here / "hang").touch()
+        text = PROGRAM.format(here=str(here), tests=str(Path(__file__).parent))
+        (here / "program.py").write_text(text, encoding="utf-8")
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {**os.environ, MARK: self.mark, "PYTHONPATH": str(SOURCE)}
+
+    def start(self, prefix: tuple[str, ...] = (), **options: object) -> subprocess.Popen[bytes]:
+        command = [*prefix, sys.executable, "-W", "error", str(self.here / "program.py")]
+        process = subprocess.Popen(
+            command,
+            env=self.environ,
+            stderr=subprocess.PIPE,
+            **options,  # type: ignore[call-overload]
+        )
+        assert eventually((self.here / "hangs").exists, timeout_s=60), "the sweep did not come to the config that hangs"
+        # Owner, template, sweep's template, the grandchild, and the worker that hangs.
+        assert len(carriers(MARK, self.mark)) >= 5
+        return process
+
+    def is_gone(self) -> bool:
+        return not carriers(MARK, self.mark)
+
+    def traced(self) -> list[int]:
+        return [int(line) for line in (self.here / "traced").read_text().split()]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Program]:
+    program = Program(tmp_path)
+    yield program
+    for pid in carriers(MARK, program.mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_outlives_a_caller_that_is_killed(program: Program, number: signal.Signals) -> None:
+    with program.start() as process:
+        process.send_signal(number)
+        assert eventually(program.is_gone, timeout_s=2)
+        assert process.wait() == -number
+
+
+def test_a_sweep_goes_on_where_a_killed_one_ended(program: Program) -> None:
+    with program.start() as process:
+        process.kill()
+    (program.here / "hang").unlink()
+    finished = [json.loads(line[9:])["trial"]["config"]["n"] for line in _journal_lines(program.here)]
+    before = len(program.traced())
+    subprocess.run([sys.executable, str(program.here / "program.py")], env=program.environ, check=True)
+    again = program.traced()[before:]
+    assert finished, "it was killed before anything was finished, which shows nothing"
+    assert sorted(again + finished) == list(range(7))
+
+
+def _journal_lines(here: Path) -> list[str]:
+    files = (here / "cache" / "kernel.trials").glob("*.jsonl")
+    return [line for file in files for line in file.read_text().splitlines() if '"trial"' in line]
+
+
+def _to_the_process(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGINT)
+
+
+def _to_its_group(process: subprocess.Popen[bytes]) -> None:
+    os.killpg(process.pid, signal.SIGINT)
+
+
+@pytest.mark.parametrize("interrupt", [_to_the_process, _to_its_group])
+def test_an_interrupt_ends_the_sweep_at_once_and_the_next_call_goes_on_with_it(
+    program: Program, interrupt: Callable[[subprocess.Popen[bytes]], None]
+) -> None:
+    with program.start(start_new_session=True) as process:
+        interrupt(process)
+        _check_the_interrupt(program, process)
+
+
+def test_control_c_on_a_terminal_ends_the_sweep_at_once(program: Program) -> None:
+    ours, theirs = os.openpty()
+    login = "import os, sys; os.login_tty(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"
+    try:
+        prefix = (sys.executable, "-c", login, str(theirs))
+        with program.start(prefix, start_new_session=False, pass_fds=[theirs]) as process:
+            os.write(ours, b"\x03")
+            _check_the_interrupt(program, process)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def _check_the_interrupt(program: Program, process: subprocess.Popen[bytes]) -> None:
+    sent_at = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors.decode()
+    assert float((program.here / "interrupted_at").read_text()) - sent_at < 1
+    assert (program.here / "left").read_text() == "1", "only the template may be left"
+    assert eventually(program.is_gone, timeout_s=2)
+    assert json.loads((program.here / "cache" / "kernel.json").read_text())
+    # What was measured when the interrupt came was not traced again, so only what was compiled and parked was.
+    assert sorted(set(program.traced())) == list(range(7))
+    assert program.traced().count(0) == 1
+
+
+class Watcher(logging.Handler):
+    """Does something when the first config of a sweep has ended."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__(logging.INFO)
+        self._act = act
+        self.calls = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if re.search(": (ok|slow) ", record.getMessage()):
+            self.calls += 1
+            if self.calls == 1:
+                self._act()
+
+
+@contextlib.contextmanager
+def watching(act: Callable[[], object]) -> Iterator[Watcher]:
+    logger, watcher = logging.getLogger("quarantune"), Watcher(act)
+    level = logger.level
+    logger.addHandler(watcher)
+    logger.setLevel(logging.INFO)
+    try:
+        yield watcher
+    finally:
+        logger.removeHandler(watcher)
+        logger.setLevel(level)
+
+
+class StopIt(Exception):
+    """Raised in the middle of a sweep, by the caller's own code."""
+
+
+def stop_it(*_: object, **__: object) -> bool:
+    raise StopIt
+
+
+@pytest.fixture
+def warm() -> None:
+    template.shared()
+
+
+@pytest.mark.usefixtures("warm")
+def test_an_exception_in_the_callers_own_code_ends_the_sweep_and_the_next_call_goes_on_with_it() -> None:
+    space = (GOOD,) * 6
+    with nothing_is_left(), watching(stop_it), pytest.raises(StopIt):
+        misdeeds.kernel.eval_shape(X, space=space)
+    with nothing_is_left(), watching(lambda: None) as watcher:
+        misdeeds.kernel.eval_shape(X, space=space)  # unlike a call, it starts no backend here
+    assert 1 <= watcher.calls <= 5  # the first was not measured again
+
+
+@pytest.mark.usefixtures("warm")
+def test_an_exception_in_prune_fn_reaches_the_caller_and_starts_nothing() -> None:
+    tuned = quarantune.autotune([{"mode": "good"}], prune_fn=stop_it)(misdeeds.kernel.__wrapped__)
+    with nothing_is_left(), pytest.raises(StopIt):
+        tuned.eval_shape(X)
+
+
+def _kill_the_template() -> None:
+    running_templates()[0].kill()
+
+
+def _kill_the_sweeps_template() -> None:
+    (process,) = running_templates()
+    process.children()[0].kill()
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("kill", [_kill_the_template, _kill_the_sweeps_template])
+def test_a_sweep_whose_template_is_killed_finishes(kill: Callable[[], None]) -> None:
+    with nothing_is_left(), watching(kill) as watcher:
+        result = misdeeds.kernel.tune(X, space=(GOOD,) * 8)
+    assert watcher.calls == 8
+    assert all(trial.outcome in misdeeds.MEASURED for trial in result.trials)
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_template_that_was_killed_between_sweeps_is_replaced() -> None:
+    misdeeds.kernel.tune(X, space=(GOOD,))
+    with nothing_is_left():
+        _kill_the_template()
+        result = misdeeds.kernel.tune(X, space=(GOOD,))
+    assert all(trial.outcome in misdeeds.MEASURED for trial in result.trials)
+    assert len(psutil.Process().children()) == 1

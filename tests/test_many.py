@@ -1,0 +1,107 @@
+"""Sweep after sweep, and sweeps beside each other: nothing grows, and none is in another's way."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import misdeeds
+import numpy as np
+import psutil
+import pytest
+from aftermath import nothing_is_left, running_templates
+
+import quarantune
+from quarantune.sandbox import template
+
+X = np.ones(8, np.float32)
+SOURCE = Path(quarantune.__file__).parents[1]
+
+
+def ends(*space: tuple[str, str]) -> list[str]:
+    """Tunes, and returns how the configs ended; one that was measured is `ok`."""
+    trials = misdeeds.kernel.tune(X, space=space).trials
+    return ["ok" if trial.outcome in misdeeds.MEASURED else trial.outcome.value for trial in trials]
+
+
+def tune(turns: int, *, seed: int = 0) -> None:
+    """Tunes over as many good configs; another seed is another problem."""
+    assert ends(*[("good", str(seed))] * turns) == ["ok"] * turns
+
+
+def test_a_hundred_sweeps_in_a_row_leave_the_process_as_it_was() -> None:
+    for seed in range(10):  # what is made once is made now
+        tune(2, seed=seed)
+    (process,) = running_templates()
+    watched = (psutil.Process(), process)
+    before = [(process.num_fds(), process.num_threads(), process.memory_info().rss) for process in watched]
+    with nothing_is_left():
+        for seed in range(10, 110):
+            tune(2, seed=seed)
+    assert running_templates() == [process]
+    for (fds, threads, rss), process in zip(before, watched, strict=True):
+        assert process.num_fds() == fds
+        assert process.num_threads() == threads
+        assert process.memory_info().rss - rss < 20e6
+
+
+def test_threads_tune_beside_each_other() -> None:
+    template.shared()
+    start = threading.Barrier(4)
+
+    def work(seed: int) -> None:
+        start.wait(60)
+        tune(3, seed=seed)
+
+    with nothing_is_left(), ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+
+
+def test_a_thread_whose_config_kills_the_template_harms_no_sweep_beside_it() -> None:
+    template.shared()
+    start = threading.Barrier(2)
+
+    def work(*space: tuple[str, str]) -> list[str]:
+        start.wait(60)
+        return ends(*space)
+
+    good = ("good", "")
+    with nothing_is_left(), ThreadPoolExecutor(2) as threads:
+        hostile = threads.submit(work, good, ("kill_its_parent", "tracing"), good)
+        peaceful = threads.submit(work, *[good] * 6)
+        assert hostile.result(60) == ["ok", "lost", "ok"]
+        assert peaceful.result(60) == ["ok"] * 6
+
+
+DAEMONS = """
+import multiprocessing, sys
+
+def work(seed):
+    import numpy as np
+    sys.path.insert(0, {tests!r})
+    import misdeeds
+    result = misdeeds.kernel.tune(np.ones(8, np.float32), space=(("good", str(seed)),) * 2)
+    sys.exit(sum(trial.outcome not in misdeeds.MEASURED for trial in result.trials))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context({method!r})
+    children = [context.Process(target=work, args=(seed,), daemon=True) for seed in range(2)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join(90)
+    assert [child.exitcode for child in children] == [0, 0], [child.exitcode for child in children]
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_daemonic_children_tune(tmp_path: Path, method: str) -> None:
+    program = tmp_path / "daemons.py"
+    program.write_text(DAEMONS.format(tests=str(Path(__file__).parent), method=method), encoding="utf-8")
+    run = functools.partial(subprocess.run, check=True, timeout=100)
+    run([sys.executable, "-W", "error", str(program)], env={**os.environ, "PYTHONPATH": str(SOURCE)})

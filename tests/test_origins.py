@@ -1,0 +1,289 @@
+"""Where functions come from, and which processes tune them: each script here is run as users run theirs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+DEFINE = """
+import functools, os, sys, threading, warnings
+import jax, jax.numpy as jnp, numpy as np
+import quarantune
+
+CONFIGS = {"n": [1, 2]}
+jitted = functools.partial(jax.jit, static_argnames=["n"])
+X = np.arange(3, dtype=np.float32)
+
+def check(n):
+    if n != 2:  # not the default: what works was tuned
+        raise ArithmeticError(n)
+
+def agree(fn, times):
+    for x in (X, jnp.ones(2)):
+        np.testing.assert_array_equal(fn(x), np.asarray(x) * times)
+        np.testing.assert_array_equal(jax.jit(fn)(x), np.asarray(x) * times)
+        assert fn.lookup(x) == {"n": 2}
+"""
+
+KERNEL = """
+@quarantune.autotune(CONFIGS, rep=1)
+@jitted
+def kernel(x, n: int = 1):
+    check(n)
+    return x * FACTOR
+
+FACTOR = 3
+"""
+
+
+def run(directory: Path, script: str, **modules: str) -> str:
+    """Runs a script, all warnings errors, with modules beside it; returns what it printed."""
+    for name, text in modules.items():
+        (directory / f"{name}.py").write_text(textwrap.dedent(text))
+    file = directory / "script.py"
+    file.write_text(script)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(file)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_a_script_without_a_guard_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    script = f"""
+with open({str(count)!r}, "a") as file:
+    file.write("x")
+{DEFINE}{KERNEL}
+agree(kernel, 3)
+print("once")
+"""
+    assert run(tmp_path, script) == "once\n"
+    assert count.read_text() == "x"
+
+
+def test_functions_of_every_make_are_tuned(tmp_path: Path) -> None:
+    script = f"""{DEFINE}
+def closure(factor, table):
+    scale = lambda x: x * factor
+    @quarantune.autotune(CONFIGS, rep=1, name="closure")
+    @jitted
+    def kernel(x, n: int = 1):
+        check(n)
+        return scale(x) * table["a"][0]
+    return kernel
+
+agree(closure(3, {{"a": jnp.full(2, 2.0)}}), 6)
+
+def nested(x, n: int = 1):
+    def helper(y):
+        check(n)
+        return y + y
+    return jax.vmap(helper)(x)
+
+agree(quarantune.autotune(CONFIGS, rep=1)(jax.jit(nested, static_argnums=1)), 2)
+
+agree(quarantune.autotune(CONFIGS, rep=1)(jax.jit(lambda x, n=1: check(n) or x * 5, static_argnames="n")), 5)
+
+agree(quarantune.autotune(CONFIGS, rep=1, name="part")(jitted(functools.partial(lambda k, x, n=1: check(n) or x * k, 7))), 7)
+
+class Weights:
+    def __init__(self, factor):
+        self.factor = factor
+    def apply(self, x, n: int = 1):
+        check(n)
+        return x * self.factor
+
+agree(quarantune.autotune(CONFIGS, rep=1)(jitted(Weights(8).apply)), 8)
+
+@quarantune.autotune(CONFIGS, rep=1)
+@jitted
+def recursive(x, n: int = 1):
+    check(n)
+    return x * 1.0 if x.ndim == 0 else jnp.stack([recursive(row, n=n) for row in x])
+
+agree(recursive, 1)
+"""
+    run(tmp_path, script)
+
+
+def test_a_notebook_cell_is_tuned(tmp_path: Path) -> None:
+    # As a notebook runs it: __main__ has no file, and a cell's source is in linecache alone.
+    script = f"""
+import linecache, sys, types
+main = types.ModuleType("__main__")
+sys.modules["__main__"] = main
+for number, cell in enumerate(({DEFINE!r}, {KERNEL!r}, "agree(kernel, 3)", {KERNEL.replace("= 3", "= 4")!r}, "agree(kernel, 4)")):
+    file = f"<cell {{number}}>"
+    linecache.cache[file] = (len(cell), None, cell.splitlines(True), file)
+    exec(compile(cell, file, "exec"), vars(main))
+print(main.kernel)
+"""
+    assert run(tmp_path, script) == "<autotuned __main__.kernel>\n"
+
+
+def test_a_module_from_a_path_inserted_at_run_time_is_tuned(tmp_path: Path) -> None:
+    away = tmp_path / "away"
+    away.mkdir()
+    (away / "far_kernels.py").write_text(DEFINE + KERNEL)
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(away)!r})
+import far_kernels
+before = list(sys.path)
+os.chdir({str(away)!r})
+far_kernels.agree(far_kernels.kernel, 3)
+assert sys.path == before
+assert os.getcwd() == {str(away)!r}
+"""
+    run(tmp_path, script)
+
+
+def test_a_module_that_initialises_a_backend_or_starts_a_thread_is_tuned(tmp_path: Path) -> None:
+    modules = {
+        "with_array": DEFINE + KERNEL.replace("FACTOR = 3", "FACTOR = jnp.full((), 3.0)"),
+        "with_thread": DEFINE + KERNEL + "threading.Thread(target=threading.Event().wait, daemon=True).start()\n",
+    }
+    script = """
+import with_array, with_thread
+with_array.agree(with_array.kernel, 3)
+with_thread.agree(with_thread.kernel, 3)
+"""
+    run(tmp_path, script, **modules)
+
+
+def test_a_script_that_started_threads_and_computes_in_them_is_tuned(tmp_path: Path) -> None:
+    script = f"""{DEFINE}{KERNEL}
+from concurrent.futures import ThreadPoolExecutor
+
+stop = threading.Event()
+threading.Thread(target=stop.wait).start()
+try:
+    with ThreadPoolExecutor(4) as pool:
+        for size, result in enumerate(pool.map(kernel, [jnp.ones(n) for n in (1, 2, 3, 4)]), 1):
+            assert result.tolist() == [3.0] * size
+finally:
+    stop.set()
+"""
+    run(tmp_path, script)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_daemonic_multiprocessing_child_may_tune(method: str, tmp_path: Path) -> None:
+    script = f"""{DEFINE}{KERNEL}
+import multiprocessing
+
+def work(queue):
+    result = kernel.tune(X)
+    queue.put((multiprocessing.current_process().daemon, result.best_config, kernel(X).tolist()))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context({method!r})
+    queue = context.Queue()
+    child = context.Process(target=work, args=(queue,), daemon=True)
+    child.start()
+    print(queue.get(timeout=50))
+    child.join(10)
+    assert child.exitcode == 0, child.exitcode
+"""
+    assert run(tmp_path, script) == "(True, {'n': 2}, [0.0, 3.0, 6.0])\n"
+
+
+def test_a_forked_child_of_a_process_that_tuned_tunes_with_workers_of_its_own(tmp_path: Path) -> None:
+    # The parent tunes with numpy arrays, so that it has no backend, with which JAX could not be forked.
+    script = f"""{DEFINE}{KERNEL}
+import multiprocessing, psutil
+
+def children():
+    return {{process.pid for process in psutil.Process().children()}}
+
+def work(queue, parents):
+    assert not children()
+    queue.put(kernel.tune(X[:2]).best_config)
+    assert len(children()) == 1
+    assert not children() & parents
+
+kernel.tune(X)
+template = children()
+assert len(template) == 1
+context = multiprocessing.get_context("fork")
+queue = context.Queue()
+child = context.Process(target=work, args=(queue, template), daemon=True)
+child.start()
+print(queue.get(timeout=50))
+child.join(10)
+assert child.exitcode == 0, child.exitcode
+assert children() >= template
+print(kernel.tune(X).best_config)
+assert children() == template
+"""
+    assert run(tmp_path, script) == "{'n': 2}\n{'n': 2}\n"
+
+
+def test_spawned_workers_do_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUARANTUNE_START_METHOD", "spawn")
+    script = f"""{DEFINE}{KERNEL}
+print("once")
+result = kernel.tune(X)
+assert [str(trial.outcome) for trial in result.trials] == ["error", "ok"], result.table()
+"""
+    assert run(tmp_path, script) == "once\n"
+
+
+def test_without_isolation_it_tunes_in_this_process_and_warns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUARANTUNE_ISOLATION", "none")
+    script = f"""{DEFINE}{KERNEL}
+import psutil
+path, environ = list(sys.path), dict(os.environ)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    agree(kernel, 3)
+assert [str(warning.message) for warning in caught if "ISOLATION" in str(warning.message)] != [], caught
+assert len(caught) == 1, [str(warning.message) for warning in caught]
+assert psutil.Process().children() == []
+assert (sys.path, dict(os.environ)) == (path, environ)
+"""
+    run(tmp_path, script)
+
+
+def test_neither_the_import_nor_a_sweep_over_numpy_arrays_initialises_a_backend(tmp_path: Path) -> None:
+    script = f"""{DEFINE}{KERNEL}
+import signal
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+before = [dict(os.environ), os.getcwd(), list(sys.path), [signal.getsignal(number) for number in range(1, 32)]]
+kernel.tune(X)
+assert kernel.lookup(X) == {{"n": 2}}
+assert not xla_bridge.backends_are_initialized()
+assert [dict(os.environ), os.getcwd(), list(sys.path), [signal.getsignal(n) for n in range(1, 32)]] == before
+"""
+    run(tmp_path, script)
+
+
+def test_a_sweep_within_a_worker_uses_what_is_known_and_starts_nothing(tmp_path: Path) -> None:
+    script = f"""{DEFINE}
+@quarantune.autotune(CONFIGS, rep=1)
+@jitted
+def inner(x, n: int = 1):
+    return x * n
+
+@quarantune.autotune({{"n": [1, 2]}}, rep=1)
+@jitted
+def outer(x, n: int = 1):
+    check(n)
+    import psutil
+    y = inner(x)
+    assert psutil.Process().children() == []
+    return y
+
+print(outer.tune(X).best_config)
+assert inner.lookup(X) is None
+"""
+    assert run(tmp_path, script) == "{'n': 2}\n"

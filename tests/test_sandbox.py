@@ -1,0 +1,911 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import quarantune
+from quarantune import payload
+from quarantune.devices import Device, Lease, visible_devices
+from quarantune.outcomes import SandboxError
+from quarantune.sandbox import pool, spool, template
+from quarantune.sandbox.pool import Damaged, Ended, Event, LoadError, Said, Sandbox
+
+SOURCES = str(Path(quarantune.__file__).parents[1])
+PATIENCE_S = 20.0
+"""For what should take milliseconds, on a machine that may be busy."""
+
+WORKLOAD = """
+import ctypes, fcntl, json, mmap, os, signal, sys, time
+from pathlib import Path
+
+def tell(**facts):
+    print("facts:" + json.dumps(facts), flush=True)
+
+def act(x=None, do="nothing", path=""):
+    if do != "nothing":
+        globals()[do](x, path)
+    return 0.0
+
+def say_who_i_am(x, path):
+    tell(pid=os.getpid(), parent=os.getppid(), session=os.getsid(0), group=os.getpgid(0), cwd=os.getcwd(),
+         path_entry="path", mark="QUARANTUNE_SANDBOX" in os.environ, extra=os.environ.get("EXTRA"),
+         preallocate=os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), stdin=os.read(0, 10).decode(),
+         oom=Path("/proc/self/oom_score_adj").read_text().strip(), main="__main__" in sys.modules,
+         fds=len(os.listdir("/proc/self/fd")))
+
+def fail(x, path):
+    raise ArithmeticError("no good")
+
+def segfault(x, path):
+    ctypes.memset(0, 1, 1)
+
+def hang(x, path):
+    Path(path).touch()
+    while True:
+        ctypes.PyDLL(None).pause()
+
+def vanish(x, path):
+    os._exit(0)
+
+def flood(x, path):
+    for _ in range(64):
+        os.write(1, b"drivel " * 10_000)
+    print("the end", flush=True)
+    Path(path).touch()
+    hang(x, path)
+
+def stop_parent(x, path):
+    os.kill(os.getppid(), signal.SIGSTOP)
+
+def orphan(x, path, ending=lambda: None):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        while not Path(path).exists():
+            time.sleep(0.001)
+        return ending()
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    Path(path + ".new").write_text(str(os.getpid()))
+    os.rename(path + ".new", path)
+    while True:
+        time.sleep(60)
+
+def orphan_and_vanish(x, path):
+    orphan(x, path, lambda: os._exit(0))
+
+def orphan_and_segfault(x, path):
+    orphan(x, path, lambda: ctypes.memset(0, 1, 1))
+
+def orphan_and_fail(x, path):
+    orphan(x, path, lambda: 1 / 0)
+
+def orphan_and_hang(x, path):
+    def ending():
+        while True:
+            ctypes.PyDLL(None).pause()
+    orphan(x, path, ending)
+
+def write_to_the_inputs(x, path):
+    attempts = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}").split(":")[-1].split(" ")[0]
+        except OSError:
+            continue
+        if name not in ("quarantune-payload", "quarantune-arrays"):
+            continue
+        ways = {
+            "write": lambda: os.pwrite(fd, b"evil" * 100, 0),
+            "truncate": lambda: os.ftruncate(fd, 1),
+            "map": lambda: mmap.mmap(fd, 16, prot=mmap.PROT_READ | mmap.PROT_WRITE),
+            "reopen and write": lambda: os.pwrite(os.open(f"/proc/self/fd/{fd}", os.O_RDWR), b"evil" * 100, 0),
+            "reopen and truncate": lambda: os.ftruncate(os.open(f"/proc/self/fd/{fd}", os.O_RDWR), 1),
+            "reopen and map": lambda: mmap.mmap(os.open(f"/proc/self/fd/{fd}", os.O_RDWR), 16),
+            "punch a hole": lambda: open(f"/proc/self/fd/{fd}", "r+b", 0).truncate(0),
+        }
+        for way, attempt in ways.items():
+            try:
+                attempt()
+                attempts[f"{name}: {way}"] = "done"
+            except OSError as error:
+                attempts[f"{name}: {way}"] = type(error).__name__
+    x[:] = -1.0
+    tell(attempts=attempts)
+
+def sum_up(x, path):
+    tell(total=float(x.sum()))
+"""
+
+HOSTILE = """
+import ctypes, os, threading, time
+if "QUARANTUNE_SANDBOX" in os.environ:
+{hostility}
+
+def act(x=None, do="nothing", path=""):
+    print("facts:" + '{{"loaded": true}}', flush=True)
+    return 0.0
+"""
+
+
+def processes_below_us() -> list[psutil.Process]:
+    children = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                children.append(child)
+    return children
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain: {what}"
+        threading.Event().wait(0.005)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test does, the process tree, the descriptors and the directories are afterwards as before."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    template.shared()
+    fds = len(os.listdir("/proc/self/fd"))
+    shared_memory = set(os.listdir("/dev/shm"))
+    threads = threading.active_count()
+    yield
+    wait_for(lambda: len(processes_below_us()) <= 1, "only the template remains")
+    assert len(os.listdir("/proc/self/fd")) == fds
+    assert {name for name in os.listdir("/dev/shm") if "quarantune" in name} <= shared_memory
+    assert list(scratch.iterdir()) == []
+    assert threading.active_count() == threads
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Writes a module where workers find it, and imports it here."""
+    names = []
+
+    def load(source: str) -> ModuleType:
+        name = f"module_{len(names)}_of_{tmp_path.name.replace('-', '_')}"
+        names.append(name)
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(source))
+        importlib.invalidate_caches()
+        return importlib.import_module(name)
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield load
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@contextlib.contextmanager
+def sandbox_for(
+    fn: Callable[..., Any], *args: Any, method: str = "fork", load_timeout_s: float = PATIENCE_S
+) -> Iterator[Sandbox]:
+    """An open sandbox for a call, with its payload and arrays sealed as a sweep has them."""
+    packed = payload.pack_call(fn, args, {})
+    with contextlib.ExitStack() as stack:
+        fds = [-1, -1]
+        for position, (label, size) in enumerate((("payload", len(packed.blob)), ("arrays", packed.spool_bytes))):
+            if size:
+                fd = spool.create(label, size_bytes=size)
+                stack.callback(os.close, fd)
+                if position == 0:
+                    spool.write(fd, packed.blob)
+                else:
+                    payload.write_arrays(packed, fd)
+                fds[position] = spool.protect(fd)
+                stack.callback(os.close, fds[position])
+        sandbox = stack.enter_context(Sandbox(payload_fd=fds[0], arrays_fd=fds[1], method=method))
+        sandbox.open(load_timeout_s=load_timeout_s)
+        yield sandbox
+
+
+@dataclasses.dataclass
+class Heard:
+    """What became of one worker."""
+
+    number: int
+    messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    damage: str = ""
+    ended: bool = False
+    status: int | None = None
+
+    @property
+    def types(self) -> list[str]:
+        return [message["type"] for message in self.messages if message["type"] != "phase"]
+
+    def take(self, event: Event) -> None:
+        assert not self.ended, "nothing is told of a worker after its end"
+        if isinstance(event, Said):
+            self.messages.append(event.message)
+        elif isinstance(event, Damaged):
+            self.damage = event.reason
+        else:
+            self.ended, self.status = True, event.status
+
+
+def listen(sandbox: Sandbox, heard: dict[int, Heard], until: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not until():
+        assert time.monotonic() < deadline, f"heard only {heard}"
+        for event in sandbox.poll(0.05):
+            heard[event.number].take(event)
+
+
+def start(sandbox: Sandbox, *, rep: int = 1, environ: dict[str, str] | None = None, **config: Any) -> Heard:
+    task = {
+        "do": "compile",
+        "trial": 0,
+        "config": config,
+        "options": {"platform": "cpu", "warmup": 0, "rep": rep},
+        "target": None,
+    }
+    return Heard(sandbox.start(task, environ=environ))
+
+
+def measure(sandbox: Sandbox, worker: Heard, *, last: bool = True, **config: Any) -> None:
+    sandbox.send(worker.number, {"do": "measure", "trial": 0, "config": config, "last": last})
+
+
+def run(sandbox: Sandbox, *, rep: int = 1, environ: dict[str, str] | None = None, **config: Any) -> Heard:
+    """Runs one config in a worker of its own, to the worker's end."""
+    worker = start(sandbox, rep=rep, environ=environ, **config)
+    heard = {worker.number: worker}
+    listen(sandbox, heard, lambda: worker.ended or worker.types)
+    if worker.types == ["compiled"]:
+        measure(sandbox, worker, **config)
+    listen(sandbox, heard, lambda: worker.ended)
+    return worker
+
+
+def facts_of(sandbox: Sandbox, worker: Heard) -> dict[str, Any]:
+    """What the config told of itself, once."""
+    lines = [line for line in sandbox.log(worker.number).splitlines() if line.startswith("facts:")]
+    return dict(json.loads(lines[-1].removeprefix("facts:")))
+
+
+def sweep_template() -> psutil.Process:
+    (child,) = psutil.Process(template.shared().pid).children()
+    return child
+
+
+METHODS = pytest.mark.parametrize("method", ["fork", "spawn"])
+
+
+# --- workers ------------------------------------------------------------------------------------------------
+
+
+@METHODS
+def test_a_worker_says_phase_by_phase_what_it_does_and_ends(method: str, load: Callable[..., ModuleType]) -> None:
+    with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
+        assert sandbox.forks_loaded == (method == "fork")
+        worker = run(sandbox, do="nothing")
+        said = [(message["type"], message["phase"], message["trial"]) for message in worker.messages]
+        assert said == [
+            ("phase", "load", 0),
+            ("phase", "compile", 0),
+            ("compiled", "compile", 0),
+            ("phase", "check", 0),
+            ("phase", "measure", 0),
+            ("measured", "measure", 0),
+        ]
+        assert worker.status == 0
+
+
+@METHODS
+def test_a_worker_lives_in_a_world_of_its_own(
+    method: str, load: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
+        worker = run(sandbox, do="say_who_i_am", environ={"EXTRA": "for it alone"})
+        facts = facts_of(sandbox, worker)
+    assert facts["session"] == facts["group"] == facts["pid"]
+    assert facts["mark"] is True
+    assert facts["extra"] == "for it alone"
+    assert facts["preallocate"] == "false"
+    assert facts["stdin"] == ""
+    assert facts["oom"] == "1000"
+    assert facts["cwd"] == str(tmp_path)
+    assert facts["fds"] < 20
+    assert "EXTRA" not in os.environ
+    assert template.MARK not in os.environ
+
+
+@METHODS
+@pytest.mark.parametrize(
+    ("do", "status"), [("fail", 0), ("segfault", -int(signal.SIGSEGV)), ("vanish", 0)], ids=["fail", "segfault", "vanish"]
+)
+def test_after_a_config_goes_wrong_the_next_one_is_fine(
+    method: str, do: str, status: int, load: Callable[..., ModuleType]
+) -> None:
+    with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
+        worker = run(sandbox, do=do)
+        assert worker.status == status
+        if do == "fail":
+            assert worker.messages[-1]["error"] == "ArithmeticError"
+            assert worker.messages[-1]["message"] == "no good"
+            assert "no good" in worker.messages[-1]["traceback"]
+        else:
+            assert worker.types == ["compiled"]
+        if do == "segfault":
+            assert "Segmentation fault" in sandbox.log(worker.number)
+            assert "in segfault" in sandbox.log(worker.number)
+        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+
+
+def test_long_last_words_are_heard_in_full(load: Callable[..., ModuleType]) -> None:
+    with sandbox_for(load(WORKLOAD).act) as sandbox:
+        worker = run(sandbox, do="nothing", rep=9000)
+        samples = worker.messages[-1]["samples_ms"]
+        assert worker.types == ["compiled", "measured"]
+        assert len(samples) > 4000
+        assert len(json.dumps(samples)) > 1 << 16
+
+
+@METHODS
+def test_leaving_the_sandbox_kills_what_still_hangs(
+    method: str, load: Callable[..., ModuleType], tmp_path: Path
+) -> None:
+    with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
+        workers = [start(sandbox, do="hang", path=str(tmp_path / f"up-{number}")) for number in range(2)]
+        heard = {worker.number: worker for worker in workers}
+        listen(sandbox, heard, lambda: all(worker.types for worker in workers))
+        for worker in workers:
+            measure(sandbox, worker)
+        wait_for(lambda: all((tmp_path / f"up-{number}").exists() for number in range(2)), "they hang")
+        pids = [sandbox.pid(worker.number) for worker in workers]
+        assert all(pid is not None and is_running(pid) for pid in pids)
+        leaves = time.monotonic()
+    assert time.monotonic() - leaves < 2.0
+    assert not any(pid is not None and is_running(pid) for pid in pids)
+
+
+def test_sweeps_of_several_threads_do_not_disturb_each_other(load: Callable[..., ModuleType]) -> None:
+    act = load(WORKLOAD).act
+    totals: dict[int, list[float]] = {}
+
+    def sweep(number: int) -> None:
+        with sandbox_for(act, np.full(10, float(number))) as sandbox:
+            totals[number] = [facts_of(sandbox, run(sandbox, do="sum_up"))["total"] for _ in range(3)]
+
+    threads = [threading.Thread(target=sweep, args=[number]) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert totals == {number: [10.0 * number] * 3 for number in range(4)}
+
+
+def test_a_worker_that_cannot_be_started_is_lost_and_its_template_lives(
+    load: Callable[..., ModuleType],
+) -> None:
+    with sandbox_for(load(WORKLOAD).act, method="spawn") as sandbox:
+        before = template.shared().pid
+        worker = start(sandbox, do="nothing", environ={"TOO_LARGE_FOR_EXEC": "x" * 200_000})
+        listen(sandbox, {worker.number: worker}, lambda: worker.ended)
+        assert worker.status is None
+        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert template.shared().pid == before
+
+
+# --- loading the payload ------------------------------------------------------------------------------------
+
+LOAD_TROUBLES = {
+    "raise ValueError('not here')": ("error", "not here"),
+    "raise SystemExit(3)": ("error", "3"),
+    "ctypes.memset(0, 1, 1)": ("crashed", "was killed by SIGSEGV while it loaded"),
+    "os.abort()": ("crashed", "was killed by SIGABRT while it loaded"),
+    "os._exit(0)": ("crashed", "exited with code 0 while it loaded"),
+    "ctypes.PyDLL(None).pause()": ("timeout", "took longer than 0.5 s"),
+}
+
+
+@pytest.mark.parametrize("hostility", LOAD_TROUBLES)
+def test_a_payload_that_cannot_be_loaded_says_how_and_the_next_sweep_is_fine(
+    hostility: str, load: Callable[..., ModuleType]
+) -> None:
+    outcome, said = LOAD_TROUBLES[hostility]
+    module = load(HOSTILE.format(hostility=f"    print('loading', flush=True)\n    {hostility}"))
+    with (
+        pytest.raises(LoadError, match=said) as caught,
+        sandbox_for(module.act, load_timeout_s=0.5 if outcome == "timeout" else PATIENCE_S),
+    ):
+        pass
+    assert caught.value.report.get("outcome", "error") == outcome
+    assert "loading" in caught.value.report["log"]
+    with sandbox_for(load(WORKLOAD).act) as sandbox:
+        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+
+
+@pytest.mark.parametrize(
+    "hostility",
+    [
+        "    import jax.numpy as jnp\n    TABLE = jnp.arange(4)",
+        "    threading.Thread(target=time.sleep, args=[600], daemon=True).start()",
+    ],
+    ids=["a module-level array", "a module-level thread"],
+)
+def test_a_module_that_makes_forking_unsafe_is_loaded_by_each_worker_itself(
+    hostility: str, load: Callable[..., ModuleType]
+) -> None:
+    with sandbox_for(load(HOSTILE.format(hostility=hostility)).act) as sandbox:
+        assert not sandbox.forks_loaded
+        for _ in range(2):
+            worker = run(sandbox, do="nothing")
+            assert worker.types == ["compiled", "measured"]
+            assert facts_of(sandbox, worker) == {"loaded": True}
+        assert sandbox.baseline_bytes > 10 << 20  # its template's, JAX and all, is not the worker's fault
+
+
+# --- orphans ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("ending", ["orphan", "orphan_and_vanish", "orphan_and_segfault", "orphan_and_fail"])
+def test_a_grandchild_in_a_session_of_its_own_is_dead_when_the_end_of_its_worker_is_told(
+    method: str, ending: str, load: Callable[..., ModuleType], tmp_path: Path
+) -> None:
+    if method == "spawn" and ending not in ("orphan", "orphan_and_segfault"):
+        pytest.skip("the janitor is the same; two endings show that it cares for spawned workers too")
+    path = tmp_path / "grandchild"
+    with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
+        run(sandbox, do=ending, path=str(path))
+        assert not psutil.pid_exists(int(path.read_text()))
+        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+
+
+def test_a_killed_worker_takes_its_grandchild_with_it(load: Callable[..., ModuleType], tmp_path: Path) -> None:
+    path = tmp_path / "grandchild"
+    with sandbox_for(load(WORKLOAD).act) as sandbox:
+        worker = start(sandbox, do="orphan_and_hang", path=str(path))
+        heard = {worker.number: worker}
+        listen(sandbox, heard, lambda: worker.types)
+        measure(sandbox, worker)
+        wait_for(path.exists, "the grandchild is there")
+        grandchild = int(path.read_text())
+        assert is_running(grandchild)
+        sandbox.kill(worker.number)
+        listen(sandbox, heard, lambda: worker.ended)
+        assert worker.status == -signal.SIGKILL
+        assert not psutil.pid_exists(grandchild)
+
+
+# --- templates that die -------------------------------------------------------------------------------------
+
+
+def start_hanging(sandbox: Sandbox, tmp_path: Path, count: int = 2) -> dict[int, Heard]:
+    paths = [tmp_path / f"hangs-{number}-{time.monotonic_ns()}" for number in range(count)]
+    workers = [start(sandbox, do="hang", path=str(path)) for path in paths]
+    heard = {worker.number: worker for worker in workers}
+    listen(sandbox, heard, lambda: all(worker.types for worker in workers))
+    for worker in workers:
+        measure(sandbox, worker)
+    wait_for(lambda: all(path.exists() for path in paths), "they hang")
+    return heard
+
+
+@pytest.mark.parametrize("victims", ["the sweep's template", "the process's template", "both", "stopped and killed"])
+def test_when_a_template_is_killed_its_workers_are_lost_and_the_sweep_goes_on(
+    victims: str, load: Callable[..., ModuleType], tmp_path: Path
+) -> None:
+    with sandbox_for(load(WORKLOAD).act) as sandbox:
+        heard = start_hanging(sandbox, tmp_path)
+        pids = [sandbox.pid(number) for number in heard]
+        sweeps, process = sweep_template(), psutil.Process(template.shared().pid)
+        if victims == "stopped and killed":
+            sweeps.suspend()
+        if victims != "the process's template":
+            sweeps.kill()
+        if victims in ("the process's template", "both"):
+            process.kill()
+        listen(sandbox, heard, lambda: all(worker.ended for worker in heard.values()))
+        assert [worker.status for worker in heard.values()] == [None, None]
+        wait_for(lambda: not any(pid is not None and is_running(pid) for pid in pids), "its workers died with it")
+        for number in heard:
+            sandbox.forget(number)
+        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert (template.shared().pid == process.pid) == (victims in ("the sweep's template", "stopped and killed"))
+        assert not sandbox.forks_loaded
+    with sandbox_for(load(WORKLOAD).act) as sandbox:
+        assert sandbox.forks_loaded
+        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+
+
+def test_templates_that_keep_dying_end_the_sweep_with_an_error(load: Callable[..., ModuleType]) -> None:
+    def kill_and_poll(sandbox: Sandbox) -> None:
+        for _ in range(10):
+            pid = template.shared().pid
+            psutil.Process(pid).kill()
+            wait_for(lambda pid=pid: sandbox.poll(0.01) or template.shared().pid != pid, "it is noticed")
+
+    with sandbox_for(load(WORKLOAD).act) as sandbox, pytest.raises(SandboxError, match="died 4 times"):
+        kill_and_poll(sandbox)
+
+
+def test_a_config_that_stops_its_template_holds_nothing_up(load: Callable[..., ModuleType]) -> None:
+    with sandbox_for(load(WORKLOAD).act) as sandbox:
+        worker = start(sandbox, do="stop_parent")
+        heard = {worker.number: worker}
+        listen(sandbox, heard, lambda: worker.types)
+        measure(sandbox, worker)
+        listen(sandbox, heard, lambda: "measured" in worker.types)
+        sandbox.kill(worker.number)
+        listen(sandbox, heard, lambda: worker.ended)
+        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+
+
+# --- the owner forks ----------------------------------------------------------------------------------------
+
+FORKING_OWNER = """
+import os, signal, sys, time
+from pathlib import Path
+from quarantune import payload
+from quarantune.sandbox import pool, spool, template
+import workload
+
+def one_sweep(sandbox):
+    number = sandbox.start({"do": "compile", "trial": 0, "config": {}, "target": None,
+                            "options": {"platform": "cpu", "warmup": 0, "rep": 1}})
+    sent, ended = False, False
+    while not ended:
+        for event in sandbox.poll(5):
+            if isinstance(event, pool.Said) and event.message["type"] == "compiled":
+                sandbox.send(number, {"do": "measure", "trial": 0, "config": {}, "last": True})
+            if isinstance(event, pool.Said) and event.message["type"] == "measured":
+                sent = True
+            ended |= isinstance(event, pool.Ended)
+    assert sent
+    sandbox.forget(number)
+
+def opened():
+    packed = payload.pack_call(workload.act, (), {})
+    fd = spool.create("payload")
+    spool.write(fd, packed.blob)
+    sandbox = pool.Sandbox(payload_fd=fd, arrays_fd=-1, method="fork")
+    sandbox.open(load_timeout_s=10)
+    return sandbox
+
+mode, path = sys.argv[1:]
+ours = opened()
+one_sweep(ours)
+child = os.fork()
+if child == 0 and mode == "both sweep":
+    theirs = opened()
+    one_sweep(theirs)
+    theirs.close()
+    assert template.shared().pid != int(os.environ.get("OWNERS", 0))
+    sys.exit(0)  # through atexit, as a child of multiprocessing's does not
+if child == 0:
+    Path(path).write_text(f"{os.getpid()} {os.getppid()}")
+    signal.pause()
+if mode == "both sweep":
+    one_sweep(ours)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, status
+    one_sweep(ours)
+    ours.close()
+    print("both did")
+else:
+    ours.start({"do": "compile", "trial": 0, "config": {"do": "nothing"}, "target": None,
+                "options": {"platform": "cpu", "warmup": 0, "rep": 1}})
+    Path(path + ".template").write_text(str(template.shared().pid))
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def owner_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    (tmp_path / "workload.py").write_text(WORKLOAD)
+    script = tmp_path / "owner.py"
+    script.write_text(FORKING_OWNER)
+    monkeypatch.setenv("PYTHONPATH", SOURCES)
+    return [sys.executable, "-W", "ignore::DeprecationWarning", str(script)]
+
+
+def test_the_owner_and_its_fork_both_sweep(owner_script: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*owner_script, "both sweep", str(tmp_path / "pids")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "both did\n"
+
+
+def test_a_killed_owners_processes_end_even_if_its_fork_holds_every_connection_open(
+    owner_script: list[str], tmp_path: Path
+) -> None:
+    path, template_path = tmp_path / "pids", tmp_path / "pids.template"
+    with subprocess.Popen([*owner_script, "child stays", str(path)]) as owner:
+        wait_for(lambda: path.exists() and path.read_text(), "the fork is there")
+        wait_for(lambda: template_path.exists() and template_path.read_text(), "the template is there")
+        child = int(path.read_text().split()[0])
+        family = psutil.Process(int(template_path.read_text())).children(recursive=True)
+        family.append(psutil.Process(int(template_path.read_text())))
+        owner.kill()
+        owner.wait(PATIENCE_S)
+        killed = time.monotonic()
+        wait_for(lambda: not any(is_running(process.pid) for process in family), "all of it ends")
+        assert time.monotonic() - killed < 5.0
+        assert is_running(child)
+        os.kill(child, signal.SIGKILL)
+    wait_for(lambda: not is_running(child), "the fork ends")
+
+
+# --- logs and inputs ----------------------------------------------------------------------------------------
+
+
+def test_a_log_that_grows_too_large_is_cut_down_to_its_end(
+    load: Callable[..., ModuleType], tmp_path: Path
+) -> None:
+    path = tmp_path / "flooded"
+    with sandbox_for(load(WORKLOAD).act) as sandbox:
+        worker = start(sandbox, do="flood", path=str(path))
+        heard = {worker.number: worker}
+        listen(sandbox, heard, lambda: worker.types)
+        measure(sandbox, worker)
+        wait_for(path.exists, "it has printed all it had")
+        assert len(sandbox.log(worker.number)) > 1_000_000
+        sandbox.trim_logs()
+        log = sandbox.log(worker.number)
+        assert len(log) < 20_000
+        assert log.startswith("[...]\n")
+        assert log.endswith("drivel the end\n")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_no_worker_can_change_the_payload_or_the_arrays_of_the_next(
+    method: str, load: Callable[..., ModuleType]
+) -> None:
+    with sandbox_for(load(WORKLOAD).act, np.ones(100_000), method=method) as sandbox:
+        worker = run(sandbox, do="write_to_the_inputs")
+        attempts = facts_of(sandbox, worker)["attempts"]
+        assert {name.partition(":")[0] for name in attempts} == {"quarantune-payload", "quarantune-arrays"}
+        assert len(attempts) >= 14
+        assert "done" not in attempts.values(), attempts
+        assert worker.types == ["compiled", "measured"]
+        assert facts_of(sandbox, run(sandbox, do="sum_up")) == {"total": 100_000.0}
+
+
+# --- leases -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Device:
+    """A device of this test's own: leases on it are machine-wide."""
+    return Device("cuda", "fake", f"{tmp_path.name}-{os.getpid()}-{time.monotonic_ns()}")
+
+
+def test_one_holder_at_a_time(device: Device) -> None:
+    first, second = Lease(device), Lease(device)
+    assert first.acquire(0.0)
+    assert first.acquire(1.0), "who holds it may ask again"
+    assert not second.acquire(1.0)
+    first.release()
+    assert second.acquire(1.1)
+    assert not first.acquire(2.0)
+    second.release()
+    second.release()
+    first.release()
+
+
+def test_leases_on_different_devices_do_not_meet(device: Device) -> None:
+    other = Device("rocm", device.kind, device.token)
+    first, second = Lease(device), Lease(other)
+    assert first.acquire(0.0)
+    assert second.acquire(0.0)
+    first.release()
+    second.release()
+
+
+def test_a_busy_tuner_lets_one_that_waits_have_its_turn(device: Device) -> None:
+    busy, waiting = Lease(device), Lease(device)
+    now = 0.0
+    turns = {"busy": 0, "waiting": 0}
+    for _ in range(50):  # both ask 20 times a second, the busy one always first, and hold it from one time to the next
+        for name, lease in (("busy", busy), ("waiting", waiting)):
+            if lease.acquire(now):
+                turns[name] += 1
+                lease.release()
+                assert lease.acquire(now) or name == "busy" or turns["busy"] or True
+        now += 0.05
+    busy.release()
+    waiting.release()
+    assert turns["waiting"] > 0
+
+
+def test_who_gives_a_lease_up_does_not_take_it_back_before_who_waits_has_looked(device: Device) -> None:
+    busy, waiting = Lease(device), Lease(device)
+    assert busy.acquire(0.0)
+    assert not waiting.acquire(0.01)
+    busy.release()
+    assert not busy.acquire(0.05), "somebody waits"
+    assert waiting.acquire(0.06)
+    assert not busy.acquire(0.2)
+    waiting.release()
+    assert not waiting.acquire(0.21), "now the busy one waits"
+    assert busy.acquire(0.22)
+    busy.release()
+
+
+def test_who_waits_alone_for_nobody_takes_a_lease_back_at_once(device: Device) -> None:
+    lease = Lease(device)
+    for step in range(3):
+        assert lease.acquire(step * 0.001)
+        lease.release()
+
+
+def test_a_stuck_holder_is_passed_over_after_a_minute_with_a_warning(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck, patient = Lease(device), Lease(device)
+    assert stuck.acquire(0.0)
+    for second in range(61):
+        assert not patient.acquire(float(second))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert patient.acquire(60.5)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"another tuner has held {device.name} for over 60 s; measuring beside it"
+    ]
+    patient.release()
+    assert not patient.acquire(61.0), "once it was given up, its patience begins anew"
+    stuck.release()
+    assert patient.acquire(61.2)
+    patient.release()
+
+
+HOLDER = """
+import os, signal, sys
+from quarantune.devices import Device, Lease
+lease = Lease(Device("cuda", "fake", sys.argv[1]))
+assert lease.acquire(0.0)
+if sys.argv[2] == "fork" and os.fork() == 0:
+    print(os.getpid(), flush=True)
+    signal.pause()
+if sys.argv[2] == "hold":
+    print("held", flush=True)
+    signal.pause()
+sys.stdin.read()
+lease.release()
+print("released", flush=True)
+sys.stdin.close()
+signal.pause()
+"""
+
+
+@contextlib.contextmanager
+def holder(device: Device, mode: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, device.token, mode],
+        env={**os.environ, "PYTHONPATH": SOURCES},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_killed_holder_holds_nothing(device: Device) -> None:
+    lease = Lease(device)
+    with holder(device, "hold") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert not lease.acquire(0.0)
+        process.kill()
+        process.wait(PATIENCE_S)
+        assert lease.acquire(1.0)
+        lease.release()
+
+
+def test_a_fork_of_the_holder_does_not_keep_the_lease(device: Device) -> None:
+    lease = Lease(device)
+    with holder(device, "fork") as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        child = int(process.stdout.readline())
+        assert not lease.acquire(0.0)
+        process.stdin.close()
+        assert process.stdout.readline() == "released\n"
+        assert lease.acquire(1.0)
+        assert is_running(child)
+        lease.release()
+        os.kill(child, signal.SIGKILL)
+
+
+# --- visible devices ----------------------------------------------------------------------------------------
+
+
+def probed(count: int, platform: str = "cuda") -> list[dict[str, Any]]:
+    return [{"platform": platform, "kind": f"kind {index}", "index": index} for index in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("visible", "allowed", "tokens"),
+    [
+        (None, None, ["0", "1", "2"]),
+        ("", None, ["0", "1", "2"]),
+        ("5,3,1", None, ["5", "3", "1"]),
+        (" 5 , 3 ,1 ", None, ["5", "3", "1"]),
+        ("GPU-aa,GPU-bb,MIG-cc", None, ["GPU-aa", "GPU-bb", "MIG-cc"]),
+        (None, ["2", "0"], ["2", "0"]),
+        ("5,3,1", ["0", "2"], ["5", "1"]),
+        ("GPU-aa,GPU-bb,MIG-cc", ["1"], ["GPU-bb"]),
+        ("GPU-aa,GPU-bb,MIG-cc", ["MIG-cc", "GPU-aa"], ["MIG-cc", "GPU-aa"]),
+    ],
+)
+def test_devices_are_named_as_the_visibility_variable_names_them(
+    visible: str | None, allowed: list[str] | None, tokens: list[str]
+) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    devices = visible_devices(probed(3), environ=environ, allowed=allowed)
+    assert [device.token for device in devices] == tokens
+    assert [device.environ for device in devices] == [{"CUDA_VISIBLE_DEVICES": token} for token in tokens]
+    assert [device.name for device in devices] == [f"cuda:{token}" for token in tokens]
+
+
+def test_amd_devices_have_a_variable_of_their_own() -> None:
+    devices = visible_devices(probed(2, "rocm"), environ={"ROCR_VISIBLE_DEVICES": "7,4"}, allowed=["1"])
+    assert [device.environ for device in devices] == [{"ROCR_VISIBLE_DEVICES": "4"}]
+
+
+def test_each_device_keeps_its_kind() -> None:
+    devices = visible_devices(probed(3), environ={"CUDA_VISIBLE_DEVICES": "5,3,1"}, allowed=["2", "0"])
+    assert [device.kind for device in devices] == ["kind 2", "kind 0"]
+
+
+@pytest.mark.parametrize("name", ["3", "-1", "GPU-zz", "5"])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: str) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "5,3,1"}
+    with pytest.raises(ValueError, match="QUARANTUNE_DEVICES") as caught:
+        visible_devices(probed(3), environ=environ, allowed=["0", name])
+    assert repr(name) in str(caught.value)
+    assert "0 (5), 1 (3), 2 (1)" in str(caught.value)
+
+
+@pytest.mark.parametrize("probes", [[], probed(8, "cpu")])
+def test_a_machine_without_accelerators_is_one_device(probes: list[dict[str, Any]]) -> None:
+    (device,) = visible_devices(probes, environ={"CUDA_VISIBLE_DEVICES": "0,1"}, allowed=None)
+    assert device.platform == device.name == "cpu"
+    assert device.environ == {}
+    assert "cores)" in device.kind
+
+
+def test_the_sandbox_is_a_place_one_can_know_one_is_in() -> None:
+    assert not template.is_inside()
+    assert pool.describe_status(-11) == "was killed by SIGSEGV"
+    assert pool.describe_status(-200) == "was killed by signal 200"
+    assert pool.describe_status(3) == "exited with code 3"

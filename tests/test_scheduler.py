@@ -1,0 +1,1101 @@
+from __future__ import annotations
+
+import collections
+import dataclasses
+import heapq
+import itertools
+import os
+import random
+import signal
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quarantune import host
+from quarantune.devices import Device, Lease
+from quarantune.outcomes import Config, Outcome, Phase, Route, SandboxError, Trial
+from quarantune.sandbox import pool
+from quarantune.sandbox.pool import Damaged, Ended, Said
+from quarantune.scheduler import STARTUP_DEADLINE_S, Leftovers, Plan, Scheduler
+
+GB = 1 << 30
+SLOTS = 3
+TARGET = {"platform": "cuda", "config_text": "", "device_kind": "fake", "num_cores": 1}
+KILL_DEADLINE_S = 10.0
+WAITS_LONG_S = 30.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+Step = tuple[float, pool.Event]
+"""Something that happens, so many seconds after what happened before it."""
+
+
+@dataclasses.dataclass(eq=False)
+class FakeWorker:
+    """What the fake sandbox knows of one worker, and what scripts are told."""
+
+    number: int
+    device: str
+    do: str = ""
+    trial: int | None = None
+    config: Config = dataclasses.field(default_factory=dict)
+    task: dict[str, Any] = dataclasses.field(default_factory=dict)
+    measured: int = 0
+    starts: int = 0
+    """How many workers this config was given to before, for the same thing."""
+    ended: bool = False
+    doomed: bool = False
+    immortal: bool = False
+
+    def says(self, type_: str, phase: str, **more: Any) -> Said:
+        return Said(self.number, {"type": type_, "trial": self.trial, "phase": phase, **more})
+
+    def ends(self, status: int | None = 0) -> Ended:
+        return Ended(self.number, status)
+
+    def raises(self, phase: str, outcome: str = "error", error: str = "ValueError", message: str = "bad") -> Said:
+        return self.says("failed", phase, outcome=outcome, error=error, message=message, traceback="")
+
+
+Act = Callable[[FakeWorker], "Sequence[Step] | None"]
+"""What a worker does with the task it was just given; None for what a good one does."""
+
+
+def compiles(worker: FakeWorker, compile_s: float = 1.0, modules: Sequence[str] = ()) -> list[Step]:
+    steps: list[Step] = [
+        (0.1, worker.says("phase", "load")),
+        (0.1, worker.says("phase", "compile")),
+        (compile_s, worker.says("compiled", "compile", compile_s=compile_s, modules=list(modules))),
+    ]
+    return [*steps, (0.01, worker.ends())] if worker.task.get("last") else steps
+
+
+def measures(worker: FakeWorker, seconds: float = 0.2) -> list[Step]:
+    samples = [float(worker.config["id"] or 0) + 1.0] * 3
+    return [
+        (0.05, worker.says("phase", "check")),
+        (0.05, worker.says("phase", "measure")),
+        (seconds, worker.says("measured", "measure", samples_ms=samples)),
+    ]
+
+
+def gets_ready(worker: FakeWorker) -> list[Step]:
+    return [(0.1, worker.says("phase", "load")), (0.2, worker.says("ready", "load"))]
+
+
+def behaves(worker: FakeWorker) -> list[Step]:
+    return {"compile": compiles, "prepare": gets_ready, "measure": measures}[worker.do](worker)
+
+
+class FakeSandbox:
+    """Workers that follow a script on a clock of their own, and a witness of what goes on at the same time."""
+
+    def __init__(self, clock: Clock, act: Act, *, kill_s: float = 0.02) -> None:
+        self.clock = clock
+        self.act = act
+        self.kill_s = kill_s
+        self.workers: dict[int, FakeWorker] = {}
+        self.given: list[FakeWorker] = []
+        self.killed: list[int] = []
+        self.shared: list[str] = []
+        self.memory: dict[int, int] = {}
+        self.baseline_bytes = 0
+        self.most_compiling = 0
+        self.most_measuring: collections.Counter[str] = collections.Counter()
+        self.compiled_while_measuring = False
+        self.turns: list[str] = []
+        self.patience = 40_000
+        self._numbers = itertools.count(1)
+        self._order = itertools.count()
+        self._agenda: list[tuple[float, int, pool.Event]] = []
+        self._starts: collections.Counter[tuple[str, Any]] = collections.Counter()
+        self._compiling: set[int] = set()
+        self._measuring: set[int] = set()
+
+    def start(
+        self, task: dict[str, Any], *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
+    ) -> int:
+        worker = FakeWorker(next(self._numbers), (environ or {}).get("CUDA_VISIBLE_DEVICES", ""))
+        self.workers[worker.number] = worker
+        self._give(worker, task, fds)
+        return worker.number
+
+    def send(self, number: int, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        worker = self.workers[number]
+        if not worker.ended:
+            self._give(worker, message, fds)
+
+    def finish(self, number: int) -> None:
+        worker = self.workers[number]
+        if not worker.doomed:
+            self._doom(worker, 0, 0.05)
+
+    def kill(self, number: int) -> None:
+        worker = self.workers[number]
+        self.killed.append(number)
+        if not worker.doomed or worker.immortal:
+            self._doom(worker, -int(signal.SIGKILL), self.kill_s)
+
+    def forget(self, number: int) -> None:
+        self._over(self.workers.pop(number))
+
+    def pid(self, number: int) -> int | None:
+        return number if number in self.workers else None
+
+    def log(self, number: int) -> str:
+        return f"log of {number}"
+
+    def trim_logs(self) -> None:
+        pass
+
+    def share_modules(self, names: Sequence[str]) -> None:
+        self.shared += names
+
+    def poll(self, timeout_s: float) -> list[pool.Event]:
+        self.patience -= 1
+        assert self.patience > 0, "the scheduler does not come to an end"
+        assert timeout_s >= 0
+        until = self.clock.now + timeout_s
+        if self._agenda and self._agenda[0][0] <= until:
+            self.clock.now = max(self.clock.now, self._agenda[0][0])
+        else:
+            self.clock.now = until
+        events = []
+        while self._agenda and self._agenda[0][0] <= self.clock.now:
+            event = heapq.heappop(self._agenda)[2]
+            worker = self.workers.get(event.number)
+            if worker is not None and not worker.ended:
+                self._witness(worker, event)
+                events.append(event)
+        return events
+
+    def _give(self, worker: FakeWorker, task: dict[str, Any], fds: Sequence[int]) -> None:
+        worker.task, worker.do, worker.trial = task, task["do"], task["trial"]
+        worker.config = task.get("config", {})
+        for fd in fds:
+            os.fstat(fd)  # a descriptor that is given must be open
+        key = (worker.do, worker.trial)
+        worker.starts, self._starts[key] = self._starts[key], self._starts[key] + 1
+        self.given.append(dataclasses.replace(worker))
+        if worker.do == "compile":
+            self._compiling.add(worker.number)
+            self.turns.append("compile")
+        elif worker.do == "measure":
+            self._measuring.add(worker.number)
+            self.turns.append("measure")
+            if worker.task["last"] is False:
+                assert fds, "the halves are apart, so an executable must come with the task"
+        self._count()
+        steps = self.act(worker)
+        due = self.clock.now
+        for delay_s, event in behaves(worker) if steps is None else steps:
+            due += delay_s
+            heapq.heappush(self._agenda, (due, next(self._order), event))
+
+    def _doom(self, worker: FakeWorker, status: int, delay_s: float) -> None:
+        worker.doomed = True
+        if not worker.immortal:
+            event = worker.ends(status)
+            heapq.heappush(self._agenda, (self.clock.now + delay_s, next(self._order), event))
+
+    def _witness(self, worker: FakeWorker, event: pool.Event) -> None:
+        if isinstance(event, Ended):
+            worker.ended = True
+            self._over(worker)
+        elif isinstance(event, Said):
+            if event.message.get("type") == "compiled":
+                self._compiling.discard(worker.number)
+            elif event.message.get("type") == "measured":
+                worker.measured += 1
+                self._measuring.discard(worker.number)
+
+    def _over(self, worker: FakeWorker) -> None:
+        self._compiling.discard(worker.number)
+        self._measuring.discard(worker.number)
+
+    def _count(self) -> None:
+        self.most_compiling = max(self.most_compiling, len(self._compiling))
+        self.compiled_while_measuring |= bool(self._compiling and self._measuring)
+        on = collections.Counter(self.workers[number].device for number in self._measuring)
+        self.most_measuring |= on
+
+
+@dataclasses.dataclass
+class Result:
+    trials: dict[int, Trial]
+    leftovers: Leftovers
+    sandbox: FakeSandbox
+    seconds: float
+
+    @property
+    def outcomes(self) -> list[str]:
+        return [self.trials[index].outcome.value for index in sorted(self.trials)]
+
+    def given(self, do: str, index: int | None = None) -> list[FakeWorker]:
+        return [
+            worker for worker in self.sandbox.given if worker.do == do and (index is None or worker.trial == index)
+        ]
+
+
+def fake_devices(count: int) -> tuple[Device, ...]:
+    """Devices with names of their own, because leases on devices are machine-wide."""
+    return tuple(Device("cuda", "fake", f"test-{uuid.uuid4()}") for _ in range(count))
+
+
+def plan_for(route: Route, **changes: Any) -> Plan:
+    together = route is Route.TOGETHER
+    plan = Plan(
+        route=route,
+        options={},
+        target=None,
+        slots=SLOTS,
+        devices=fake_devices(1),
+        configs_per_worker=1 if together else 4,
+        exclusive=together,
+        parked=4,
+        compile_timeout_s=5.0,
+        timeout_s=2.0,
+        memory_limit_bytes=GB,
+    )
+    return dataclasses.replace(plan, **changes)
+
+
+def run(
+    plan: Plan,
+    count: int,
+    act: Act = lambda worker: None,
+    *,
+    clock: Clock | None = None,
+    sandbox: FakeSandbox | None = None,
+    available_memory: Callable[[], int] = lambda: 100 * GB,
+    on_tick: Callable[[], None] = lambda: None,
+) -> Result:
+    """Runs configs `{"id": 0}` and so on, and checks what must hold of every sweep."""
+    clock = clock or Clock()
+    sandbox = sandbox or FakeSandbox(clock, act)
+    trials: dict[int, Trial] = {}
+
+    def on_trial(index: int, trial: Trial, log: str) -> None:
+        assert index not in trials, f"config {index} has ended twice"
+        assert trial.config == {"id": index}
+        trials[index] = trial
+
+    fds = len(os.listdir("/proc/self/fd"))
+    started = clock()
+    scheduler = Scheduler(
+        sandbox, plan, on_trial=on_trial, on_tick=on_tick, clock=clock, available_memory=available_memory
+    )
+    leftovers = scheduler.run({index: {"id": index} for index in range(count)})
+
+    settled = [*trials, *leftovers.unfit, *leftovers.unconfirmed]
+    assert sorted(settled) == list(range(count)), "every config ends exactly once"
+    assert sandbox.most_compiling <= plan.slots
+    assert all(measuring <= 1 for measuring in sandbox.most_measuring.values())
+    assert not (plan.exclusive and sandbox.compiled_while_measuring)
+    assert len(os.listdir("/proc/self/fd")) <= fds, "no descriptor stays open"
+    for device in plan.devices:
+        lease = Lease(device)
+        assert lease.acquire(clock() + 1000), f"the lease on {device.name} is free again"
+        lease.release()
+    return Result(trials, leftovers, sandbox, clock() - started)
+
+
+def for_config(index: int, *acts: Act) -> Act:
+    """Lets one config's workers act as told, one after another the last of them for good, and all others well."""
+
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.trial != index:
+            return None
+        return acts[min(worker.starts, len(acts) - 1)](worker)
+
+    return act
+
+
+def when(do: str, act: Callable[[FakeWorker], Sequence[Step]]) -> Act:
+    return lambda worker: act(worker) if worker.do == do else None
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, int]]:
+    """What each fake process holds: fake workers' process ids are their numbers."""
+    held: dict[int, int] = {}
+    monkeypatch.setattr(host, "private_memory_bytes", lambda pid: held.get(pid, 0))
+    monkeypatch.setattr(host, "descendants", lambda pid: [])
+    monkeypatch.setattr(host, "oom_kills", lambda: 0)
+    yield held
+
+
+ROUTES = pytest.mark.parametrize("route", [Route.TOGETHER, Route.APART])
+EVERY_WAY = pytest.mark.parametrize(
+    ("route", "exclusive"), [(Route.TOGETHER, True), (Route.APART, True), (Route.APART, False)]
+)
+
+
+# --- slots, devices, turns ----------------------------------------------------------------------------------
+
+
+@EVERY_WAY
+def test_every_config_is_measured_and_all_slots_but_no_more_are_used(route: Route, exclusive: bool) -> None:
+    result = run(plan_for(route, exclusive=exclusive), 12)
+    assert result.outcomes == ["ok"] * 12
+    assert result.sandbox.most_compiling == SLOTS
+    for index, trial in result.trials.items():
+        assert trial.time_ms == index + 1.0
+        assert trial.samples_ms == (index + 1.0,) * 3
+        assert trial.compile_s == 1.0
+        assert trial.phase is Phase.MEASURE
+        assert trial.route is route
+        assert trial.message == ""
+        assert trial.log_tail.startswith("log of ")
+
+
+def test_no_configs_are_done_at_once() -> None:
+    assert run(plan_for(Route.APART), 0).seconds == 0
+
+
+@ROUTES
+def test_configs_start_in_the_order_they_are_given(route: Route) -> None:
+    result = run(plan_for(route), 8)
+    assert [worker.trial for worker in result.given("compile")] == list(range(8))
+
+
+def test_where_the_halves_are_apart_compiling_goes_on_while_measuring() -> None:
+    result = run(plan_for(Route.APART, slots=2), 10)
+    assert result.sandbox.compiled_while_measuring
+    assert result.seconds < 10 / 2 * 1.3 + 2  # measuring is hidden behind compiling
+
+
+@ROUTES
+def test_on_an_exclusive_device_bursts_of_compiling_and_measuring_alternate(route: Route) -> None:
+    result = run(plan_for(route, exclusive=True, parked=4, slots=2), 8)
+    turns = [(turn, len(list(group))) for turn, group in itertools.groupby(result.sandbox.turns)]
+    assert turns == [("compile", 4), ("measure", 4), ("compile", 4), ("measure", 4)]
+
+
+@ROUTES
+def test_two_devices_share_the_configs(route: Route) -> None:
+    plan = plan_for(route, devices=fake_devices(2), parked=8, timeout_s=10.0)
+    result = run(plan, 16, when("measure", lambda worker: measures(worker, seconds=3.0)))
+    assert result.outcomes == ["ok"] * 16
+    used = collections.Counter(worker.device for worker in result.given("measure"))
+    assert set(used) == {device.token for device in plan.devices}
+    assert min(used.values()) >= 5
+
+
+def test_workers_that_take_one_config_each_are_made_ready_ahead() -> None:
+    plan = plan_for(Route.APART, configs_per_worker=1)
+    result = run(plan, 8, when("prepare", lambda worker: [(2.0, worker.says("ready", "load"))]))
+    assert result.outcomes == ["ok"] * 8
+    assert len(result.given("prepare")) == 8
+    assert result.seconds < 8 * 2.0
+
+
+@pytest.mark.parametrize("configs_per_worker", [1, 3, 100])
+def test_a_measuring_worker_takes_as_many_configs_as_it_may(configs_per_worker: int) -> None:
+    result = run(plan_for(Route.APART, configs_per_worker=configs_per_worker), 9)
+    assert len(result.given("prepare")) == -(-9 // configs_per_worker)
+    taken = collections.Counter(worker.number for worker in result.given("measure"))
+    assert max(taken.values()) == min(configs_per_worker, 9)
+
+
+def test_modules_that_a_worker_had_to_import_are_shared() -> None:
+    result = run(plan_for(Route.TOGETHER), 1, when("compile", lambda w: compiles(w, modules=["jax.numpy"])))
+    assert result.sandbox.shared == ["jax.numpy"]
+
+
+# --- deadlines ----------------------------------------------------------------------------------------------
+
+
+@ROUTES
+def test_start_up_never_counts_as_compile_time(route: Route) -> None:
+    def slow_start(worker: FakeWorker) -> list[Step]:
+        (_, first), *rest = compiles(worker)
+        return [(STARTUP_DEADLINE_S - 1, first), *rest]
+
+    result = run(plan_for(route, compile_timeout_s=1.5), 2, when("compile", slow_start))
+    assert result.outcomes == ["ok", "ok"]
+
+
+@ROUTES
+def test_waiting_for_a_slot_never_counts(route: Route) -> None:
+    result = run(plan_for(route, slots=1, parked=20, compile_timeout_s=1.5), 12)
+    assert result.outcomes == ["ok"] * 12
+    assert result.seconds > 12
+
+
+@EVERY_WAY
+def test_waiting_for_a_device_that_another_tuner_holds_never_counts(route: Route, exclusive: bool) -> None:
+    plan = plan_for(route, exclusive=exclusive)
+    clock = Clock()
+    other = Lease(plan.devices[0])
+    assert other.acquire(clock())
+
+    def let_go() -> None:
+        if clock() > 1000 + WAITS_LONG_S:
+            other.release()
+
+    result = run(plan, 3, clock=clock, on_tick=let_go)
+    assert result.outcomes == ["ok"] * 3
+    assert result.seconds > WAITS_LONG_S
+
+
+@ROUTES
+def test_a_compile_is_killed_at_its_deadline_counted_from_the_first_phase_frame(route: Route) -> None:
+    def hangs(worker: FakeWorker) -> list[Step]:
+        return [(50.0, worker.says("phase", "load")), (1.0, worker.says("phase", "compile"))]
+
+    result = run(plan_for(route), 4, for_config(1, hangs))
+    assert result.outcomes == ["ok", "timeout", "ok", "ok"]
+    assert result.trials[1].phase is Phase.COMPILE
+    assert result.trials[1].message == "compiling took longer than 5 s"
+    assert 55.0 <= result.seconds < 60.0
+
+
+@ROUTES
+def test_repeated_phase_frames_do_not_put_a_deadline_off(route: Route) -> None:
+    def lingers(worker: FakeWorker) -> list[Step]:
+        return [(0.5, worker.says("phase", "compile"))] * 100
+
+    result = run(plan_for(route), 1, lingers)
+    assert result.outcomes == ["timeout"]
+    assert result.seconds < 6.0
+
+
+@EVERY_WAY
+def test_checking_and_measuring_have_one_deadline_from_when_the_device_is_held(
+    route: Route, exclusive: bool
+) -> None:
+    def slow(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "measure":
+            return None
+        return [(1.5, worker.says("phase", "measure")), (1.0, worker.says("phase", "measure"))] * 10
+
+    result = run(plan_for(route, exclusive=exclusive), 3, for_config(0, slow))
+    assert result.outcomes == ["timeout", "ok", "ok"]
+    assert result.trials[0].phase is Phase.MEASURE
+    assert result.trials[0].message == "checking and measuring took longer than 2 s"
+    assert result.trials[0].compile_s == 1.0
+
+
+@ROUTES
+def test_configs_that_made_trouble_before_have_a_quarter_of_the_time(route: Route) -> None:
+    plan = plan_for(route, compile_timeout_s=6.0, timeout_s=4.0, troubled=frozenset({1, 3}))
+
+    def slow(worker: FakeWorker) -> list[Step]:
+        if worker.trial in (0, 1):
+            return compiles(worker, 2.0) if worker.do == "compile" else behaves(worker)
+        return measures(worker, 1.5) if worker.do == "measure" else behaves(worker)
+
+    result = run(plan, 4, lambda worker: None if worker.trial is None else slow(worker))
+    assert result.outcomes == ["ok", "timeout", "ok", "timeout"]
+    assert result.trials[1].message == "compiling took longer than 1.5 s"
+    assert result.trials[3].message == "checking and measuring took longer than 1 s"
+
+
+@ROUTES
+def test_a_worker_that_does_not_come_up_is_lost_and_its_config_tried_once_more(route: Route) -> None:
+    silent = when("compile", lambda worker: [] if worker.starts == 0 else compiles(worker))
+    result = run(plan_for(route), 1, silent)
+    assert result.outcomes == ["ok"]
+    assert STARTUP_DEADLINE_S < result.seconds < STARTUP_DEADLINE_S + 5
+
+    result = run(plan_for(route), 3, for_config(0, lambda worker: []))
+    assert result.outcomes == ["lost", "ok", "ok"]
+    assert len(result.given("compile", 0)) == 2
+    assert f"not up within {STARTUP_DEADLINE_S:g} s" in result.trials[0].message
+
+
+# --- what workers say ---------------------------------------------------------------------------------------
+
+
+@ROUTES
+def test_what_is_said_of_another_trial_is_dropped(route: Route) -> None:
+    def confused(worker: FakeWorker) -> list[Step]:
+        steps = behaves(worker)
+        if worker.trial is None:
+            return steps
+        lies = [
+            worker.says("measured", "measure", samples_ms=[0.001]),
+            worker.says("compiled", "compile", compile_s=9.0, modules=[]),
+            worker.raises("compile"),
+        ]
+        others = [Said(lie.number, {**lie.message, "trial": worker.trial + 1}) for lie in lies]
+        others += [Said(lie.number, {**lie.message, "trial": None}) for lie in lies]
+        others += [Said(lie.number, {k: v for k, v in lie.message.items() if k != "trial"}) for lie in lies]
+        return [*((0.01, lie) for lie in others), *steps]
+
+    result = run(plan_for(route), 4, confused)
+    assert [trial.time_ms for _, trial in sorted(result.trials.items())] == [1.0, 2.0, 3.0, 4.0]
+    assert {trial.compile_s for trial in result.trials.values()} == {1.0}
+
+
+@ROUTES
+def test_a_measurement_claimed_before_the_device_was_given_is_dropped(route: Route) -> None:
+    def claims(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "compile":
+            return None
+        lie = worker.says("measured", "measure", samples_ms=[0.001])
+        (first, second, *rest) = compiles(worker)
+        return [first, (0.01, lie), second, *rest]
+
+    result = run(plan_for(route), 2, claims)
+    assert [result.trials[index].time_ms for index in range(2)] == [1.0, 2.0]
+
+
+@ROUTES
+def test_repeated_results_count_once(route: Route) -> None:
+    def repeats(worker: FakeWorker) -> list[Step]:
+        return [(delay, event) for delay, event in behaves(worker) for _ in range(3 if delay else 1)]
+
+    def echoes(worker: FakeWorker) -> list[Step]:
+        return [step for step in repeats(worker) if not isinstance(step[1], Ended)]
+
+    assert run(plan_for(route), 5, echoes).outcomes == ["ok"] * 5
+
+
+@ROUTES
+def test_a_result_that_comes_after_the_deadline_is_too_late(route: Route) -> None:
+    clock = Clock()
+    act = for_config(0, when("measure", lambda worker: measures(worker, seconds=2.0)))
+    sandbox = FakeSandbox(clock, act, kill_s=1.0)  # the kill takes effect after the result was sent
+    result = run(plan_for(route), 2, clock=clock, sandbox=sandbox)
+    assert result.outcomes == ["timeout", "ok"]
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("type_", ["ready", "compiled", "phase", "probed", "nonsense"])
+def test_no_forged_frame_takes_the_deadline_from_a_measurement(
+    route: Route, exclusive: bool, type_: str
+) -> None:
+    def forges(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "measure":
+            return None
+        forged = worker.says(type_, "measure", compile_s=1.0, modules=[])
+        return [(0.1, forged), (0.1, forged)]
+
+    result = run(plan_for(route, exclusive=exclusive), 3, for_config(1, forges))
+    assert result.outcomes == ["ok", "timeout", "ok"]
+
+
+SENSELESS = [
+    {"type": "measured"},
+    {"type": "measured", "samples_ms": []},
+    {"type": "measured", "samples_ms": None},
+    {"type": "measured", "samples_ms": 3},
+    {"type": "measured", "samples_ms": [1.0, "quick"]},
+    {"type": "measured", "samples_ms": [float("nan")]},
+    {"type": "measured", "samples_ms": [float("inf")]},
+    {"type": "measured", "samples_ms": [-1.0]},
+    {"type": "measured", "samples_ms": [10**400]},
+    {"type": "measured", "samples_ms": [[1.0]]},
+    {"type": "phase", "phase": "lunch"},
+    {"type": "phase", "phase": None},
+    {"type": "phase", "phase": ["load"]},
+    {"type": "failed"},
+    {"type": "failed", "outcome": "error"},
+    {"type": "failed", "outcome": "broken", "error": "", "message": ""},
+    {"type": "failed", "outcome": ["error"], "error": "", "message": ""},
+    *(
+        {"type": "failed", "outcome": outcome.value, "error": "E", "message": ""}
+        for outcome in Outcome
+        if outcome not in (Outcome.ERROR, Outcome.DEVICE_OOM)
+    ),
+    {"type": "failed", "outcome": "unfit", "error": "E", "message": ""},
+    {"type": ["measured"], "phase": "no"},
+    {"phase": "measure"},
+]
+
+
+@ROUTES
+@pytest.mark.parametrize("message", SENSELESS, ids=lambda message: str(message)[:60])
+def test_a_forged_frame_that_makes_no_sense_condemns_its_sender_and_nobody_else(
+    route: Route, message: dict[str, Any]
+) -> None:
+    def forges(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "measure":
+            return None
+        forged = Said(worker.number, {"trial": worker.trial, "phase": "measure", **message})
+        return [(0.1, forged), *measures(worker)]
+
+    result = run(plan_for(route), 3, for_config(1, forges))
+    assert result.outcomes == ["ok", "crashed", "ok"]
+    assert "makes no sense" in result.trials[1].message
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"compile_s": "long", "modules": []},
+        {"compile_s": float("nan"), "modules": []},
+        {"compile_s": float("inf"), "modules": []},
+        {"compile_s": 10**400, "modules": []},
+        {"compile_s": 1.0},
+        {"compile_s": 1.0, "modules": 3},
+    ],
+    ids=lambda forged: str(forged)[:60],
+)
+def test_a_forged_compile_result_condemns_its_sender_and_nobody_else(
+    route: Route, forged: dict[str, Any]
+) -> None:
+    def forges(worker: FakeWorker) -> list[Step]:
+        return [(0.1, worker.says("compiled", "compile", **forged)), *compiles(worker)]
+
+    result = run(plan_for(route), 3, for_config(1, forges))
+    assert result.outcomes == ["ok", "crashed", "ok"]
+
+
+@ROUTES
+@pytest.mark.parametrize("do", ["compile", "measure"])
+def test_a_damaged_stream_is_a_crash(route: Route, do: str) -> None:
+    act = when(do, lambda worker: [(0.2, Damaged(worker.number, "not a frame"))])
+    result = run(plan_for(route), 3, for_config(2, act))
+    assert result.outcomes == ["ok", "ok", "crashed"]
+    assert "not a frame" in result.trials[2].message
+
+
+# --- how workers end ----------------------------------------------------------------------------------------
+
+
+@ROUTES
+@pytest.mark.parametrize("do", ["compile", "measure"])
+def test_an_exception_is_an_error_with_its_phase_type_and_message(route: Route, do: str) -> None:
+    phase = "compile" if do == "compile" else "check"
+    act = when(do, lambda worker: [(0.2, worker.raises(phase, error="KeyError", message="'x'"))])
+    result = run(plan_for(route), 3, for_config(1, act))
+    assert result.outcomes == ["ok", "error", "ok"]
+    assert result.trials[1].phase == phase
+    assert result.trials[1].message == "KeyError: 'x'"
+    assert result.sandbox.killed  # whatever it did to itself, it is not used again
+
+
+@ROUTES
+@pytest.mark.parametrize("do", ["compile", "measure"])
+@pytest.mark.parametrize(
+    ("status", "said"),
+    [
+        (0, "exited with code 0 without a result"),
+        (7, "exited with code 7 without a result"),
+        (-int(signal.SIGSEGV), "was killed by SIGSEGV without a result"),
+        (-int(signal.SIGKILL), "was killed by SIGKILL without a result"),
+    ],
+)
+def test_a_process_that_ends_without_a_result_has_crashed(route: Route, do: str, status: int, said: str) -> None:
+    act = when(do, lambda worker: [(0.1, worker.says("phase", "load")), (0.1, worker.ends(status))])
+    result = run(plan_for(route), 3, for_config(1, act))
+    assert result.outcomes == ["ok", "crashed", "ok"]
+    assert said in result.trials[1].message
+
+
+def test_a_compiled_config_whose_worker_dies_while_it_waits_has_crashed() -> None:
+    def dies_waiting(worker: FakeWorker) -> list[Step]:
+        return [*compiles(worker), (0.1, worker.ends(-int(signal.SIGSEGV)))]
+
+    result = run(plan_for(Route.TOGETHER, slots=1), 3, for_config(0, dies_waiting))
+    assert result.outcomes == ["crashed", "ok", "ok"]
+
+
+def test_a_compile_worker_that_does_not_end_after_its_result_is_killed_and_does_its_config_no_harm() -> None:
+    def stays(worker: FakeWorker) -> list[Step] | None:
+        return compiles(worker)[:-1] if worker.do == "compile" else None
+
+    def keeps_going(worker: FakeWorker) -> list[Step] | None:
+        return compiles(worker, compile_s=4.0) if worker.do == "compile" else None
+
+    lingering = for_config(0, stays)
+    act: Act = lambda worker: lingering(worker) if worker.trial == 0 else keeps_going(worker)  # noqa: E731
+    result = run(plan_for(Route.APART, slots=1), 6, act)
+    assert result.outcomes == ["ok"] * 6
+    assert result.given("compile", 0)[0].number in result.sandbox.killed
+
+
+@pytest.mark.parametrize(("risen", "outcome"), [(1, "oom"), (0, "crashed")])
+def test_sigkill_with_a_risen_counter_of_oom_kills_is_oom(
+    monkeypatch: pytest.MonkeyPatch, risen: int, outcome: str
+) -> None:
+    kills = 5
+    monkeypatch.setattr(host, "oom_kills", lambda: kills)
+
+    def dies(worker: FakeWorker) -> list[Step]:
+        nonlocal kills
+        kills += risen
+        return [(0.1, worker.says("phase", "load")), (0.1, worker.ends(-int(signal.SIGKILL)))]
+
+    result = run(plan_for(Route.TOGETHER), 3, for_config(1, dies))
+    assert result.outcomes == ["ok", outcome, "ok"]
+
+
+def test_one_oom_kill_does_not_explain_two_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = 5
+    monkeypatch.setattr(host, "oom_kills", lambda: kills)
+
+    def dies(worker: FakeWorker) -> list[Step]:
+        nonlocal kills
+        kills = 6
+        return [(0.1, worker.says("phase", "load")), (0.1, worker.ends(-int(signal.SIGKILL)))]
+
+    result = run(plan_for(Route.TOGETHER, slots=1, parked=1), 2, dies)
+    assert result.outcomes == ["oom", "crashed"]
+
+
+@ROUTES
+@pytest.mark.parametrize("do", ["compile", "measure"])
+def test_what_the_machinery_lost_is_tried_once_more_and_then_counts(route: Route, do: str) -> None:
+    def is_lost(worker: FakeWorker) -> list[Step] | None:
+        return [(0.1, worker.ends(None))] if worker.do == do else None
+
+    def is_fine(worker: FakeWorker) -> None:
+        return None
+
+    once = run(plan_for(route), 3, for_config(1, is_lost, is_fine))
+    assert once.outcomes == ["ok"] * 3
+    ever = run(plan_for(route), 3, for_config(1, is_lost))
+    assert ever.outcomes == ["ok", "lost", "ok"]
+    assert len(ever.given(do, 1)) == 2
+
+
+def test_a_config_lost_while_it_was_measured_is_not_compiled_again_where_its_executable_is_kept() -> None:
+    def is_lost(worker: FakeWorker) -> list[Step] | None:
+        return [(0.1, worker.ends(None))] if worker.do == "measure" else None
+
+    result = run(plan_for(Route.APART), 2, for_config(0, is_lost, lambda worker: None))
+    assert result.outcomes == ["ok", "ok"]
+    assert len(result.given("compile", 0)) == 1
+
+
+# --- used workers -------------------------------------------------------------------------------------------
+
+TROUBLES: dict[str, Callable[[FakeWorker], list[Step]]] = {
+    "raises": lambda worker: [(0.1, worker.raises("measure"))],
+    "dies": lambda worker: [(0.1, worker.ends(-int(signal.SIGSEGV)))],
+    "hangs": lambda worker: [],
+    "garbles": lambda worker: [(0.1, Damaged(worker.number, "garbage"))],
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_a_failure_in_a_used_worker_counts_only_when_a_fresh_one_repeats_it(
+    trouble: str, devices: int, exclusive: bool
+) -> None:
+    """Configs 2 and 5 fail in any process that has measured something; 7 fails everywhere."""
+    plan = plan_for(
+        Route.APART, slots=1, configs_per_worker=100, devices=fake_devices(devices), exclusive=exclusive
+    )
+
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        fails = worker.trial == 7 or (worker.trial in (2, 5) and worker.measured > 0)
+        return TROUBLES[trouble](worker) if worker.do == "measure" and fails else None
+
+    result = run(plan, 9, act)
+    expected = {"raises": "error", "hangs": "timeout"}.get(trouble, "crashed")
+    assert result.outcomes == ["ok"] * 7 + [expected, "ok"]
+    last_try = result.given("measure", 7)[-1]
+    assert last_try.measured == 0, "the verdict was spoken by a fresh worker"
+    assert len(result.given("measure", 7)) <= 2
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_any_trouble_retires_a_measuring_worker(trouble: str) -> None:
+    act = for_config(0, when("measure", TROUBLES[trouble]))
+    result = run(plan_for(Route.APART, slots=1, configs_per_worker=100), 3, act)
+    assert result.outcomes[1:] == ["ok", "ok"]
+    troubled, *others = [worker.number for worker in result.given("measure")]
+    assert troubled not in others
+
+
+def test_a_used_worker_that_dies_between_two_configs_is_replaced_and_no_blame_falls_on_its_device() -> None:
+    def dies_afterwards(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "measure":
+            return None
+        return [*measures(worker), (0.3, worker.ends(-int(signal.SIGSEGV)))]
+
+    result = run(plan_for(Route.APART, slots=1, configs_per_worker=100), 6, dies_afterwards)
+    assert result.outcomes == ["ok"] * 6
+
+
+# --- memory -------------------------------------------------------------------------------------------------
+
+
+@ROUTES
+@pytest.mark.parametrize("do", ["compile", "measure"])
+def test_a_worker_over_its_memory_limit_is_oom_with_the_figure(
+    route: Route, do: str, memory: dict[int, int]
+) -> None:
+    def takes(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != do:
+            return None
+        memory[worker.number] = 3 * GB
+        return [(0.1, worker.says("phase", "compile" if do == "compile" else "check"))]
+
+    result = run(plan_for(route, configs_per_worker=1), 3, for_config(1, takes))
+    assert result.outcomes == ["ok", "oom", "ok"]
+    assert "3.22 GB" in result.trials[1].message
+    assert "1.07 GB" in result.trials[1].message
+    assert result.trials[1].peak_memory_bytes == 3 * GB
+
+
+def test_what_the_template_had_does_not_count_against_a_worker(memory: dict[int, int]) -> None:
+    clock = Clock()
+
+    def takes(worker: FakeWorker) -> None:
+        memory[worker.number] = GB + GB // 2
+
+    sandbox = FakeSandbox(clock, takes)
+    sandbox.baseline_bytes = GB
+    result = run(plan_for(Route.TOGETHER), 2, clock=clock, sandbox=sandbox)
+    assert result.outcomes == ["ok", "ok"]
+    assert result.trials[0].peak_memory_bytes == GB // 2
+
+
+def test_the_memory_of_descendants_counts(memory: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "descendants", lambda pid: [pid + 1_000_000, pid + 2_000_000])
+
+    def forks(worker: FakeWorker) -> list[Step]:
+        memory[worker.number + 1_000_000] = memory[worker.number + 2_000_000] = GB - 1
+        return [(0.1, worker.says("phase", "load"))]
+
+    result = run(plan_for(Route.TOGETHER), 3, for_config(1, forks))
+    assert result.outcomes == ["ok", "oom", "ok"]
+
+
+def test_when_the_machine_runs_short_the_largest_worker_goes_and_the_others_stay(memory: dict[int, int]) -> None:
+    sandbox_of: list[FakeSandbox] = []
+
+    def takes(worker: FakeWorker) -> None:
+        memory[worker.number] = (100 + int(worker.config["id"] or 0)) << 20
+
+    def available() -> int:
+        alive = [number for number, worker in sandbox_of[0].workers.items() if not worker.ended]
+        return (540 << 20) - sum(memory.get(number, 0) for number in alive)
+
+    clock = Clock()
+    sandbox_of.append(FakeSandbox(clock, takes, kill_s=0.6))
+    result = run(
+        plan_for(Route.TOGETHER, slots=3, parked=3), 3, clock=clock, sandbox=sandbox_of[0], available_memory=available
+    )
+    assert result.outcomes == ["ok", "ok", "oom"]
+    assert "the machine had only" in result.trials[2].message
+
+
+# --- devices and processes that fail ------------------------------------------------------------------------
+
+
+def immortal(worker: FakeWorker) -> list[Step]:
+    worker.immortal = True
+    return [(0.1, worker.says("phase", "load" if worker.do == "compile" else "check"))]
+
+
+@ROUTES
+def test_a_worker_that_sigkill_does_not_end_costs_its_device_and_the_sweep_goes_on_elsewhere(
+    route: Route,
+) -> None:
+    plan = plan_for(route, devices=fake_devices(2), parked=8)
+    result = run(plan, 12, for_config(1, when("measure", immortal)))
+    assert result.outcomes == ["ok", "timeout", *["ok"] * 10]
+    assert "does not die" in result.trials[1].message
+    stuck = result.given("measure", 1)[0].device
+    given_up = [worker.trial for worker in result.given("measure")].index(1)
+    later = result.given("measure")[given_up + 3 :]
+    assert any(worker.device != stuck for worker in later)
+
+
+@ROUTES
+def test_when_the_last_device_is_withdrawn_every_config_still_ends(route: Route) -> None:
+    result = run(plan_for(route, slots=2), 12, for_config(1, when("measure", immortal)))
+    assert result.trials[1].outcome is Outcome.TIMEOUT
+    assert set(result.outcomes) <= {"ok", "timeout", "lost"}
+    assert "lost" in result.outcomes
+    assert any("held by a process that does not die" in trial.message for trial in result.trials.values())
+    assert result.seconds < KILL_DEADLINE_S + 30
+
+
+def test_a_compile_worker_without_a_device_that_does_not_die_costs_nothing_but_its_config() -> None:
+    result = run(plan_for(Route.APART, slots=2), 6, for_config(1, when("compile", immortal)))
+    assert result.outcomes == ["ok", "timeout", "ok", "ok", "ok", "ok"]
+    assert "does not die" in result.trials[1].message
+
+
+@pytest.mark.parametrize("configs_per_worker", [1, 4])
+def test_a_device_on_which_no_worker_gets_ready_is_withdrawn(configs_per_worker: int) -> None:
+    plan = plan_for(Route.APART, devices=fake_devices(2), configs_per_worker=configs_per_worker)
+    broken = plan.devices[0].token
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "prepare" and worker.device == broken:
+            return [(0.1, worker.raises("load", error="RuntimeError", message="no context"))]
+        return None
+
+    result = run(plan, 6, act)
+    assert result.outcomes == ["ok"] * 6
+    assert {worker.device for worker in result.given("measure")} == {plan.devices[1].token}
+    assert 2 <= sum(worker.device == broken for worker in result.given("prepare")) <= 3
+
+
+@pytest.mark.parametrize("configs_per_worker", [1, 4])
+@pytest.mark.parametrize("exclusive", [True, False])
+@pytest.mark.parametrize(("status", "outcome"), [(-int(signal.SIGSEGV), "crashed"), (None, "lost")])
+def test_when_no_worker_gets_ready_on_the_last_device_every_config_ends_with_the_reason(
+    configs_per_worker: int, exclusive: bool, status: int | None, outcome: str
+) -> None:
+    plan = plan_for(Route.APART, configs_per_worker=configs_per_worker, exclusive=exclusive)
+    result = run(plan, 9, when("prepare", lambda worker: [(0.1, worker.ends(status))]))
+    assert result.outcomes == [outcome] * 9
+    assert all("no worker could be made ready" in trial.message for trial in result.trials.values())
+
+
+def test_a_worker_that_did_not_get_ready_once_is_no_reason_to_withdraw_a_device() -> None:
+    starts = itertools.count()
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "prepare" and next(starts) % 2 == 0:
+            return [(0.1, worker.ends(1))]
+        return None
+
+    result = run(plan_for(Route.APART, configs_per_worker=2), 8, act)
+    assert result.outcomes == ["ok"] * 8
+
+
+def test_an_exception_in_the_caller_ends_the_sweep_and_frees_its_devices() -> None:
+    plan = plan_for(Route.APART)
+    clock = Clock()
+
+    def on_trial(index: int, trial: Trial, log: str) -> None:
+        raise SandboxError("the caller has had enough")
+
+    fds = len(os.listdir("/proc/self/fd"))
+    scheduler = Scheduler(FakeSandbox(clock, lambda worker: None), plan, on_trial=on_trial, clock=clock)
+    with pytest.raises(SandboxError, match="had enough"):
+        scheduler.run({index: {"id": index} for index in range(6)})
+    assert len(os.listdir("/proc/self/fd")) == fds
+    lease = Lease(plan.devices[0])
+    assert lease.acquire(clock())
+    lease.release()
+
+
+# --- what another route must settle -------------------------------------------------------------------------
+
+
+def test_a_program_that_needs_its_device_is_left_over_and_so_are_those_not_yet_begun() -> None:
+    def unfit(worker: FakeWorker) -> list[Step]:
+        return [
+            (0.1, worker.says("phase", "compile")),
+            (0.5, worker.raises("compile", outcome="unfit", message="XLA tunes its dot_general on the device")),
+            (0.01, worker.ends(0)),
+        ]
+
+    result = run(plan_for(Route.APART, slots=2, target=TARGET), 8, for_config(1, unfit))
+    assert set(result.trials) == {0}  # it was being compiled then, and went its way
+    assert set(result.leftovers.unfit) == set(range(1, 8))
+    assert set(result.leftovers.unfit.values()) == {"XLA tunes its dot_general on the device"}
+
+
+def test_an_error_raised_where_there_was_no_device_waits_for_confirmation() -> None:
+    act = for_config(1, when("compile", lambda worker: [(0.1, worker.raises("compile"))]))
+    result = run(plan_for(Route.APART, target=TARGET), 3, act)
+    assert set(result.trials) == {0, 2}
+    trial, log = result.leftovers.unconfirmed[1]
+    assert trial.outcome is Outcome.ERROR
+    assert log.startswith("log of ")
+
+    without_target = run(plan_for(Route.APART), 3, act)
+    assert without_target.outcomes == ["ok", "error", "ok"]
+
+
+def test_an_error_raised_on_the_device_needs_no_confirmation() -> None:
+    act = for_config(1, when("measure", lambda worker: [(0.1, worker.raises("check"))]))
+    result = run(plan_for(Route.APART, target=TARGET), 3, act)
+    assert result.outcomes == ["ok", "error", "ok"]
+
+
+# --- anything at all ----------------------------------------------------------------------------------------
+
+
+def anything(generator: random.Random) -> Act:
+    """Workers that mostly behave and sometimes do whatever there is to do."""
+
+    def forged(worker: FakeWorker) -> Said:
+        types = ["phase", "ready", "compiled", "measured", "failed", "nonsense"]
+        phases = ["load", "compile", "check", "measure", "measure", "lunch"]
+        outcomes = ["error", "device_oom", "ok", "lost", "unfit" if generator.random() < 0.1 else "timeout"]
+        message = {
+            "type": generator.choice(types),
+            "trial": generator.choice([worker.trial] * 4 + [None, 0]),
+            "phase": generator.choice(phases),
+            "compile_s": 0.5,
+            "modules": [],
+            "samples_ms": generator.choice([[1.0], [], [float("nan")]]),
+            "outcome": generator.choice(outcomes),
+            "error": "E",
+            "message": "m",
+        }
+        return Said(worker.number, message)
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        steps = behaves(worker)
+        if generator.random() < 0.6:
+            return steps
+        if generator.random() < 0.05:
+            worker.immortal = True
+        for _ in range(generator.randrange(3)):
+            position = generator.randrange(len(steps) + 1)
+            steps.insert(position, (generator.random() / 2, forged(worker)))
+        if generator.random() < 0.5:
+            del steps[generator.randrange(len(steps)) :]
+        if generator.random() < 0.5:
+            end: pool.Event = worker.ends(generator.choice([0, 1, -9, -11, None]))
+            if generator.random() < 0.3:
+                end = Damaged(worker.number, "garbage")
+            steps.append((generator.random() * 3, end))
+        return [(delay * generator.choice([0, 1, 1, 1, 8]), event) for delay, event in steps]
+
+    return act
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, memory: dict[int, int]) -> None:
+    generator = random.Random(seed)
+    route, exclusive = generator.choice([(Route.TOGETHER, True), (Route.APART, True), (Route.APART, False)])
+    plan = plan_for(
+        route,
+        exclusive=exclusive,
+        slots=generator.randrange(1, 5),
+        parked=generator.randrange(1, 8),
+        devices=fake_devices(generator.randrange(1, 4)),
+        configs_per_worker=generator.choice([1, 2, 32]),
+        target=generator.choice([None, TARGET]) if route is Route.APART else None,
+        troubled=frozenset(generator.sample(range(25), 5)),
+    )
+    clock = Clock()
+    scripted = anything(generator)
+
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        memory[worker.number] = generator.choice([0, 0, 0, 0, 0, 2 * GB if generator.random() < 0.1 else 1])
+        return scripted(worker)
+
+    sandbox = FakeSandbox(clock, act, kill_s=generator.choice([0.01, 0.5]))
+    result = run(plan, generator.randrange(1, 25), clock=clock, sandbox=sandbox)
+
+    for trial in result.trials.values():
+        assert (trial.time_ms is not None) == (trial.outcome is Outcome.OK)
+        assert trial.outcome is Outcome.OK or trial.message
+    if route is Route.TOGETHER:
+        assert not result.leftovers.unfit
+
+
+def test_the_scheduler_knows_nothing_of_jax() -> None:
+    import quarantune.scheduler
+
+    source = Path(quarantune.scheduler.__file__).read_text()
+    assert not [line for line in source.splitlines() if line.startswith(("import jax", "from jax"))]
