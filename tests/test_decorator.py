@@ -132,7 +132,7 @@ def test_a_function_that_is_not_jitted_is_refused_with_the_fix(fn: Any) -> None:
 
 @pytest.mark.usefixtures("no_process")
 def test_a_function_that_is_autotuned_already_is_refused_with_the_fix() -> None:
-    with pytest.raises(TypeError, match="'choosy.*scale' is autotuned already: put all its tunables into one list"):
+    with pytest.raises(TypeError, match=r"'choosy.*scale' is autotuned already: put all its tunables into one list"):
         quarantune.autotune([{"n": 1}])(choosy())
 
 
@@ -191,7 +191,7 @@ def test_a_call_that_does_not_fit_the_signature_is_refused_before_any_process(ar
 
 
 def test_an_argument_that_jit_refuses_is_named_in_the_failure() -> None:
-    with pytest.raises(quarantune.TuningFailedError, match="TypeError: .*of type <class 'str'>"):
+    with pytest.raises(quarantune.TuningFailedError, match=r"TypeError: .*of type <class 'str'>"):
         choosy()("text")
 
 
@@ -205,7 +205,7 @@ def test_what_cannot_be_sent_to_a_worker_is_named_before_any_process() -> None:
         with lock:
             return x * n
 
-    with pytest.raises(TypeError, match="closure variable 'lock' of 'test_what.*cannot be sent to a worker"):
+    with pytest.raises(TypeError, match=r"closure variable 'lock' of 'test_what.*cannot be sent to a worker"):
         guarded(X)
 
 
@@ -414,7 +414,7 @@ def test_a_prune_fn_that_raises_raises_in_the_call_and_the_next_call_works(sweep
 @pytest.mark.usefixtures("no_process")
 def test_pruning_everything_fails_with_the_fix() -> None:
     fn = choosy(prune_fn=lambda config, x: False)
-    with pytest.raises(quarantune.TuningFailedError, match="prune_fn dropped all 2 configs.*let it keep") as caught:
+    with pytest.raises(quarantune.TuningFailedError, match=r"prune_fn dropped all 2 configs.*let it keep") as caught:
         fn(X)
     assert [trial.outcome for trial in caught.value.trials] == [Outcome.PRUNED] * 2
 
@@ -444,11 +444,17 @@ def test_all_failing_raises_once_swept_and_is_remembered(sweeps: list[str]) -> N
     np.testing.assert_array_equal(fn(X, n=0), X)
 
 
-def test_failed_sweeps_leave_no_process_no_descriptor_and_no_file() -> None:
-    def left() -> tuple[list[int], int, set[str]]:
-        files = {*os.listdir("/dev/shm"), *os.listdir(tempfile.gettempdir())}
+def test_failed_sweeps_leave_no_process_no_descriptor_and_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+
+    def left() -> tuple[list[int], int, list[str]]:
         children = [child.pid for child in psutil.Process().children(recursive=True)]
-        return children, len(os.listdir("/proc/self/fd")), {name for name in files if "quarantune" in name}
+        return children, len(os.listdir("/proc/self/fd")), os.listdir(temporary)
 
     choosy()(X)
     before = left()

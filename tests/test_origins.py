@@ -90,7 +90,8 @@ agree(quarantune.autotune(CONFIGS, rep=1)(jax.jit(nested, static_argnums=1)), 2)
 
 agree(quarantune.autotune(CONFIGS, rep=1)(jax.jit(lambda x, n=1: check(n) or x * 5, static_argnames="n")), 5)
 
-agree(quarantune.autotune(CONFIGS, rep=1, name="part")(jitted(functools.partial(lambda k, x, n=1: check(n) or x * k, 7))), 7)
+partial = functools.partial(lambda factor, x, n=1: check(n) or x * factor, 7)
+agree(quarantune.autotune(CONFIGS, rep=1, name="part")(jitted(partial)), 7)
 
 class Weights:
     def __init__(self, factor):
@@ -118,7 +119,8 @@ def test_a_notebook_cell_is_tuned(tmp_path: Path) -> None:
 import linecache, sys, types
 main = types.ModuleType("__main__")
 sys.modules["__main__"] = main
-for number, cell in enumerate(({DEFINE!r}, {KERNEL!r}, "agree(kernel, 3)", {KERNEL.replace("= 3", "= 4")!r}, "agree(kernel, 4)")):
+again = {KERNEL.replace("= 3", "= 4")!r}
+for number, cell in enumerate(({DEFINE!r}, {KERNEL!r}, "agree(kernel, 3)", again, "agree(kernel, 4)")):
     file = f"<cell {{number}}>"
     linecache.cache[file] = (len(cell), None, cell.splitlines(True), file)
     exec(compile(cell, file, "exec"), vars(main))

@@ -71,21 +71,28 @@ Act = Callable[[FakeWorker], "Sequence[Step] | None"]
 """What a worker does with the task it was just given; None for what a good one does."""
 
 
-def compiles(worker: FakeWorker, compile_s: float = 1.0, modules: Sequence[str] = ()) -> list[Step]:
+def compiles(
+    worker: FakeWorker, compile_s: float = 1.0, modules: Sequence[str] = (), program: str = ""
+) -> list[Step]:
     steps: list[Step] = [
         (0.1, worker.says("phase", "load")),
         (0.1, worker.says("phase", "compile")),
-        (compile_s, worker.says("compiled", "compile", compile_s=compile_s, modules=list(modules))),
+        (compile_s / 2, worker.says("lowered", "compile", program=program or f"program {worker.trial}")),
+        (compile_s / 2, worker.says("compiled", "compile", compile_s=compile_s, modules=list(modules))),
     ]
     return [*steps, (0.01, worker.ends())] if worker.task.get("last") else steps
 
 
+def measured(worker: FakeWorker, *samples_ms: object, **more: object) -> Said:
+    samples = list(samples_ms) or [float(worker.trial or 0) + 1.0] * 3
+    return worker.says("measured", "measure", **{"samples_ms": samples, "is_slow": False, "clock": "wall", **more})
+
+
 def measures(worker: FakeWorker, seconds: float = 0.2) -> list[Step]:
-    samples = [float(worker.config["id"] or 0) + 1.0] * 3
     return [
         (0.05, worker.says("phase", "check")),
         (0.05, worker.says("phase", "measure")),
-        (seconds, worker.says("measured", "measure", samples_ms=samples)),
+        (seconds, measured(worker)),
     ]
 
 
@@ -93,8 +100,14 @@ def gets_ready(worker: FakeWorker) -> list[Step]:
     return [(0.1, worker.says("phase", "load")), (0.2, worker.says("ready", "load"))]
 
 
+def compares(worker: FakeWorker) -> list[Step]:
+    rounds = [[float(entry["config"]["id"]) + 1.0] * 5 for entry in worker.task["entries"]]
+    return [(0.1, worker.says("phase", "check")), (1.0, worker.says("done", "measure", rounds_ms=rounds))]
+
+
 def behaves(worker: FakeWorker) -> list[Step]:
-    return {"compile": compiles, "prepare": gets_ready, "measure": measures}[worker.do](worker)
+    acts = {"compile": compiles, "prepare": gets_ready, "measure": measures, "compare": compares}
+    return acts[worker.do](worker)
 
 
 class FakeSandbox:
@@ -181,20 +194,19 @@ class FakeSandbox:
 
     def _give(self, worker: FakeWorker, task: dict[str, Any], fds: Sequence[int]) -> None:
         worker.task, worker.do, worker.trial = task, task["do"], task["trial"]
-        worker.config = task.get("config", {})
         for fd in fds:
             os.fstat(fd)  # a descriptor that is given must be open
         key = (worker.do, worker.trial)
         worker.starts, self._starts[key] = self._starts[key], self._starts[key] + 1
         self.given.append(dataclasses.replace(worker))
         if worker.do == "compile":
+            worker.config = task["config"]
             self._compiling.add(worker.number)
             self.turns.append("compile")
         elif worker.do == "measure":
             self._measuring.add(worker.number)
             self.turns.append("measure")
-            if worker.task["last"] is False:
-                assert fds, "the halves are apart, so an executable must come with the task"
+            assert fds, "an executable comes with the task, or a file for one"
         self._count()
         steps = self.act(worker)
         due = self.clock.now
@@ -525,7 +537,7 @@ def test_what_is_said_of_another_trial_is_dropped(route: Route) -> None:
         if worker.trial is None:
             return steps
         lies = [
-            worker.says("measured", "measure", samples_ms=[0.001]),
+            measured(worker, 0.001),
             worker.says("compiled", "compile", compile_s=9.0, modules=[]),
             worker.raises("compile"),
         ]
@@ -544,7 +556,7 @@ def test_a_measurement_claimed_before_the_device_was_given_is_dropped(route: Rou
     def claims(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "compile":
             return None
-        lie = worker.says("measured", "measure", samples_ms=[0.001])
+        lie = measured(worker, 0.001)
         (first, second, *rest) = compiles(worker)
         return [first, (0.01, lie), second, *rest]
 
@@ -598,6 +610,7 @@ SENSELESS = [
     {"type": "measured", "samples_ms": [-1.0]},
     {"type": "measured", "samples_ms": [10**400]},
     {"type": "measured", "samples_ms": [[1.0]]},
+    {"type": "measured", "samples_ms": [1.0], "clock": None, "is_slow": True},
     {"type": "phase", "phase": "lunch"},
     {"type": "phase", "phase": None},
     {"type": "phase", "phase": ["load"]},
@@ -624,7 +637,8 @@ def test_a_forged_frame_that_makes_no_sense_condemns_its_sender_and_nobody_else(
     def forges(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "measure":
             return None
-        forged = Said(worker.number, {"trial": worker.trial, "phase": "measure", **message})
+        usual = {"trial": worker.trial, "phase": "measure", "is_slow": False, "clock": "wall"}
+        forged = Said(worker.number, {**usual, **message})
         return [(0.1, forged), *measures(worker)]
 
     result = run(plan_for(route), 3, for_config(1, forges))
@@ -1026,7 +1040,7 @@ def anything(generator: random.Random) -> Act:
     """Workers that mostly behave and sometimes do whatever there is to do."""
 
     def forged(worker: FakeWorker) -> Said:
-        types = ["phase", "ready", "compiled", "measured", "failed", "nonsense"]
+        types = ["phase", "ready", "compiled", "lowered", "measured", "done", "failed", "nonsense"]
         phases = ["load", "compile", "check", "measure", "measure", "lunch"]
         outcomes = ["error", "device_oom", "ok", "lost", "unfit" if generator.random() < 0.1 else "timeout"]
         message = {
@@ -1036,6 +1050,9 @@ def anything(generator: random.Random) -> Act:
             "compile_s": 0.5,
             "modules": [],
             "samples_ms": generator.choice([[1.0], [], [float("nan")]]),
+            "is_slow": False,
+            "clock": "wall",
+            "program": generator.choice(["program 1", "program 2", "program of nobody"]),
             "outcome": generator.choice(outcomes),
             "error": "E",
             "message": "m",

@@ -94,6 +94,7 @@ def _run_in_turn(
                     "contenders", function, platform=platform, problem=platform, contender=contender, **arguments
                 )
             except jobs.JobError as error:
+                _say(str(error))
                 run = {"error": str(error)}
             runs[contender].append(run)
     return runs
@@ -108,4 +109,7 @@ def _print(heading: str, *paragraphs: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except jobs.JobError as error:
+        sys.exit(f"the comparison cannot go on: {error}")

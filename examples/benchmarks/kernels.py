@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ Space = Mapping[str, Sequence[int]]
 
 
 @functools.partial(jax.jit, static_argnames=["BM", "BN"])
-def matmul_cpu(a: jax.Array, b: jax.Array, BM: int = 32, BN: int = 32) -> jax.Array:
+def matmul_cpu(a: jax.Array, b: jax.Array, BM: int = 32, BN: int = 32) -> Any:
     """Multiplies matrices in the Pallas interpreter, one BM x BN tile of the product at a time."""
     (m, k), n = a.shape, b.shape[1]
     return pl.pallas_call(
@@ -38,7 +38,7 @@ def _whole_k_tile(a_ref: Any, b_ref: Any, out_ref: Any) -> None:
 @functools.partial(jax.jit, static_argnames=["bm", "bn", "bk", "warps", "stages"])
 def matmul_gpu(
     a: jax.Array, b: jax.Array, bm: int = 64, bn: int = 64, bk: int = 32, warps: int = 4, stages: int = 2
-) -> jax.Array:
+) -> Any:
     """Multiplies matrices by Triton, one bm x bn tile of the product at a time, bk columns of `a` per step."""
     (m, k), n = a.shape, b.shape[1]
     return pl.pallas_call(
@@ -78,7 +78,7 @@ class Problem:
         quick_sizes: the same in quick mode.
     """
 
-    kernel: Callable[..., jax.Array]
+    kernel: jax.stages.Wrapped
     space: Space
     dtype: str
     sizes: tuple[int, ...]
@@ -89,7 +89,9 @@ class Problem:
         rng = np.random.default_rng(0)
         a, b = (rng.standard_normal((size, size), np.float32).astype(jnp.dtype(self.dtype)) for _ in range(2))
         device = jax.devices()[0]
-        return jax.block_until_ready((jax.device_put(a, device), jax.device_put(b, device)))
+        placed = jax.device_put(a, device), jax.device_put(b, device)
+        jax.block_until_ready(placed)
+        return placed
 
 
 PROBLEMS = {

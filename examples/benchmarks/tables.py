@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_REASON_WIDTH = 100
+
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
 """For each contender what its jobs returned, or `error`, why one did not."""
 
@@ -30,14 +32,14 @@ def sweeps(runs: Runs, oracle: Mapping[str, Any], *, house: str) -> str:
     for contender, of_one in runs.items():
         finished, failed = _split(of_one)
         if not finished:
-            rows.append([contender, f"failed: {failed[0]}", "", "", "", ""])
+            rows.append([contender, _failure(failed), "", "", "", ""])
             continue
         times = [run["sweep_s"] for run in finished]
         regrets = [regret(run["config"]) for run in finished]
         sweep_s = statistics.median(times)
         rows.append(
             [
-                f"{contender} ({len(failed)} failed: {failed[0]})" if failed else contender,
+                f"{contender}, {_failure(failed)}" if failed else contender,
                 f"{sweep_s:.2f} s",
                 f"{min(times):.2f} to {max(times):.2f} s",
                 _ratio(sweep_s, house_s),
@@ -60,8 +62,8 @@ def about(oracle: Mapping[str, Any]) -> str:
     named = ", ".join(f"{name}={value}" for name, value in best.items())
     return (
         f"{len(timed)} of {len(oracle['configs'])} configs work. The best, {named}, takes {best_ms:.4g} ms; the worst "
-        f"takes {worst_ms / best_ms:.1f} times as long. A config's time in one half of the rounds differs from that in the "
-        f"other half by {noise:.1%}: regrets that small mean nothing."
+        f"takes {worst_ms / best_ms:.1f} times as long. A config's times in two halves of the rounds differ by "
+        f"{noise:.1%}: regrets that small mean nothing."
     )
 
 
@@ -71,7 +73,7 @@ def cached_calls(runs: Runs) -> str:
     for contender, of_one in runs.items():
         finished, failed = _split(of_one)
         if not finished:
-            rows.append([contender, f"failed: {failed[0]}", "", ""])
+            rows.append([contender, _failure(failed), "", ""])
             continue
         tuned_us, bare_us = _median(finished, "tuned_us"), _median(finished, "bare_us")
         assert tuned_us is not None
@@ -99,6 +101,10 @@ def _timed(oracle: Mapping[str, Any]) -> list[tuple[list[float], Mapping[str, An
 
 def _split(runs: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
     return [run for run in runs if "error" not in run], [run["error"] for run in runs if "error" in run]
+
+
+def _failure(reasons: Sequence[str]) -> str:
+    return f"{len(reasons)} failed: {reasons[0][:_REASON_WIDTH].replace('|', '/')}"
 
 
 def _median(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:

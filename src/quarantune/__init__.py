@@ -5,9 +5,19 @@ from typing import TYPE_CHECKING, Any
 from quarantune._version import __version__
 from quarantune.decorator import Autotuned, autotune
 from quarantune.environment import settings
-from quarantune.outcomes import CacheMissError, Outcome, Phase, Route, SandboxError, Trial, TuningFailedError
+from quarantune.outcomes import (
+    CacheMissError,
+    Outcome,
+    Phase,
+    ReferenceFailedError,
+    Route,
+    SandboxError,
+    Trial,
+    TuningFailedError,
+)
 from quarantune.result import TuningResult
 from quarantune.space import grid
+from quarantune.supply import set_autotune_inputs
 
 if TYPE_CHECKING:
     from quarantune.cache import CacheWarning, CacheWriteError, TuningCache
@@ -19,6 +29,7 @@ __all__ = [
     "CacheWriteError",
     "Outcome",
     "Phase",
+    "ReferenceFailedError",
     "Route",
     "SandboxError",
     "Trial",
@@ -28,6 +39,7 @@ __all__ = [
     "__version__",
     "autotune",
     "grid",
+    "set_autotune_inputs",
     "settings",
 ]
 

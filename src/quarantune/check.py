@@ -310,7 +310,7 @@ def _excess(got: _Array, wanted: _Array, tolerance: Tolerance | None) -> _Array:
         return _distances(got, wanted) - _allowances(wanted.astype(np.float64), tolerance)
     wide = np.result_type(got.dtype, np.float64)
     got, wanted = got.astype(wide), wanted.astype(wide)
-    excess = np.abs(got - wanted) - _allowances(wanted, tolerance)
+    excess: _Array = np.abs(got - wanted) - _allowances(wanted, tolerance)
     if (excess <= 0).all():
         return excess  # there was no NaN and no infinity: each would have left a NaN or an infinity here
     same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))

@@ -107,4 +107,3 @@ def _ties(leader: Sequence[float], other: Sequence[float]) -> bool:
 def default_index(configs: Sequence[Config], defaults: Config) -> int | None:
     """Returns where a function's own defaults are in its list of configs, or None."""
     return next((index for index, config in enumerate(configs) if config == defaults), None)
-

@@ -76,7 +76,7 @@ def _run_one(bench: trial.Bench, config: Config) -> Trial:
     try:
         program = bench.compile(config, target=None)
         so_far = dataclasses.replace(so_far, compile_s=program.compile_s, phase=Phase.CHECK)
-        bench.run(program)
+        bench.check(program, expected_fd=None)
         so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
         samples = bench.measure(program, bar_ms=None)["samples_ms"]
     except Exception as error:

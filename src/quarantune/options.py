@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 from quarantune.environment import parse_memory
+
+SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,34 +18,75 @@ class Options:
 
     Attributes:
         name: the cache file's name; None for the function's own.
+        key_fn: takes the function's arguments and returns a JSON-able value that stands, in the key, for the shapes and
+            dtypes of the arrays: calls with one value share one entry.
         prune_fn: `(config, *args, **kwargs) -> bool`; False drops the config before a worker is spent on it.
         warmup: untimed runs per config.
         rep: at most this many timed samples per config.
         compile_timeout: seconds for loading, tracing, lowering and compiling one config.
         timeout: seconds for checking and measuring one config, from the moment it holds the device.
-        memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of what is free.
+        memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of what is
+            free.
+        supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`, `randn`,
+            `zeros`, `ones`, or a callable that is given the call's positional arguments, arrays as
+            `jax.ShapeDtypeStruct`, and returns them with arrays.
+        ref_fn: takes the function's arguments without the tunables; configs must agree with what it returns.
+        check_fn: `(output, expected_or_None, *args) -> bool or None`; False or raising means wrong, and its word is final.
+        rtol: allowed difference of an element, relative to the expected one.
+        atol: allowed difference of an element, on top of that.
+        max_mismatched_ratio: the share of an output's elements that may differ by more than that.
+        check_grad: whether the gradients must agree with those of `ref_fn` too.
     """
 
     name: str | None = None
+    key_fn: Callable[..., Any] | None = None
     prune_fn: Callable[..., bool] | None = None
     warmup: int = 1
     rep: int = 20
     compile_timeout: float = 120.0
     timeout: float = 30.0
     memory_limit: int | str | None = None
+    supply: str | Callable[..., Any] = "auto"
+    ref_fn: Callable[..., Any] | None = None
+    check_fn: Callable[..., bool | None] | None = None
+    rtol: float = 1e-2
+    atol: float = 1e-2
+    max_mismatched_ratio: float = 0.01
+    check_grad: bool = False
 
     def __post_init__(self) -> None:
         if self.name is not None and (not isinstance(self.name, str) or not self.name.strip()):
             raise ValueError(f"name={self.name!r} is not valid: give a non-empty string, or leave it out")
-        if self.prune_fn is not None and not callable(self.prune_fn):
-            raise TypeError(f"prune_fn={self.prune_fn!r} is not callable: give a function (config, *args) -> bool")
+        for field in ("key_fn", "prune_fn", "ref_fn", "check_fn"):
+            value = getattr(self, field)
+            if value is not None and not callable(value):
+                raise TypeError(f"{field}={value!r} is not callable: give a function, or leave it out")
         for field, least in (("warmup", 0), ("rep", 1)):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{field}={value!r} is not valid: give a whole number of at least {least}")
         for field in ("compile_timeout", "timeout"):
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            if not _is_number(value) or not 0 < value < math.inf:
                 raise ValueError(f"{field}={value!r} is not valid: give a number of seconds above 0")
         if self.memory_limit is not None:
             parse_memory(self.memory_limit)
+        if not callable(self.supply) and self.supply not in SUPPLIES:
+            raise ValueError(f"supply={self.supply!r} is not valid: give one of {', '.join(SUPPLIES)}, or a function")
+        for field in ("rtol", "atol", "max_mismatched_ratio"):
+            value = getattr(self, field)
+            most = 1.0 if field == "max_mismatched_ratio" else math.inf
+            if not _is_number(value) or not (0 <= value <= most and math.isfinite(value)):
+                raise ValueError(f"{field}={value!r} is not valid: give a number of at least 0")
+        if self.check_grad and self.ref_fn is None:
+            raise ValueError("check_grad=True needs a reference whose gradients are right: give ref_fn")
+
+    def deciding(self) -> dict[str, Any]:
+        """Returns the options that decide which config wins: results found under others are not theirs."""
+        names = ("supply", "ref_fn", "check_fn", "rtol", "atol", "max_mismatched_ratio", "check_grad")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -144,5 +144,9 @@ class CacheMissError(LookupError):
     """Nothing is cached for this call, and `ON_MISS` is `error`."""
 
 
+class ReferenceFailedError(RuntimeError):
+    """`ref_fn` itself failed, so that no config can be judged."""
+
+
 class SandboxError(RuntimeError):
     """The machinery around the configs failed: no worker could be started, or none stayed alive."""

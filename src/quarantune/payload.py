@@ -468,6 +468,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield f"the function {getattr(obj.fn, '__qualname__', _short(obj.fn))!r}", obj.fn
         yield from ((f"argument {index}", value) for index, value in enumerate(obj.args))
         yield from ((f"argument {key!r}", value) for key, value in obj.kwargs.items())
+        yield from ((f"the function given as {key}", value) for key, value in obj.companions.items())
     elif isinstance(obj, dict):
         yield from ((f"the entry {_short(key)}", value) for key, value in obj.items())
     elif isinstance(obj, (list, tuple, set, frozenset)):
@@ -589,12 +590,14 @@ class Call:
         args: positional arguments, with an `ArrayRef` for each array.
         kwargs: keyword arguments, likewise.
         specs: the arrays the references point to.
+        companions: functions that judge the function's output, by name.
     """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     specs: tuple[ArraySpec, ...]
+    companions: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -604,27 +607,36 @@ class _Root:
     fn: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    companions: dict[str, Any]
 
 
-def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PackedCall:
+def pack_call(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    companions: Mapping[str, Callable[..., Any]] | None = None,
+) -> PackedCall:
     """Packs a function with its arguments for other processes.
 
     Args:
         fn: the function, jitted or not.
         args: positional arguments; arrays may be concrete, tracers or `jax.ShapeDtypeStruct`.
         kwargs: keyword arguments, likewise.
+        companions: functions that judge its output, by name.
 
     Raises:
         TypeError: something in the call cannot travel.
         ValueError: an argument was donated to an earlier call or deleted.
     """
     packer = _ArrayPacker()
-    root = _Root(fn, tuple(packer.pack(value) for value in args), {k: packer.pack(v) for k, v in kwargs.items()})
+    packed_args = tuple(packer.pack(value) for value in args)
+    packed_kwargs = {name: packer.pack(value) for name, value in kwargs.items()}
+    root = _Root(fn, packed_args, packed_kwargs, dict(companions or {}))
     path = [os.path.abspath(entry) for entry in sys.path]  # "" means where this process stands
     specs = tuple(packer.specs)
     return PackedCall(
         blob=pickle.dumps((path, _travelling_config(), specs, dumps(root))),
-        call=Call(fn=fn, args=root.args, kwargs=root.kwargs, specs=specs),
+        call=Call(fn=fn, args=root.args, kwargs=root.kwargs, specs=specs, companions=root.companions),
         arrays=specs,
         spool_bytes=packer.spool_bytes,
         sources=tuple(packer.sources),
@@ -641,7 +653,7 @@ def unpack_call(blob: bytes) -> Call:
     _adopt_path(path)
     _adopt_config(config)
     root = loads(inner)
-    return Call(fn=root.fn, args=root.args, kwargs=root.kwargs, specs=specs)
+    return Call(fn=root.fn, args=root.args, kwargs=root.kwargs, specs=specs, companions=root.companions)
 
 
 def write_arrays(packed: PackedCall, fd: int) -> None:

@@ -182,14 +182,28 @@ class Resolver:
 
     @functools.cached_property
     def _fingerprint(self) -> Fingerprint:
-        return cache.fingerprint(inspect.unwrap(self.fn))
+        return cache.fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
 
     def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CallDescription, _Key]:
         tunables = self._tunable_names(args, kwargs)
         call = describe_call(self._signature, self._static_names, tunables, args, kwargs)
         platform, kind = discovery.platform_and_kind(call.devices[0].platform if call.devices else None)
-        values = {"call": call.key_values, "code": self._fingerprint.digest}
-        return call, _Key(device=kind, text=cache.canonical_json(values), platform=platform, values=call.key_values)
+        described = self._bucketed(call, args, kwargs)
+        text = cache.canonical_json({"call": described, "code": self._fingerprint.digest})
+        return call, _Key(device=kind, text=text, platform=platform, values=described)
+
+    def _bucketed(self, call: CallDescription, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what the key says of a call: of its arrays, what `key_fn` makes of them where there is one."""
+        key_fn = self.options.key_fn
+        if key_fn is None:
+            return call.key_values
+        bucket = key_fn(*args, **kwargs)
+        try:
+            cache.canonical_json(bucket)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{self.name}: key_fn returned {bucket!r}, which JSON cannot hold: {error}") from None
+        static = {name: value for name, value in call.key_values.items() if name in self._static_names}
+        return {**static, "key_fn": bucket}
 
     def _remembered(
         self, key: _Key, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings

@@ -32,8 +32,8 @@ _FAST_BYTES = 64 << 20
 _MEMORY_FLOOR_BYTES = 256 << 20
 _LOG_TAIL_CHARS = 2000
 _MAX_DEVICE_FAILURES = 2
-_COMPARING_TRIES = 2
-_RAISED = frozenset({Outcome.ERROR, Outcome.DEVICE_OOM})
+_ERRAND_TRIES = 2
+_RAISED = frozenset({Outcome.ERROR, Outcome.WRONG, Outcome.DEVICE_OOM})
 """What a worker may say its config came to; all else is seen from outside."""
 _TROUBLED_DIVISOR = 4
 _MAX_READY = 64
@@ -115,7 +115,8 @@ class _Worker:
     deadline: float
     phase: Phase = Phase.LOAD
     compiling: bool = False
-    is_comparing: bool = False
+    on_errand: bool = False
+    reply: dict[str, Any] | None = None
     parked: bool = False
     used: int = 0
     idle: bool = False
@@ -153,6 +154,10 @@ class Leftovers:
     unconfirmed: dict[int, tuple[Trial, str]]
 
 
+class ErrandError(Exception):
+    """What the scheduler itself needed of a worker was not done."""
+
+
 class Scheduler:
     """Runs the configs of one sweep along one route."""
 
@@ -163,6 +168,7 @@ class Scheduler:
         *,
         on_trial: Callable[[int, Trial, str], None],
         on_tick: Callable[[], None] = lambda: None,
+        expected_fd: int = -1,
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = host.available_memory_bytes,
     ) -> None:
@@ -173,6 +179,7 @@ class Scheduler:
             plan: how to run.
             on_trial: called once for each config that ended, with its index, its trial and all it printed.
             on_tick: called many times a second while the sweep lives.
+            expected_fd: holds what outputs are compared with; -1 for nothing.
             clock: seconds.
             available_memory: bytes of memory that are free now.
         """
@@ -198,7 +205,7 @@ class Scheduler:
         self._kept: dict[int, tuple[float, int]] = {}
         self._programs: dict[str, _Job] = {}
         self._ended: dict[int, tuple[Trial, str]] = {}
-        self._compared: list[list[float]] | None = None
+        self._expected_fd = expected_fd
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
         """Runs every config to its outcome.
@@ -238,21 +245,60 @@ class Scheduler:
         Returns:
             Each config's samples in milliseconds, one per round; empty where they could not be compared.
         """
-        for _ in range(_COMPARING_TRIES):
+        entries = [{"config": config, "saved": index in self._kept} for index, config in configs.items()]
+        fds = [self._kept[index][1] for index in configs if index in self._kept]
+        try:
+            reply = self._errand({"do": "compare", "entries": entries}, fds, patience=len(configs))
+            rounds_ms = [_checked_samples(samples_ms) for samples_ms in reply["rounds_ms"]]
+        except (ErrandError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+            _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
+            return {}
+        is_whole = len(rounds_ms) == len(configs) and len({len(samples_ms) for samples_ms in rounds_ms}) == 1
+        return dict(zip(configs, rounds_ms, strict=True)) if is_whole else {}
+
+    def refer(self, fd: int) -> None:
+        """Computes what the configs' outputs are to be compared with.
+
+        Args:
+            fd: a file that takes it.
+
+        Raises:
+            ErrandError: the reference failed.
+        """
+        self._errand({"do": "refer"}, [fd], patience=1)
+
+    def _errand(self, task: dict[str, Any], fds: Sequence[int], *, patience: int) -> dict[str, Any]:
+        """Has a worker with a device do something that is no trial; one that fails is replaced once.
+
+        Args:
+            task: what to do.
+            fds: descriptors that go with it.
+            patience: how many configs' worth of time it may take.
+
+        Returns:
+            The worker's reply.
+
+        Raises:
+            ErrandError: it was not done.
+        """
+        for _ in range(_ERRAND_TRIES):
             if not self._devices:
-                break
-            self._start_comparing(self._devices[0], configs)
+                raise ErrandError("no device is left")
             try:
-                while any(worker.is_comparing for worker in self._workers.values()):
+                worker = self._send_on_errand(self._devices[0], task, fds, patience)
+                while worker.number in self._workers:
                     for event in self._sandbox.poll(self._until_next_deadline()):
                         self._handle(event)
                     self._watch()
             finally:
                 for state in self._devices:
                     state.lease.release()
-            if self._compared is not None and len(self._compared) == len(configs):
-                return dict(zip(configs, self._compared, strict=True))
-        return {}
+            if worker.reply is not None:
+                return worker.reply
+            outcome, message = worker.verdict or (Outcome.LOST, "its process vanished")
+            if outcome not in (Outcome.LOST, Outcome.CRASHED):
+                break  # it would only happen again
+        raise ErrandError(f"{outcome.value}: {message}")
 
     def close(self) -> None:
         """Lets idle workers end, and closes what was kept for a comparison."""
@@ -263,25 +309,24 @@ class Scheduler:
             os.close(fd)
         self._kept.clear()
 
-    def _start_comparing(self, state: _DeviceState, configs: Mapping[int, Config]) -> None:
+    def _send_on_errand(self, state: _DeviceState, task: dict[str, Any], fds: Sequence[int], patience: int) -> _Worker:
         while not state.lease.acquire(self._clock()):
             for event in self._sandbox.poll(_TICK_S):
                 self._handle(event)
             self._watch()
-        entries = [{"config": config, "saved": index in self._kept} for index, config in configs.items()]
-        fds = [self._kept[index][1] for index in configs if index in self._kept]
-        task = {"do": "compare", "trial": None, "options": self._plan.options, "entries": entries}
+        task = {**task, "trial": None, "options": self._plan.options, "last": True}
         worker = next((worker for worker in state.bench if worker.idle), None)
         if worker is not None:
             state.bench.remove(worker)
-            self._sandbox.send(worker.number, {**task, "last": True}, fds)
+            self._sandbox.send(worker.number, task, fds)
         else:
-            number = self._sandbox.start({**task, "last": True}, fds=fds, environ=state.device.environ)
+            number = self._sandbox.start(task, fds=fds, environ=state.device.environ)
             worker = self._workers[number] = _Worker(number, None, state, 0.0)
-        worker.idle, worker.is_comparing, self._compared = False, True, None
+        worker.idle, worker.on_errand = False, True
         state.measuring = worker
         allowed_s = self._plan.compile_timeout_s + self._plan.timeout_s
-        worker.deadline = self._clock() + STARTUP_DEADLINE_S + len(configs) * allowed_s
+        worker.deadline = self._clock() + STARTUP_DEADLINE_S + patience * allowed_s
+        return worker
 
     # Starting
 
@@ -399,15 +444,18 @@ class Scheduler:
         worker.deadline = self._clock() + self._patience(worker, self._plan.timeout_s)
         last = self._together or worker.used + 1 >= self._plan.configs_per_worker
         if self._together:
+            _close_executable(worker.job)  # of an earlier try
             worker.job.executable_fd = spool.create("executable")
         task = {
             "do": "measure",
             "trial": worker.job.index,
+            "config": worker.job.config,
             "load": not self._together,
             "bar_ms": self._bar_ms,
             "last": last,
         }
-        self._sandbox.send(worker.number, task, [worker.job.executable_fd])
+        fds = [worker.job.executable_fd, self._expected_fd]
+        self._sandbox.send(worker.number, task, fds if self._expected_fd >= 0 else fds[:1])
 
     # Hearing
 
@@ -458,10 +506,12 @@ class Scheduler:
                     worker.deadline = self._clock() + _KILL_DEADLINE_S
             case "lowered" if worker.compiling and worker.job is not None:
                 self._recognise(worker, worker.job, str(message["program"]))
-            case "measured" if worker.job is not None and worker.device is not None and worker.device.measuring is worker:
+            case "measured" if (
+                worker.job is not None and worker.device is not None and worker.device.measuring is worker
+            ):
                 self._succeed(worker, worker.job, worker.device, message)
-            case "compared" if worker.is_comparing:
-                self._compared = [_checked_samples(samples_ms) for samples_ms in message["rounds_ms"]]
+            case "done" if worker.on_errand:
+                worker.reply = message
                 self._retire(worker)
             case "failed":
                 self._fail(worker, message)
@@ -491,7 +541,10 @@ class Scheduler:
         median_ms = statistics.median(samples_ms)
         outcome, text = Outcome.OK, ""
         if message["is_slow"]:
-            outcome, text = Outcome.SLOW, f"at best {min(samples_ms):.4g} ms, where another config takes {self._bar_ms:.4g}"
+            outcome, text = (
+                Outcome.SLOW,
+                f"at best {min(samples_ms):.4g} ms, where another config takes {self._bar_ms:.4g}",
+            )
         elif self._bar_ms is None or median_ms < self._bar_ms:
             self._bar_ms = median_ms
         measured = {"time_ms": median_ms, "samples_ms": tuple(samples_ms), "clock": str(message["clock"])}
@@ -528,11 +581,16 @@ class Scheduler:
         if outcome not in _RAISED:
             raise ValueError(f"nothing raised is {outcome.value!r}")
         worker.traceback = str(message.get("traceback", ""))
-        self._condemn(worker, outcome, f"{error}: {text}" if text else error)
+        if outcome is Outcome.WRONG:
+            self._condemn(worker, outcome, text)
+        else:
+            self._condemn(worker, outcome, f"{error}: {text}" if text else error)
 
     def _hand_over(self, job: _Job, reason: str) -> None:
         """Leaves a job, and those not yet begun, to the other route: what is true of one config's program is of all."""
-        for unfit in [job, *job.twins, *self._pending]:
+        unfits = [job, *job.twins, *self._pending]
+        self._forget_programs(unfits)
+        for unfit in unfits:
             self._leftovers.unfit[unfit.index] = reason
             self._unfinished -= 1
         self._pending.clear()
@@ -563,7 +621,7 @@ class Scheduler:
         """Draws the conclusion from a worker's end: a process that ends without a result did not succeed."""
         job = worker.job
         self._keep_peak(worker)
-        outcome, message = worker.verdict or self._judge(status)
+        outcome, message = worker.verdict = worker.verdict or self._judge(status)
         state = worker.device
         if job is not None:
             self._settle(job, worker, outcome, message)
@@ -628,13 +686,17 @@ class Scheduler:
         )
         _close_executable(job)
         self._settle_as(job, trial, log)
-        if job.twins and outcome is Outcome.LOST:
-            self._programs = {program: first for program, first in self._programs.items() if first is not job}
+        if outcome is Outcome.LOST and self._devices:
+            self._forget_programs([job])  # what the machinery did to it says nothing of its twins
             self._pending.extend(job.twins)
             return
         self._ended[job.index] = (trial, log)
         for twin in job.twins:
             self._finish_twin(twin, job)
+
+    def _forget_programs(self, jobs: Sequence[_Job]) -> None:
+        """Lets nobody become the twin of a job that will have no result."""
+        self._programs = {program: first for program, first in self._programs.items() if first not in jobs}
 
     def _settle_as(self, job: _Job, trial: Trial, log: str) -> None:
         self._unfinished -= 1

@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quarantune import _jax_internals, discovery, finals, host, in_process, payload, report
+from quarantune import _jax_internals, discovery, finals, host, in_process, payload, report, supply
 from quarantune.cache.keys import safe_name
 from quarantune.environment import Settings, parse_memory
 from quarantune.options import Options
-from quarantune.outcomes import Config, Outcome, Phase, Route, Trial
+from quarantune.outcomes import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.sandbox import pool, spool
-from quarantune.scheduler import Leftovers, Plan, Scheduler
+from quarantune.scheduler import ErrandError, Leftovers, Plan, Scheduler
 
 _logger = logging.getLogger("quarantune")
 
@@ -95,7 +95,9 @@ def run(
         on_trial(index, trial)
 
     measured = dict(known or {})
-    packed = payload.pack_call(problem.fn, problem.args, problem.kwargs)
+    judges = {"ref_fn": options.ref_fn, "check_fn": options.check_fn}
+    args, kwargs = supply.arguments(problem.args, problem.kwargs, options.supply)
+    packed = payload.pack_call(problem.fn, args, kwargs, {name: fn for name, fn in judges.items() if fn is not None})
     with _spooled(packed) as (payload_fd, arrays_fd):
         if settings.isolation == "none":
             worker_options = _worker_options(None, options, flush=None)
@@ -133,6 +135,7 @@ class _Sweep:
         self._finish = finish
         self._on_tick = on_tick
         self._scheduler: Scheduler | None = None
+        self._expected_fd = -1
         self._schedulers = contextlib.ExitStack()
         self._troubled = troubled
         self._on_cpu = problem.platform == "cpu"
@@ -151,12 +154,26 @@ class _Sweep:
             self._fail_all(configs, error.report)
             return {}
         with contextlib.ExitStack() as self._schedulers:
+            self._refer(configs)
             self._run_routes(configs)
             contenders = {index: measured[index].config for index in finals.finalists(measured)}
             if len(contenders) < 2:
                 return {}
             scheduler = self._scheduler or self._new_scheduler(Route.TOGETHER, self._finish)
             return scheduler.compare(contenders)
+
+    def _refer(self, configs: dict[int, Config]) -> None:
+        """Computes the reference, once, in a worker like any other."""
+        if self._options.ref_fn is None or not configs:
+            return
+        self._expected_fd = spool.create("expected")
+        self._schedulers.callback(os.close, self._expected_fd)
+        try:
+            self._new_scheduler(Route.TOGETHER, self._finish).refer(self._expected_fd)
+        except ErrandError as error:
+            raise ReferenceFailedError(
+                f"{self._problem.name}: ref_fn failed, so no config can be judged: {error}"
+            ) from None
 
     def _run_routes(self, configs: dict[int, Config]) -> None:
         if not configs:
@@ -219,7 +236,9 @@ class _Sweep:
             memory_limit_bytes=self._memory_limit(workers),
             troubled=frozenset(self._troubled),
         )
-        self._scheduler = Scheduler(self._sandbox, plan, on_trial=finish, on_tick=self._on_tick)
+        self._scheduler = Scheduler(
+            self._sandbox, plan, on_trial=finish, on_tick=self._on_tick, expected_fd=self._expected_fd
+        )
         self._schedulers.callback(self._scheduler.close)
         return self._scheduler
 
@@ -255,7 +274,13 @@ def _worker_options(platform: str | None, options: Options, *, flush: str | None
         "platform": platform,
         "warmup": options.warmup,
         "rep": options.rep,
-        "supply": "auto",
+        "supply": "auto" if callable(options.supply) else options.supply,
+        "tolerance": {
+            "rtol": options.rtol,
+            "atol": options.atol,
+            "max_mismatched_ratio": options.max_mismatched_ratio,
+        },
+        "check_grad": options.check_grad,
         "flush": flush,
     }
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import serialize_executable, topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from quarantune import _jax_internals, clocks, finals, inputs, measure, payload
+from quarantune import _jax_internals, check, clocks, finals, inputs, measure, payload
 from quarantune.outcomes import Config, Outcome, freeze
 from quarantune.sandbox import spool
 
@@ -40,10 +40,12 @@ class Program:
     """A config made ready to run.
 
     Attributes:
+        config: the config.
         call: takes the dynamic arguments.
         compile_s: seconds spent tracing, lowering and compiling it here.
     """
 
+    config: Config
     call: Callable[..., Any]
     compile_s: float
 
@@ -57,7 +59,8 @@ class Bench:
         Args:
             call: the loaded payload.
             arrays_fd: the file that holds the concrete arrays' bytes; -1 for none.
-            options: `platform`, `warmup`, `rep`, `supply`, and `flush`, a program for the device's clock or None.
+            options: `platform`, `warmup`, `rep`, `supply`, `tolerance`, `check_grad`, and `flush`, a program for the
+                device's clock or None.
         """
         self._call = call
         self._jitted: Any = call.fn
@@ -65,6 +68,7 @@ class Bench:
         self._options = options
         self._arguments: Arguments | None = None
         self._flush: Callable[[], object] | None = None
+        self._expected: dict[str, Any] | None = None
         self._jit: _jax_internals.JitOptions | None = None
         self._may_write = True  # a plain callable may write into its arguments
         if _jax_internals.is_jitted(call.fn):
@@ -99,15 +103,15 @@ class Bench:
         config = {name: freeze(value) for name, value in config.items()}
         start = time.perf_counter()
         if self._jit is None:
-            return Program(functools.partial(self._call.fn, **config), 0.0)
+            return Program(config, functools.partial(self._call.fn, **config), 0.0)
         if target is not None:
             compiled = self._compile_deviceless(config, target, announce)
         else:
             args, kwargs = inputs.call_as_structs(self._call) if away else self.arguments()
             lowered = self._jitted.trace(*args, **kwargs, **config).lower()
-            _announce(lowered, announce)
+            self._announce(lowered, announce)
             compiled = lowered.compile()
-        return Program(compiled, time.perf_counter() - start)
+        return Program(config, compiled, time.perf_counter() - start)
 
     def save(self, program: Program, fd: int) -> None:
         """Writes a program where another worker can load it.
@@ -121,16 +125,59 @@ class Bench:
             raise NeedsDeviceError(f"its executable cannot be serialised: {error}") from error
         spool.write(fd, blob)
 
-    def load(self, fd: int) -> Program:
-        """Loads a program that another worker compiled."""
-        blob = os.pread(fd, os.fstat(fd).st_size, 0)
-        return Program(serialize_executable.deserialize_and_load(*payload.loads(blob)), 0.0)
+    def load(self, config: Config, fd: int) -> Program:
+        """Loads a config's program that another worker compiled."""
+        config = {name: freeze(value) for name, value in config.items()}
+        return Program(config, serialize_executable.deserialize_and_load(*payload.loads(spool.read(fd))), 0.0)
 
     def run(self, program: Program) -> Any:
         """Runs a program once, to its end, on pristine arguments, and returns its output."""
         args, kwargs = self.arguments() if not self._may_write else self._materialize()
         args, kwargs = self.dynamic((args, kwargs))
         return jax.block_until_ready(program.call(*args, **kwargs))
+
+    def refer(self, fd: int) -> None:
+        """Writes what the configs' outputs, and their gradients where those count, are to be compared with."""
+        ref_fn = self._call.companions["ref_fn"]
+        args, kwargs = self._materialize()
+        expected = {"output": _on_host(jax.block_until_ready(ref_fn(*args, **kwargs)))}
+        if self._options["check_grad"]:
+            expected["gradients"] = _on_host(self._gradients(ref_fn, {}))
+        spool.write(fd, payload.dumps(expected))
+
+    def check(self, program: Program, *, expected_fd: int | None) -> None:
+        """Runs a program once and judges its output.
+
+        Args:
+            program: the program.
+            expected_fd: holds what `refer` wrote; None where there is no reference.
+
+        Raises:
+            WrongResultError: the output, or a gradient, is not what it should be.
+        """
+        if self._expected is None and expected_fd is not None:
+            self._expected = payload.loads(spool.read(expected_fd))
+        output = self.run(program)
+        check_fn = self._call.companions.get("check_fn")
+        if self._expected is None and check_fn is None:
+            return
+        expected = self._expected or {"output": None}
+        args, kwargs = self._materialize()
+        tolerance = check.Tolerance(**self._options["tolerance"])
+        reason = check.judge(output, expected["output"], args, kwargs, tolerance=tolerance, check_fn=check_fn)
+        if reason is None and "gradients" in expected:
+            gradients = self._gradients(self._call.fn, program.config)
+            if (differs := check.compare(gradients, expected["gradients"], tolerance)) is not None:
+                reason = f"its gradients differ: {differs}"
+        if reason is not None:
+            raise WrongResultError(reason)
+
+    def _gradients(self, fn: Callable[..., Any], config: Config) -> Any:
+        args, kwargs = self.arguments()
+        static = self._jit or _jax_internals.JitOptions()
+        positions = [index for index in range(len(args)) if static.is_static_position(index, len(args))]
+        bound = functools.partial(fn, **config) if config else fn
+        return check.gradients(bound, args, kwargs, static_argnums=positions, static_argnames=static.static_argnames)
 
     def clock(self, program: Program) -> clocks.Clock:
         """Returns the best clock there is for a program."""
@@ -184,6 +231,16 @@ class Bench:
             clock.take(1)
         return finals.play([clock.take for clock in contenders])
 
+    def _announce(self, lowered: Any, announce: Callable[[str], None]) -> None:
+        """Tells a lowered program's hash, which configs have in common that lower to the same one.
+
+        A program that calls back into Python says where in a table the function is, not which: its text tells nothing.
+        Neither does it tell of the gradients, where those are to be checked.
+        """
+        text = lowered.as_text()
+        if "callback" not in text and not self._options["check_grad"]:
+            announce(hashlib.sha256(text.encode()).hexdigest())
+
     def dynamic(self, arguments: Arguments) -> Arguments:
         """Returns the arguments without the static ones, as an executable takes them."""
         args, kwargs = arguments
@@ -206,7 +263,9 @@ class Bench:
         if self._jit is None:
             return args, kwargs
         # A jitted function's numpy arguments are carried to the device here and not with every timed call.
-        on_device = jax.tree.map(lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs))
+        on_device = jax.tree.map(
+            lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs)
+        )
         return on_device[0], on_device[1]
 
     def _flusher(self) -> Callable[[], object] | None:
@@ -225,19 +284,23 @@ class Bench:
             if reason := why_device_is_needed(traced.jaxpr.jaxpr):
                 raise NeedsDeviceError(reason)
             lowered = traced.lower(lowering_platforms=(target["platform"],))
-            _announce(lowered, announce)
+            self._announce(lowered, announce)
             compiled: Callable[..., Any] = lowered.compile()
             return compiled
 
 
-def _announce(lowered: Any, announce: Callable[[str], None]) -> None:
-    """Tells a lowered program's hash, which configs have in common that lower to the same one.
+class WrongResultError(Exception):
+    """A config ran, and what it returned is not what it should be; the message says how."""
 
-    A program that calls back into Python says where in a table the function is, not which: its text tells nothing.
-    """
-    text = lowered.as_text()
-    if "callback" not in text:
-        announce(hashlib.sha256(text.encode()).hexdigest())
+
+def _on_host(tree: Any) -> Any:
+    """Returns a tree with its arrays as numpy arrays, which hold no device and can travel."""
+
+    def fetched(leaf: Any) -> Any:
+        is_plain = isinstance(leaf, jax.Array) and not payload.is_key_dtype(leaf.dtype)
+        return np.asarray(leaf) if is_plain else leaf
+
+    return jax.tree.map(fetched, tree)
 
 
 @contextlib.contextmanager
@@ -300,6 +363,8 @@ def outcome_of(error: BaseException, phase: str) -> str:
     """Returns the outcome that an exception in `phase` stands for, or `unfit` for a program in the wrong worker."""
     if isinstance(error, NeedsDeviceError):
         return "unfit"
+    if isinstance(error, WrongResultError):
+        return Outcome.WRONG.value
     # While compiling, the same status tells of a kernel that wants more shared memory than there is.
     exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
     if exhausted and (phase != "compile" or "out of memory" in str(error).lower()):

@@ -42,6 +42,11 @@ def write(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
+def read(fd: int) -> bytes:
+    """Returns all that a file holds."""
+    return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
 def protect(fd: int) -> int:
     """Returns a descriptor through which nobody can change the file, not even a config that knows its way about.
 

@@ -110,15 +110,19 @@ class Worker:
                 return self._compile(bench, task, fds)
             case "measure":
                 self._enter("check")
-                program = bench.load(fds[0]) if task["load"] else self._program
-                bench.run(program)
+                program = bench.load(task["config"], fds[0]) if task["load"] else self._program
+                bench.check(program, expected_fd=fds[1] if len(fds) > 1 else None)
                 self._enter("measure")
                 measured = bench.measure(program, bar_ms=task["bar_ms"])
-                if not task["load"] and fds and not measured["is_slow"]:
+                if not task["load"] and not measured["is_slow"]:
                     # A finalist, perhaps; one that cannot be saved is compiled anew for the final.
                     with contextlib.suppress(trial.NeedsDeviceError):
                         bench.save(program, fds[0])
                 return {"type": "measured", **measured}
+            case "refer":
+                self._enter("check")
+                bench.refer(fds[0])
+                return {"type": "done"}
             case "compare":
                 return self._compare(bench, task, fds)
         raise ValueError(f"no such task: {task['do']!r}")
@@ -139,14 +143,14 @@ class Worker:
         self._enter("compile")
         saved = iter(fds)
         programs = [
-            bench.load(next(saved)) if entry["saved"] else bench.compile(entry["config"], target=None)
+            bench.load(entry["config"], next(saved)) if entry["saved"] else bench.compile(entry["config"], target=None)
             for entry in task["entries"]
         ]
         self._enter("check")
         for program in programs:
             bench.run(program)
         self._enter("measure")
-        return {"type": "compared", "rounds_ms": bench.compare(programs)}
+        return {"type": "done", "rounds_ms": bench.compare(programs)}
 
     def _enter(self, phase: str) -> None:
         self._phase = phase

@@ -1,0 +1,401 @@
+"""One problem is tuned once: by threads, by processes that start together, and across kills, stops and longer lists."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import itertools
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from aftermath import MARK, carriers, eventually
+
+import quarantune
+from quarantune import finals, sweep
+
+NAME = "shared"
+
+KERNEL = """
+import functools, os, time
+import jax
+import quarantune
+from quarantune.sandbox import template
+
+@quarantune.autotune(
+    lambda x, place, good, **_: ({"n": n} for n in range(len(good))), name="shared", warmup=0, rep=1
+)
+@functools.partial(jax.jit, static_argnames=["place", "good", "n"])
+def kernel(x, place, good, n: int = 0):
+    "Adds n; notes in `place` that a worker traced it, waits there for a gate if one is shut, and fails unless good[n]."
+    if template.is_inside():
+        with open(f"{place}/notes", "a") as notes:
+            notes.write(f"{n}\\n")
+        while os.path.exists(f"{place}/shut"):
+            time.sleep(0.01)
+        if not good[n]:
+            raise ArithmeticError(f"n={n} is no good")
+    return x + n
+"""
+
+MEMBER = """
+import json, logging, os, sys
+import numpy as np
+from quarantune import resolve
+from quarantune.cache import claims
+from shared_kernel import kernel
+
+logger = logging.getLogger("quarantune")
+logger.setLevel(logging.INFO)
+kernel._resolver  # what the first call imports
+print("ready", flush=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    os.environ["QUARANTUNE_CACHE_DIR"] = order["cache"]
+    handler = logging.FileHandler(order["log"])
+    logger.addHandler(handler)
+    if order["worst_case_s"] is not None:
+        resolve._HEARTBEAT_S = 0.1
+        resolve._Run._claim_worst_case_s = lambda self: order["worst_case_s"]
+        claims._GRACE_S = 0.5
+    x = np.zeros(2, np.float32)
+    try:
+        result = kernel(x, order["place"], tuple(order["good"]))
+        answer = [kernel.lookup(x, order["place"], tuple(order["good"])), np.asarray(result).tolist()]
+    except KeyboardInterrupt:
+        answer = "interrupted"
+    logger.removeHandler(handler)
+    handler.close()
+    print(json.dumps(answer), flush=True)
+"""
+
+
+class Member:
+    """A process that calls the kernel when told to."""
+
+    _serial = itertools.count()
+
+    def __init__(self, home: Path) -> None:
+        self.mark = f"{os.getpid()}-{next(self._serial)}"
+        self._log = home / f"{self.mark}.log"
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", MEMBER],
+            cwd=home,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, MARK: self.mark, "PYTHONPATH": os.pathsep.join([str(home), *sys.path])},
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""
+
+    def order(self, cache_dir: Path, place: Path, good: list[bool], *, worst_case_s: float | None = None) -> None:
+        self._log.unlink(missing_ok=True)
+        order = {"cache": str(cache_dir), "place": str(place), "good": good, "log": str(self._log)}
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({**order, "worst_case_s": worst_case_s}) + "\n")
+        self._process.stdin.flush()
+
+    def read_line(self, *, timeout_s: float = 60) -> str:
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], timeout_s)
+        assert readable, f"no answer within {timeout_s} s; its log: {self.log}"
+        return self._process.stdout.readline().strip()
+
+    def answer(self, *, timeout_s: float = 60) -> Any:
+        return json.loads(self.read_line(timeout_s=timeout_s))
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kills the process, and returns when all that it had started is gone too."""
+        self._process.kill()
+        self._process.communicate()
+        assert eventually(lambda: not carriers(MARK, self.mark))
+
+    def close(self) -> None:
+        if self._process.returncode is None:
+            self.kill()
+
+
+class Fleet:
+    """Members that stand ready; those that were lent are not lent again."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+        self._ready: list[Member] = []
+        self._lent: list[Member] = []
+
+    def lend(self, count: int) -> list[Member]:
+        new = [Member(self._home) for _ in range(count - len(self._ready))]
+        for member in new:
+            assert member.read_line() == "ready"
+        self._ready += new
+        lent = [self._ready.pop() for _ in range(count)]
+        self._lent += lent
+        return lent
+
+    def give_back(self, members: list[Member]) -> None:
+        """Takes back members that are idle and unharmed, so that others need not be started."""
+        self._ready += members
+
+    def close(self) -> None:
+        for member in {*self._ready, *self._lent}:
+            member.close()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    home = tmp_path_factory.mktemp("fleet")
+    (home / "shared_kernel.py").write_text(KERNEL)
+    fleet = Fleet(home)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Where the kernel notes what was traced."""
+    (tmp_path / "place").mkdir()
+    return tmp_path / "place"
+
+
+def notes(place: Path) -> list[int]:
+    file = place / "notes"
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+
+def recorded(cache_dir: Path) -> list[int]:
+    """Returns the n of every finished trial, as the journal has them."""
+    lines = [line for file in cache_dir.glob(f"{NAME}.trials/*.jsonl") for line in file.read_text().splitlines()]
+    records = [json.loads(line.partition(" ")[2]) for line in lines]
+    return [record["trial"]["config"]["n"] for record in records if "trial" in record]
+
+
+def holder_pid(cache_dir: Path) -> int | None:
+    for claim in cache_dir.glob(f"{NAME}.trials/*.claim"):
+        with contextlib.suppress(OSError, ValueError):
+            return int(json.loads(claim.read_text())["owner"]["pid"])
+    return None
+
+
+def entry_of(cache_dir: Path) -> dict[str, Any]:
+    contents = json.loads((cache_dir / f"{NAME}.json").read_text())
+    ((entry,),) = [entries.values() for entries in contents.values()]
+    return dict(entry)
+
+
+# --- sixteen at once ----------------------------------------------------------------------------------------
+
+
+def test_sixteen_processes_that_start_together_sweep_once_and_get_one_answer(
+    fleet: Fleet, cache_dir: Path, place: Path
+) -> None:
+    members = fleet.lend(16)
+    for member in members:
+        member.order(cache_dir, place, [True] * 6)
+    answers = [member.answer() for member in members]
+    assert sorted(recorded(cache_dir)) == [0, 1, 2, 3, 4, 5]
+    # The finalists are traced once more, to be compared side by side.
+    assert 6 <= len(notes(place)) <= 6 + finals.FINALISTS
+    config = entry_of(cache_dir)["config"]
+    assert answers == [[config, [config["n"]] * 2]] * 16
+    assert sum("waiting for process" in member.log for member in members) >= 12
+    fleet.give_back(members)
+
+
+def test_when_the_tuning_one_of_sixteen_is_killed_another_finishes_its_sweep(
+    fleet: Fleet, cache_dir: Path, place: Path
+) -> None:
+    members = fleet.lend(16)
+    for member in members:
+        member.order(cache_dir, place, [n == 5 for n in range(12)])
+    assert eventually(lambda: len(recorded(cache_dir)) >= 3, timeout_s=30)
+    (holder,) = [member for member in members if member.pid == holder_pid(cache_dir)]
+    holder.kill()
+    finished, traced = set(recorded(cache_dir)), set(notes(place))
+    assert len(finished) < 12, "the sweep was over before it was killed"
+    members.remove(holder)
+    assert [member.answer() for member in members] == [[{"n": 5}, [5.0, 5.0]]] * 15
+    assert sorted(recorded(cache_dir)) == list(range(12))
+    again = {n for n, count in collections.Counter(notes(place)).items() if count > 1}
+    assert again <= traced - finished
+    assert max(collections.Counter(notes(place)).values()) <= 2
+    fleet.give_back(members)
+
+
+# --- interrupted --------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_killed_at_five_random_moments_runs_no_finished_trial_twice(
+    fleet: Fleet, cache_dir: Path, place: Path
+) -> None:
+    random_ = random.Random(3)
+    moments = sorted(random_.sample(range(1, 40), 5))
+    expected: collections.Counter[int] = collections.Counter(range(40))
+    for moment in moments:
+        (member,) = fleet.lend(1)
+        member.order(cache_dir, place, [True] * 40)
+        # Somewhere between that many trials finished, and the next.
+        assert eventually(lambda moment=moment: len(recorded(cache_dir)) >= moment, timeout_s=30)
+        threading.Event().wait(random_.uniform(0, 0.05))
+        member.kill()
+        finished = recorded(cache_dir)
+        assert len(finished) == len(set(finished)) < 40
+        in_flight = collections.Counter(set(notes(place)) - set(finished))
+        assert len(in_flight) <= 6
+        expected += in_flight
+    (member,) = fleet.lend(1)
+    member.order(cache_dir, place, [True] * 40)
+    config, values = member.answer()
+    assert values == [config["n"]] * 2
+    assert sorted(recorded(cache_dir)) == list(range(40))
+    ran = notes(place)
+    assert collections.Counter(ran[: expected.total()]) == expected
+    assert len(ran) - expected.total() <= finals.FINALISTS
+    fleet.give_back([member])
+
+
+def test_a_stopped_holder_is_taken_over_and_may_go_on_later(fleet: Fleet, cache_dir: Path, place: Path) -> None:
+    stopped, other = fleet.lend(2)
+    (place / "shut").touch()
+    stopped.order(cache_dir, place, [False, True, False], worst_case_s=1.5)
+    assert eventually(lambda: notes(place) == [0], timeout_s=30)
+    assert holder_pid(cache_dir) == stopped.pid
+    stopped.send_signal(signal.SIGSTOP)
+    try:
+        other.order(cache_dir, place, [False, True, False], worst_case_s=1.5)
+        assert eventually(lambda: holder_pid(cache_dir) == other.pid, timeout_s=30)
+        assert f"waiting for process {stopped.pid} on " in other.log
+        (place / "shut").unlink()
+        assert other.answer() == [{"n": 1}, [1.0, 1.0]]
+        assert sorted(recorded(cache_dir)) == [0, 1, 2]
+    finally:
+        stopped.send_signal(signal.SIGCONT)
+    assert stopped.answer() == [{"n": 1}, [1.0, 1.0]]
+    assert entry_of(cache_dir)["config"] == {"n": 1}
+    assert holder_pid(cache_dir) is None
+
+
+def test_waiting_is_visible_and_ctrl_c_ends_it_within_a_second(fleet: Fleet, cache_dir: Path, place: Path) -> None:
+    tuning, waiting = fleet.lend(2)
+    (place / "shut").touch()
+    tuning.order(cache_dir, place, [True])
+    assert eventually(lambda: notes(place) == [0], timeout_s=30)
+    waiting.order(cache_dir, place, [True])
+    said = f"{NAME}: waiting for process {tuning.pid} on "
+    assert eventually(lambda: said in waiting.log, timeout_s=30)
+    started = time.monotonic()
+    waiting.send_signal(signal.SIGINT)
+    assert waiting.answer() == "interrupted"
+    assert time.monotonic() - started < 1.0
+    assert waiting.log.count("waiting for process") <= 2, "once in a while, not at every look"
+    assert holder_pid(cache_dir) == tuning.pid
+    waiting.order(cache_dir, place, [True])
+    (place / "shut").unlink()
+    assert tuning.answer() == waiting.answer() == [{"n": 0}, [0.0, 0.0]]
+    assert recorded(cache_dir) == [0]
+    fleet.give_back([tuning, waiting])
+
+
+# --- in one process -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """Notes the values of n that every sweep measures."""
+    started: list[list[Any]] = []
+    run = sweep.run
+
+    def noting(problem: sweep.Problem, configs: Any, **rest: Any) -> Any:
+        if configs:
+            started.append([config["n"] for config in configs.values()])
+        return run(problem, configs, **rest)
+
+    monkeypatch.setattr(sweep, "run", noting)
+    return started
+
+
+X = np.zeros(4, np.float32)
+
+
+def scaled(configs: Any, *, bad: tuple[int, ...] = (1,), slow: tuple[int, ...] = ()) -> quarantune.Autotuned:
+    """Returns a new function for the same problem: what is bad raises, what is slow takes long."""
+
+    @quarantune.autotune(configs, rep=3, name=NAME)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def scale(x: Any, n: int = 0) -> Any:
+        if n in bad:
+            raise ArithmeticError(f"n={n} is no good")
+        if n in slow:
+            square = jnp.ones((200, 200)) * x[0]
+            x = x + 0 * jax.lax.fori_loop(0, 30, lambda _, y: y @ square, square)[0, 0]
+        return x + n
+
+    return scale
+
+
+def test_threads_with_function_objects_of_their_own_sweep_once(sweeps: list[list[Any]]) -> None:
+    barrier = threading.Barrier(4)
+    fns = [scaled([{"n": 1}, {"n": 2}]) for _ in range(4)]
+
+    def call(fn: quarantune.Autotuned) -> Any:
+        barrier.wait()
+        return fn(X)
+
+    with ThreadPoolExecutor(4) as pool:
+        for result in pool.map(call, fns):
+            np.testing.assert_array_equal(result, X + 2)
+    assert sweeps == [[1, 2]]
+
+
+def test_a_grown_list_measures_only_what_is_new_and_settles_the_winner_among_all(
+    sweeps: list[list[Any]], cache_dir: Path
+) -> None:
+    def winner(*values: int) -> int:
+        fn = scaled([{"n": n} for n in values], slow=(2, 3))
+        config = fn.lookup(X)
+        assert config is None, "a list that has grown is no hit"
+        fn(X)
+        config = fn.lookup(X)
+        assert config is not None
+        return int(config["n"])  # type: ignore[arg-type]
+
+    assert winner(1, 2) == 2
+    assert winner(4, 1, 2) == 4
+    assert winner(3, 4, 1, 2) == 4, "what was measured before may win"
+    assert sweeps == [[1, 2], [4], [3]]
+    entry = entry_of(cache_dir)
+    assert entry["space"]["configs"] == 4
+    assert entry["trials"] == {"ok": 3, "error": 1}
+
+
+def test_a_list_that_has_shrunk_or_changed_its_order_measures_nothing(sweeps: list[list[Any]]) -> None:
+    scaled([{"n": 1}, {"n": 2}, {"n": 4}], slow=(4,))(X)
+    fn = scaled([{"n": 4}, {"n": 2}, {"n": 1}], slow=(4,))
+    assert fn.lookup(X) == {"n": 2}
+    fn = scaled([{"n": 4}, {"n": 2}], slow=(4,))
+    np.testing.assert_array_equal(fn(X), X + 2)
+    assert sweeps == [[1, 2, 4]]
