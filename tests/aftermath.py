@@ -1,4 +1,4 @@
-"""What must be as it was before once a sweep is over: processes, descriptors, threads' and files' places; no test in here."""
+"""What must be as it was once a sweep is over: processes, descriptors, threads, files, the place; no test in here."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+import pytest
 
 from quarantune.sandbox import template
 
@@ -64,6 +65,16 @@ def _describe(pid: int) -> str:
         process = psutil.Process(pid)
         return f"{pid} ({process.name()}, {process.status()}, child of {process.ppid()})"
     return f"{pid} (going)"
+
+
+@pytest.fixture
+def quiet_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the test a TMPDIR that nobody else writes to, and starts the template."""
+    directory = tmp_path / "tmp"
+    directory.mkdir()
+    monkeypatch.setenv("TMPDIR", str(directory))
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    template.shared()
 
 
 @contextlib.contextmanager

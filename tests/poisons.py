@@ -65,8 +65,8 @@ def _do(act: str) -> None:
     lambda x, space, **_: [{"act": act} for act in space],
     warmup=0,
     rep=1,
-    timeout=1.5,
-    compile_timeout=1.5,
+    timeout=30,
+    compile_timeout=30,
     memory_limit="200MB",
 )
 @functools.partial(jax.jit, static_argnames=["space", "act"])

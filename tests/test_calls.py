@@ -25,9 +25,9 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     started: list[str] = []
     run = sweep.run
 
-    def noting(problem: sweep.Problem, *args: Any, **kwargs: Any) -> None:
+    def noting(problem: sweep.Problem, *args: Any, **kwargs: Any) -> Any:
         started.append(problem.name)
-        run(problem, *args, **kwargs)
+        return run(problem, *args, **kwargs)
 
     monkeypatch.setattr(sweep, "run", noting)
     return started

@@ -11,14 +11,16 @@ import numpy as np
 import poisons
 import psutil
 import pytest
-from aftermath import nothing_is_left
+from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from misdeeds import MEASURED, MISDEEDS, kernel
 
 import quarantune
 from quarantune.outcomes import Trial
 from quarantune.sandbox import template
 
+pytestmark = pytest.mark.usefixtures("quiet_place")
 X = np.ones(8, np.float32)
+HASTE = {"timeout": 2, "compile_timeout": 2}
 
 # misdeed: (outcome and words of the message while tracing, the same while running). XLA wraps what a callback raises.
 ENDS = {
@@ -31,10 +33,10 @@ ENDS = {
     "kill_itself": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
     "kill_its_group": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
     "kill_its_parent": (("lost", "started it died"), ("lost", "started it died")),
-    "stop_itself": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
-    "hang": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
-    "hang_holding_the_gil": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
-    "hang_deaf_to_signals": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
+    "stop_itself": (("timeout", "compiling.*2 s"), ("timeout", "measuring.*2 s")),
+    "hang": (("timeout", "compiling.*2 s"), ("timeout", "measuring.*2 s")),
+    "hang_holding_the_gil": (("timeout", "compiling.*2 s"), ("timeout", "measuring.*2 s")),
+    "hang_deaf_to_signals": (("timeout", "compiling.*2 s"), ("timeout", "measuring.*2 s")),
     "starve": (("oom", r"held 0.\d+ GB.*limit of 0.20 GB"), ("oom", r"held 0.\d+ GB.*limit of 0.20 GB")),
     "starve_in_a_child": (("oom", r"held 0.\d+ GB.*limit"), ("oom", r"held 0.\d+ GB.*limit")),
     "ask_for_too_much": (("error", "MemoryError"), ("error", "MemoryError")),
@@ -43,7 +45,7 @@ ENDS = {
     "leave_a_child": (("ok", ""), ("ok", "")),
     "leave_a_daemon": (("ok", ""), ("ok", "")),
     "flood": (("ok", ""), ("ok", "")),
-    "flood_forever": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
+    "flood_forever": (("timeout", "compiling.*2 s"), ("timeout", "measuring.*2 s")),
     "scribble": (("crashed", "damaged its own connection"), ("crashed", "damaged its own connection")),
     "close_everything": (("crashed", "without a result"), ("crashed", "without a result")),
     "replace_stdout": (("ok", ""), ("ok", "")),
@@ -51,17 +53,6 @@ ENDS = {
     "leave_threads": (("ok", ""), ("ok", "")),
     "hang_at_exit": (("ok", ""), ("ok", "")),
 }
-
-
-@pytest.fixture(autouse=True)
-def own_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gives the test a TMPDIR that nobody else writes to."""
-    directory = tmp_path / "tmp"
-    directory.mkdir()
-    monkeypatch.setenv("TMPDIR", str(directory))
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    template.shared()
-    yield
 
 
 def tune(*space: tuple[str, str]) -> list[Trial]:
@@ -82,7 +73,8 @@ def test_every_misdeed_is_tested() -> None:
 
 @pytest.mark.parametrize("misdeed", ENDS)
 def test_a_misdeed_is_named_and_harms_nobody_else(misdeed: str) -> None:
-    with nothing_is_left():
+    haste = HASTE if ENDS[misdeed][0][0] == "timeout" else {}
+    with nothing_is_left(), quarantune.settings(**haste):
         before, tracing, between, running, after = tune(GOOD, (misdeed, "tracing"), GOOD, (misdeed, "running"), GOOD)
     assert ends((before, between, after)) == ["ok"] * 3
     for trial, phase, (outcome, words) in zip((tracing, running), ("compile", "check"), ENDS[misdeed], strict=True):
@@ -119,7 +111,7 @@ def test_an_oom_trial_tells_how_much_it_held() -> None:
 
 
 def test_misdeeds_are_contained_in_spawned_workers_too() -> None:
-    with nothing_is_left(), quarantune.settings(start_method="spawn", compile_timeout=20):
+    with nothing_is_left(), quarantune.settings(start_method="spawn"):
         trials = tune(("segfault", "tracing"), ("leave_a_daemon", "running"), GOOD)
     assert ends(trials) == ["crashed", "ok", "ok"]
 
@@ -164,15 +156,15 @@ class TestReusedWorkers:
         ("act", "outcome"), [("hang", "timeout"), ("exit", "crashed"), ("fail", "error"), ("starve", "oom")]
     )
     def test_trouble_in_a_shared_worker_stays_with_its_config(self, act: str, outcome: str) -> None:
-        with nothing_is_left():
+        with nothing_is_left(), quarantune.settings(**HASTE if act == "hang" else {}):
             trials = self.tune("good", act, "good again")
         assert ends(trials.values()) == ["ok", outcome, "ok"]
 
     @pytest.mark.parametrize("misdeed", ["segfault", "leave_a_daemon", "close_everything", "hang"])
     def test_misdeeds_while_tracing_are_contained_in_the_compile_worker(self, misdeed: str) -> None:
-        with nothing_is_left():
-            trials = tune(GOOD, (misdeed, "tracing"), GOOD)
         (outcome, _), _ = ENDS[misdeed]
+        with nothing_is_left(), quarantune.settings(**HASTE if outcome == "timeout" else {}):
+            trials = tune(GOOD, (misdeed, "tracing"), GOOD)
         assert ends(trials) == ["ok", outcome, "ok"]
 
 

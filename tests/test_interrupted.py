@@ -19,10 +19,9 @@ import misdeeds
 import numpy as np
 import psutil
 import pytest
-from aftermath import MARK, carriers, eventually, nothing_is_left, running_templates
+from aftermath import MARK, carriers, eventually, nothing_is_left, quiet_place, running_templates  # noqa: F401
 
 import quarantune
-from quarantune.sandbox import template
 
 X = np.ones(8, np.float32)
 SOURCE = Path(quarantune.__file__).parents[1]
@@ -208,12 +207,7 @@ def stop_it(*_: object, **__: object) -> bool:
     raise StopIt
 
 
-@pytest.fixture
-def warm() -> None:
-    template.shared()
-
-
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("quiet_place")
 def test_an_exception_in_the_callers_own_code_ends_the_sweep_and_the_next_call_goes_on_with_it() -> None:
     space = (GOOD,) * 6
     with nothing_is_left(), watching(stop_it), pytest.raises(StopIt):
@@ -223,7 +217,7 @@ def test_an_exception_in_the_callers_own_code_ends_the_sweep_and_the_next_call_g
     assert 1 <= watcher.calls <= 5  # the first was not measured again
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("quiet_place")
 def test_an_exception_in_prune_fn_reaches_the_caller_and_starts_nothing() -> None:
     tuned = quarantune.autotune([{"mode": "good"}], prune_fn=stop_it)(misdeeds.kernel.__wrapped__)
     with nothing_is_left(), pytest.raises(StopIt):
@@ -239,7 +233,7 @@ def _kill_the_sweeps_template() -> None:
     process.children()[0].kill()
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("quiet_place")
 @pytest.mark.parametrize("kill", [_kill_the_template, _kill_the_sweeps_template])
 def test_a_sweep_whose_template_is_killed_finishes(kill: Callable[[], None]) -> None:
     with nothing_is_left(), watching(kill) as watcher:
@@ -248,7 +242,7 @@ def test_a_sweep_whose_template_is_killed_finishes(kill: Callable[[], None]) -> 
     assert all(trial.outcome in misdeeds.MEASURED for trial in result.trials)
 
 
-@pytest.mark.usefixtures("warm")
+@pytest.mark.usefixtures("quiet_place")
 def test_a_template_that_was_killed_between_sweeps_is_replaced() -> None:
     misdeeds.kernel.tune(X, space=(GOOD,))
     with nothing_is_left():

@@ -14,11 +14,11 @@ import misdeeds
 import numpy as np
 import psutil
 import pytest
-from aftermath import nothing_is_left, running_templates
+from aftermath import nothing_is_left, quiet_place, running_templates  # noqa: F401
 
 import quarantune
-from quarantune.sandbox import template
 
+pytestmark = pytest.mark.usefixtures("quiet_place")
 X = np.ones(8, np.float32)
 SOURCE = Path(quarantune.__file__).parents[1]
 
@@ -51,7 +51,6 @@ def test_a_hundred_sweeps_in_a_row_leave_the_process_as_it_was() -> None:
 
 
 def test_threads_tune_beside_each_other() -> None:
-    template.shared()
     start = threading.Barrier(4)
 
     def work(seed: int) -> None:
@@ -63,7 +62,6 @@ def test_threads_tune_beside_each_other() -> None:
 
 
 def test_a_thread_whose_config_kills_the_template_harms_no_sweep_beside_it() -> None:
-    template.shared()
     start = threading.Barrier(2)
 
     def work(*space: tuple[str, str]) -> list[str]:

@@ -156,6 +156,7 @@ class FakeSandbox:
     def kill(self, number: int) -> None:
         worker = self.workers[number]
         self.killed.append(number)
+        self._compiling.discard(number)
         if not worker.doomed or worker.immortal:
             self._doom(worker, -int(signal.SIGKILL), self.kill_s)
 
@@ -610,7 +611,6 @@ SENSELESS = [
     {"type": "measured", "samples_ms": [-1.0]},
     {"type": "measured", "samples_ms": [10**400]},
     {"type": "measured", "samples_ms": [[1.0]]},
-    {"type": "measured", "samples_ms": [1.0], "clock": None, "is_slow": True},
     {"type": "phase", "phase": "lunch"},
     {"type": "phase", "phase": None},
     {"type": "phase", "phase": ["load"]},
@@ -621,7 +621,7 @@ SENSELESS = [
     *(
         {"type": "failed", "outcome": outcome.value, "error": "E", "message": ""}
         for outcome in Outcome
-        if outcome not in (Outcome.ERROR, Outcome.DEVICE_OOM)
+        if outcome not in (Outcome.ERROR, Outcome.DEVICE_OOM, Outcome.WRONG)
     ),
     {"type": "failed", "outcome": "unfit", "error": "E", "message": ""},
     {"type": ["measured"], "phase": "no"},
@@ -676,6 +676,162 @@ def test_a_damaged_stream_is_a_crash(route: Route, do: str) -> None:
     result = run(plan_for(route), 3, for_config(2, act))
     assert result.outcomes == ["ok", "ok", "crashed"]
     assert "not a frame" in result.trials[2].message
+
+
+# --- equal programs, slow configs, comparisons ---------------------------------------------------------------
+
+
+def shares_a_program(worker: FakeWorker) -> list[Step] | None:
+    """Even configs lower to one program and odd ones to another."""
+    return compiles(worker, program=f"program {worker.trial % 2}") if worker.do == "compile" and worker.trial is not None else None
+
+
+@EVERY_WAY
+def test_configs_that_lower_to_the_same_program_are_run_once(route: Route, exclusive: bool) -> None:
+    result = run(plan_for(route, exclusive=exclusive), 10, shares_a_program)
+    assert result.outcomes == ["ok"] * 10
+    assert len(result.given("measure")) == 2
+    times = {index % 2: trial.time_ms for index, trial in result.trials.items()}
+    assert all(trial.time_ms == times[index % 2] for index, trial in result.trials.items())
+    assert sum("same program as" in trial.message for trial in result.trials.values()) == 8
+
+
+@EVERY_WAY
+def test_what_becomes_of_a_program_becomes_of_all_its_configs(route: Route, exclusive: bool) -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "measure" and worker.trial is not None and worker.trial % 2:
+            return [(0.1, worker.ends(-int(signal.SIGSEGV)))]
+        return shares_a_program(worker)
+
+    result = run(plan_for(route, exclusive=exclusive), 8, act)
+    assert result.outcomes == ["ok", "crashed"] * 4
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("do", ["compile", "measure"])
+def test_what_the_machinery_lost_says_nothing_of_configs_with_the_same_program(
+    route: Route, exclusive: bool, do: str
+) -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.trial == 0 and worker.do == do:
+            steps = shares_a_program(worker) or []
+            return [*steps[:3], (0.1, worker.ends(None))]
+        return shares_a_program(worker)
+
+    result = run(plan_for(route, exclusive=exclusive), 8, act)
+    assert result.outcomes == ["lost", *["ok"] * 7]
+
+
+@ROUTES
+def test_when_the_last_device_goes_configs_with_the_same_program_end_too(route: Route) -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        return immortal(worker) if worker.do == "measure" else shares_a_program(worker)
+
+    result = run(plan_for(route), 10, act)
+    assert set(result.outcomes) == {"timeout", "lost"} or set(result.outcomes) == {"timeout"}
+
+
+def test_a_program_that_turns_out_unfit_leaves_nobody_waiting_for_it() -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "compile":
+            return None
+        delay_s = 0.5 if worker.trial == 0 else 2.0 + (worker.trial or 0)
+        unfit = worker.raises("compile", outcome="unfit", message="its executable cannot be serialised")
+        lowered = worker.says("lowered", "compile", program="the same")
+        return [(0.1, worker.says("phase", "compile")), (delay_s, lowered), (0.1, unfit), (0.01, worker.ends(0))]
+
+    result = run(plan_for(Route.APART, slots=3), 8, act)
+    assert set(result.leftovers.unfit) == set(range(8))
+
+
+@ROUTES
+def test_each_config_is_told_how_fast_the_fastest_so_far_was_and_may_be_slow(route: Route) -> None:
+    bars: list[float | None] = []
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "measure":
+            return None
+        bar_ms = worker.task["bar_ms"]
+        bars.append(bar_ms)
+        samples_ms = [5.0, 3.0, 9.0, 2.0][worker.trial or 0]
+        return [(0.1, measured(worker, samples_ms, is_slow=bar_ms is not None and samples_ms > bar_ms))]
+
+    result = run(plan_for(route, slots=1), 4, act)
+    assert bars == [None, 5.0, 3.0, 3.0]
+    assert result.outcomes == ["ok", "ok", "slow", "ok"]
+    assert "another config takes 3" in result.trials[2].message
+
+
+def compare(
+    act: Act, count: int = 3, **changes: Any
+) -> tuple[dict[int, list[float]], FakeSandbox, list[dict[str, Any]]]:
+    """Runs configs and then compares them, as a sweep does."""
+    clock = Clock()
+    tasks: list[dict[str, Any]] = []
+
+    def noting(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "compare":
+            tasks.append(worker.task)
+        return act(worker)
+
+    sandbox = FakeSandbox(clock, noting)
+    plan = plan_for(Route.APART, **changes)
+    scheduler = Scheduler(
+        sandbox, plan, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB
+    )
+    fds = len(os.listdir("/proc/self/fd"))
+    configs: dict[int, Config] = {index: {"id": index} for index in range(count)}
+    try:
+        scheduler.run(configs)
+        compared = scheduler.compare(configs)
+    finally:
+        scheduler.close()
+    assert len(os.listdir("/proc/self/fd")) <= fds
+    lease = Lease(plan.devices[0])
+    assert lease.acquire(clock() + 1000)
+    lease.release()
+    return compared, sandbox, tasks
+
+
+def test_finalists_are_compared_in_one_worker() -> None:
+    compared, _, tasks = compare(lambda worker: None)
+    assert compared == {index: [index + 1.0] * 5 for index in range(3)}
+    assert [entry["config"] for entry in tasks[0]["entries"]] == [{"id": index} for index in range(3)]
+
+
+@pytest.mark.parametrize("status", [-int(signal.SIGSEGV), None, 0])
+def test_a_comparing_worker_that_dies_is_replaced_once(status: int | None) -> None:
+    def dies(worker: FakeWorker) -> list[Step] | None:
+        return [(0.1, worker.ends(status))] if worker.do == "compare" and worker.starts == 0 else None
+
+    compared, _, tasks = compare(dies)
+    assert len(compared) == 3
+    assert len(tasks) == 2
+
+    compared, _, tasks = compare(lambda w: [(0.1, w.ends(status))] if w.do == "compare" else None)
+    assert compared == {}
+    assert len(tasks) == 2
+
+
+@pytest.mark.parametrize(
+    "rounds_ms",
+    [None, [], [[1.0]], [[1.0], [1.0, 2.0], [1.0]], [[], [], []], [[10**400]] * 3, [[float("nan")]] * 3, [1.0] * 3],
+    ids=lambda rounds_ms: str(rounds_ms)[:40],
+)
+def test_a_comparison_that_makes_no_sense_is_none(rounds_ms: object) -> None:
+    def forges(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "compare":
+            return None
+        return [(0.1, worker.says("done", "measure", rounds_ms=rounds_ms))]
+
+    compared, _, _ = compare(forges)
+    assert compared == {}
+
+
+def test_a_comparison_that_hangs_comes_to_an_end() -> None:
+    compared, sandbox, _ = compare(lambda worker: [] if worker.do == "compare" else None)
+    assert compared == {}
+    assert sandbox.killed
 
 
 # --- how workers end ----------------------------------------------------------------------------------------

@@ -110,8 +110,8 @@ class Lease:
         self._held: socket.socket | None = None
         self._waiting: socket.socket | None = None
         self._waits_since: float | None = None
+        self._had_turn = False
         self._not_before = 0.0
-        self._now = 0.0
         self._unlocked = False
 
     def acquire(self, now: float) -> bool:
@@ -123,9 +123,11 @@ class Lease:
         Returns:
             Whether it is held now. After a minute of refusals it counts as held, with a warning.
         """
-        self._now = now
         if self._held is not None or self._unlocked or sys.platform != "linux":
             return True
+        if self._had_turn:
+            self._had_turn = False
+            self._not_before = now + _YIELD_S if self._somebody_waits() else now
         if now < self._not_before:
             return False
         self._held = _bind(self._name("lease"))
@@ -152,11 +154,13 @@ class Lease:
         if self._held is not None:
             self._held.close()
             self._held = None
-            probe = _bind(self._name("queue"))
-            if probe is None:
-                self._not_before = self._now + _YIELD_S
-            else:
-                probe.close()
+            self._had_turn = True
+
+    def _somebody_waits(self) -> bool:
+        probe = _bind(self._name("queue"))
+        if probe is not None:
+            probe.close()
+        return probe is None
 
     def _stop_waiting(self) -> None:
         self._waits_since = None

@@ -1,0 +1,208 @@
+"""What tuning may cost: a cached call, a first look-up, a large cache, the sandbox around a config, and the import.
+
+Bounds hold for the best of a few attempts, since a busy machine makes any of them slow and none of them fast.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import quarantune
+from quarantune.cache import Store
+
+ATTEMPTS = 3
+
+
+def best_of(attempt: Callable[[], float], *, limit: float) -> float:
+    """Returns the least of what a few attempts give; the first one within the limit is enough."""
+    least = float("inf")
+    for _ in range(ATTEMPTS):
+        least = min(least, attempt())
+        if least <= limit:
+            break
+    return least
+
+
+def python(code: str, *arguments: object) -> str:
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+# --- cached calls -------------------------------------------------------------------------------------------
+
+
+def test_a_cached_call_costs_at_most_1_3_times_the_jitted_function_called_by_hand() -> None:
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def add(x: Any, y: Any, n: int = 1) -> Any:
+        return x + n * y
+
+    tuned = quarantune.autotune([{"n": 2}], warmup=0, rep=1)(add)
+    by_hand = functools.partial(add, n=2)
+    x, y = jnp.ones(8), jnp.ones(8)
+    tuned(x, y)
+    by_hand(x, y)
+
+    def time_of(fn: Callable[..., Any]) -> float:
+        started = time.perf_counter()
+        for _ in range(300):
+            fn(x, y)
+        return time.perf_counter() - started
+
+    def ratio() -> float:
+        times = [(time_of(tuned), time_of(by_hand)) for _ in range(41)]
+        return statistics.median(t for t, _ in times) / statistics.median(h for _, h in times)
+
+    assert best_of(ratio, limit=1.3) <= 1.3
+
+
+MODULE = """
+import functools, jax, quarantune
+
+@quarantune.autotune([{"n": 1}, {"n": 2}], warmup=0, rep=1, name="warm")
+@functools.partial(jax.jit, static_argnames=["n"])
+def kernel(x, n: int = 1):
+    return x + n
+"""
+
+
+def test_a_first_call_with_a_warm_cache_reads_one_file_once_and_starts_no_process(
+    tmp_path: Path, cache_dir: Path
+) -> None:
+    (tmp_path / "warm_kernel.py").write_text(MODULE)
+    call = """
+        import os, sys
+        import numpy as np
+        events = []
+        def note(event, arguments):
+            if event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"):
+                events.append(event)
+            if event in ("open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove"):
+                path = str(arguments[0])
+                if path.startswith(os.environ["QUARANTUNE_CACHE_DIR"]):
+                    events.append(f"{event} {os.path.basename(path)}")
+        sys.path.insert(0, sys.argv[1])
+        from warm_kernel import kernel
+        sys.addaudithook(note)
+        kernel(np.zeros(4, np.float32))
+        kernel(np.zeros(4, np.float32))
+        print(events)
+    """
+    assert "subprocess.Popen" in python(call, tmp_path)
+    assert python(call, tmp_path).strip() == "['open warm.json']"
+
+
+def test_in_a_cache_of_10_000_entries_a_first_look_up_and_a_write_are_quick(tmp_path: Path, cache_dir: Path) -> None:
+    (tmp_path / "warm_kernel.py").write_text(MODULE)
+    python("import sys; sys.path.insert(0, sys.argv[1]); from warm_kernel import kernel; kernel(1.0)", tmp_path)
+    store = Store(cache_dir)
+    ((device, entries),) = store.read("warm").items()
+    (entry,) = entries.values()
+    store.merge("warm", {device: {json.dumps({"call": {"x": n}}): entry for n in range(10_000)}})
+    measure = """
+        import sys, time
+        sys.path.insert(0, sys.argv[1])
+        from warm_kernel import kernel
+        kernel._resolver  # what the first call imports
+        from quarantune import environment
+        from quarantune.cache import Store
+        import filelock
+        started = time.perf_counter()
+        assert kernel.lookup(1.0) is not None
+        looked_up = time.perf_counter()
+        Store(environment.current().cache_dir).put("warm", "another", "key", {"config": {"n": 1}})
+        print(looked_up - started, time.perf_counter() - looked_up)
+    """
+    times = [tuple(map(float, python(measure, tmp_path).split())) for _ in range(ATTEMPTS)]
+    # The aim is 150 ms and 300 ms. Twice that is allowed here, as machines that run tests are slow and shared.
+    assert min(lookup_s for lookup_s, _ in times) < 2 * 0.150
+    assert min(write_s for _, write_s in times) < 2 * 0.300
+
+
+# --- sweeps -------------------------------------------------------------------------------------------------
+
+
+def trivial(count: int) -> quarantune.Autotuned:
+    @quarantune.autotune([{"n": n} for n in range(count)], warmup=0, rep=3)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def add(x: Any, n: int = 0) -> Any:
+        return x + n
+
+    return add
+
+
+def share_of_a_core() -> float:
+    """Returns how much of a core a busy machine gives to somebody who wants all of it."""
+    started, cpu_started = time.perf_counter(), time.process_time()
+    while time.perf_counter() - started < 0.2:
+        pass
+    return min(1.0, (time.process_time() - cpu_started) / (time.perf_counter() - started))
+
+
+def test_the_sandbox_costs_at_most_60_ms_per_config_over_doing_it_in_process() -> None:
+    x = np.zeros(4, np.float32)
+    few, many = trivial(4), trivial(24)
+    few.tune(x)  # the template is up, and has what a worker imports
+
+    def in_process_s(n: int) -> float:
+        started = time.perf_counter()
+        compiled = many.__wrapped__.trace(x, n=n).lower().compile()
+        for _ in range(4):
+            jax.block_until_ready(compiled(x))
+        return time.perf_counter() - started
+
+    def overhead_ms() -> float:
+        """What a sweep costs whatever its size, such as its final, drops out: two sizes are compared."""
+        share = share_of_a_core()
+        in_process = statistics.median(in_process_s(n) for n in range(100, 120))
+        started = time.perf_counter()
+        few.tune(x)
+        between = time.perf_counter()
+        many.tune(x)
+        ended = time.perf_counter()
+        sandboxed = ((ended - between) - (between - started)) / 20
+        return 1e3 * (sandboxed - in_process) * min(share, share_of_a_core())
+
+    assert best_of(overhead_ms, limit=60) <= 60
+
+
+def test_a_config_costs_the_callers_process_less_than_2_ms_of_cpu() -> None:
+    x = np.zeros(4, np.float32)
+    fn = trivial(60)
+    trivial(2).tune(x)
+
+    def cpu_ms() -> float:
+        cpu_started, started = time.process_time(), time.perf_counter()
+        fn.tune(x)
+        took_ms = 1e3 * (time.perf_counter() - started) / 60
+        # The workers' memory is watched twenty times a second: where a busy machine makes a config take longer than
+        # 100 ms, that is no work for the config.
+        return 1e3 * (time.process_time() - cpu_started) / 60 / max(1.0, took_ms / 100)
+
+    assert best_of(cpu_ms, limit=2) < 2
+
+
+# --- importing ----------------------------------------------------------------------------------------------
+
+
+def test_importing_quarantune_costs_at_most_1_2_times_importing_jax() -> None:
+    script = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
+
+    def ratio() -> float:
+        times = [[float(python(script.format(name))) for name in ("quarantune", "jax")] for _ in range(5)]
+        ours, theirs = zip(*times, strict=True)
+        return statistics.median(ours) / statistics.median(theirs)
+
+    assert best_of(ratio, limit=1.2) <= 1.2
