@@ -95,9 +95,14 @@ def _belongings() -> dict[str, object]:
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "/dev/shm": _names(Path("/dev/shm")),
+        "/dev/shm": shared_memory(),
         "TMPDIR": _names(Path(tempfile.gettempdir())),
     }
+
+
+def shared_memory() -> list[str]:
+    """Returns what lies in /dev/shm, without the semaphores that `multiprocessing` of any program has there for a while."""
+    return [name for name in _names(Path("/dev/shm")) if not name.startswith("sem.mp-")]
 
 
 def _names(directory: Path) -> list[str]:

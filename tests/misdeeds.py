@@ -223,7 +223,7 @@ MISDEEDS: dict[str, Callable[[], object]] = {
 
 
 @quarantune.autotune(
-    lambda x, space, **_: [dict(mode=mode, when=when, turn=turn) for turn, (mode, when) in enumerate(space)],
+    lambda x, space, **_: [{"mode": mode, "when": when, "turn": turn} for turn, (mode, when) in enumerate(space)],
     warmup=0,
     rep=1,
     timeout=30,  # for a busy machine; tests of what hangs set less
@@ -232,9 +232,10 @@ MISDEEDS: dict[str, Callable[[], object]] = {
 )
 @functools.partial(jax.jit, static_argnames=["space", "mode", "when", "turn"])
 def kernel(x, space=(), mode: str = "good", when: str = "", turn: int = 0):
-    """Multiplies `x` by another number each turn, so that no two programs are one; a mode other than `good` is done on the way, while JAX traces or while it runs.
+    """Multiplies `x` by another number each turn, so that no two programs are one.
 
-    `space` is a tuple of the (mode, when) to try.
+    A mode other than `good` is done on the way, while JAX traces or while it runs. `space` is a tuple of the (mode, when)
+    to try.
     """
     # Once is enough, though it is run many times to be timed: 60 processes each time would be too many.
     act = functools.cache(MISDEEDS.get(mode, lambda: None))

@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from aftermath import MARK, carriers, eventually
+from aftermath import MARK, carriers, eventually, shared_memory
 
 import quarantune
 
@@ -23,7 +23,7 @@ def run(example: str, tmp_path: Path) -> str:
     """Runs an example to its good end and returns what it printed."""
     mark, tmpdir = uuid.uuid4().hex, tmp_path / "tmp"
     tmpdir.mkdir()
-    before = set(os.listdir("/dev/shm"))
+    before = set(shared_memory())
     done = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLES / example)],
         env={**os.environ, "PYTHONPATH": str(SOURCE), "TMPDIR": str(tmpdir), MARK: mark},
@@ -34,7 +34,7 @@ def run(example: str, tmp_path: Path) -> str:
     assert done.returncode == 0, done.stdout + done.stderr
     assert eventually(lambda: not carriers(MARK, mark), timeout_s=2)
     assert os.listdir(tmpdir) == []
-    assert eventually(lambda: set(os.listdir("/dev/shm")) <= before)
+    assert eventually(lambda: set(shared_memory()) <= before)
     return done.stdout
 
 

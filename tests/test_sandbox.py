@@ -397,6 +397,13 @@ def test_long_last_words_are_heard_in_full(load: Callable[..., ModuleType]) -> N
         assert len(json.dumps(worker.messages[-1])) > 4 << 16
 
 
+def test_a_sandbox_knows_its_template_however_quickly_that_is_ready(load: Callable[..., ModuleType]) -> None:
+    act = load(WORKLOAD).act
+    for _ in range(20):
+        with sandbox_for(act) as sandbox:
+            assert sandbox._sweep_pid == sweep_template().pid
+
+
 @METHODS
 def test_leaving_the_sandbox_kills_what_still_hangs(
     method: str, load: Callable[..., ModuleType], tmp_path: Path
@@ -694,9 +701,7 @@ def test_a_killed_owners_processes_end_even_if_its_fork_holds_every_connection_o
 # --- logs and inputs ----------------------------------------------------------------------------------------
 
 
-def test_a_log_that_grows_too_large_is_cut_down_to_its_end(
-    load: Callable[..., ModuleType], tmp_path: Path
-) -> None:
+def test_a_log_that_grows_too_large_is_cut_down_to_its_end(load: Callable[..., ModuleType], tmp_path: Path) -> None:
     path = tmp_path / "flooded"
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         worker = start(sandbox, do="flood", path=str(path))

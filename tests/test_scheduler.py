@@ -71,9 +71,7 @@ Act = Callable[[FakeWorker], "Sequence[Step] | None"]
 """What a worker does with the task it was just given; None for what a good one does."""
 
 
-def compiles(
-    worker: FakeWorker, compile_s: float = 1.0, modules: Sequence[str] = (), program: str = ""
-) -> list[Step]:
+def compiles(worker: FakeWorker, compile_s: float = 1.0, modules: Sequence[str] = (), program: str = "") -> list[Step]:
     steps: list[Step] = [
         (0.1, worker.says("phase", "load")),
         (0.1, worker.says("phase", "compile")),
@@ -135,9 +133,7 @@ class FakeSandbox:
         self._compiling: set[int] = set()
         self._measuring: set[int] = set()
 
-    def start(
-        self, task: dict[str, Any], *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
-    ) -> int:
+    def start(self, task: dict[str, Any], *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
         worker = FakeWorker(next(self._numbers), (environ or {}).get("CUDA_VISIBLE_DEVICES", ""))
         self.workers[worker.number] = worker
         self._give(worker, task, fds)
@@ -255,9 +251,7 @@ class Result:
         return [self.trials[index].outcome.value for index in sorted(self.trials)]
 
     def given(self, do: str, index: int | None = None) -> list[FakeWorker]:
-        return [
-            worker for worker in self.sandbox.given if worker.do == do and (index is None or worker.trial == index)
-        ]
+        return [worker for worker in self.sandbox.given if worker.do == do and (index is None or worker.trial == index)]
 
 
 def fake_devices(count: int) -> tuple[Device, ...]:
@@ -485,9 +479,7 @@ def test_repeated_phase_frames_do_not_put_a_deadline_off(route: Route) -> None:
 
 
 @EVERY_WAY
-def test_checking_and_measuring_have_one_deadline_from_when_the_device_is_held(
-    route: Route, exclusive: bool
-) -> None:
+def test_checking_and_measuring_have_one_deadline_from_when_the_device_is_held(route: Route, exclusive: bool) -> None:
     def slow(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "measure":
             return None
@@ -587,9 +579,7 @@ def test_a_result_that_comes_after_the_deadline_is_too_late(route: Route) -> Non
 
 @EVERY_WAY
 @pytest.mark.parametrize("type_", ["ready", "compiled", "phase", "probed", "nonsense"])
-def test_no_forged_frame_takes_the_deadline_from_a_measurement(
-    route: Route, exclusive: bool, type_: str
-) -> None:
+def test_no_forged_frame_takes_the_deadline_from_a_measurement(route: Route, exclusive: bool, type_: str) -> None:
     def forges(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "measure":
             return None
@@ -659,9 +649,7 @@ def test_a_forged_frame_that_makes_no_sense_condemns_its_sender_and_nobody_else(
     ],
     ids=lambda forged: str(forged)[:60],
 )
-def test_a_forged_compile_result_condemns_its_sender_and_nobody_else(
-    route: Route, forged: dict[str, Any]
-) -> None:
+def test_a_forged_compile_result_condemns_its_sender_and_nobody_else(route: Route, forged: dict[str, Any]) -> None:
     def forges(worker: FakeWorker) -> list[Step]:
         return [(0.1, worker.says("compiled", "compile", **forged)), *compiles(worker)]
 
@@ -683,7 +671,11 @@ def test_a_damaged_stream_is_a_crash(route: Route, do: str) -> None:
 
 def shares_a_program(worker: FakeWorker) -> list[Step] | None:
     """Even configs lower to one program and odd ones to another."""
-    return compiles(worker, program=f"program {worker.trial % 2}") if worker.do == "compile" and worker.trial is not None else None
+    return (
+        compiles(worker, program=f"program {worker.trial % 2}")
+        if worker.do == "compile" and worker.trial is not None
+        else None
+    )
 
 
 @EVERY_WAY
@@ -776,9 +768,7 @@ def compare(
 
     sandbox = FakeSandbox(clock, noting)
     plan = plan_for(Route.APART, **changes)
-    scheduler = Scheduler(
-        sandbox, plan, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB
-    )
+    scheduler = Scheduler(sandbox, plan, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB)
     fds = len(os.listdir("/proc/self/fd"))
     configs: dict[int, Config] = {index: {"id": index} for index in range(count)}
     try:
@@ -960,9 +950,7 @@ def test_a_failure_in_a_used_worker_counts_only_when_a_fresh_one_repeats_it(
     trouble: str, devices: int, exclusive: bool
 ) -> None:
     """Configs 2 and 5 fail in any process that has measured something; 7 fails everywhere."""
-    plan = plan_for(
-        Route.APART, slots=1, configs_per_worker=100, devices=fake_devices(devices), exclusive=exclusive
-    )
+    plan = plan_for(Route.APART, slots=1, configs_per_worker=100, devices=fake_devices(devices), exclusive=exclusive)
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         fails = worker.trial == 7 or (worker.trial in (2, 5) and worker.measured > 0)
@@ -1000,9 +988,7 @@ def test_a_used_worker_that_dies_between_two_configs_is_replaced_and_no_blame_fa
 
 @ROUTES
 @pytest.mark.parametrize("do", ["compile", "measure"])
-def test_a_worker_over_its_memory_limit_is_oom_with_the_figure(
-    route: Route, do: str, memory: dict[int, int]
-) -> None:
+def test_a_worker_over_its_memory_limit_is_oom_with_the_figure(route: Route, do: str, memory: dict[int, int]) -> None:
     def takes(worker: FakeWorker) -> list[Step] | None:
         if worker.do != do:
             return None

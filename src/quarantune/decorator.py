@@ -204,7 +204,8 @@ class Autotuned:
             bound = functools.partial(self.__wrapped__, **config)
         if key is not None:
             self._memo[key] = bound
-        return bound(*args, **kwargs)
+        with self._resolver.lending():
+            return bound(*args, **kwargs)
 
     def _memo_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns what tells this call from others within the process; None where that takes a closer look."""

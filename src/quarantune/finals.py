@@ -17,7 +17,9 @@ _PER_ROUND = 3
 _MIN_ROUNDS = 5
 _MAX_ROUNDS = 15
 _BUDGET_S = 1.5
-_SIGMAS = 2.5
+_SIGMAS = 3.0
+_CLEAR_SIGMAS = 5.0
+"""Stopping early takes more: who looks after every round sees equals apart by `_SIGMAS` in one final of four."""
 _NOISE_FLOOR = 0.002
 """Two medians closer than this are the same: it is what clocks and frequencies wander between two runs of one program."""
 
@@ -28,7 +30,8 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     Configs that lowered to the same program were measured once and are represented by the first of them.
     """
     measured = [index for index, trial in trials.items() if trial.outcome is Outcome.OK and trial.time_ms is not None]
-    ranked = sorted(measured, key=lambda index: (trials[index].time_ms or 0.0, index))
+    first_of = {trials[index].samples_ms: index for index in sorted(measured, reverse=True)}
+    ranked = sorted(first_of.values(), key=lambda index: (trials[index].time_ms or 0.0, index))
     if not ranked:
         return []
     limit = _CONTENDER * (trials[ranked[0]].time_ms or 0.0)
@@ -60,7 +63,7 @@ def decide(rounds: Mapping[int, Sequence[float]], *, default: int | None) -> Ver
         default: the index of the config that is the function's own default, if it is in the list.
     """
     leader = min(rounds, key=lambda index: (statistics.median(rounds[index]), index))
-    level = sorted(index for index in rounds if index == leader or _ties(rounds[leader], rounds[index]))
+    level = sorted(index for index in rounds if index == leader or _ties(rounds[leader], rounds[index], _SIGMAS))
     winner = default if default in level else level[0]
     assert winner is not None
     return Verdict(winner, tuple(index for index in level if index != winner))
@@ -95,13 +98,13 @@ def play(
 def is_clear(rounds: Mapping[int, Sequence[float]]) -> bool:
     """Returns whether more rounds would change nothing: every finalist is behind the leader beyond doubt."""
     leader = min(rounds, key=lambda index: statistics.median(rounds[index]))
-    return not any(_ties(rounds[leader], rounds[index]) for index in rounds if index != leader)
+    return not any(_ties(rounds[leader], rounds[index], _CLEAR_SIGMAS) for index in rounds if index != leader)
 
 
-def _ties(leader: Sequence[float], other: Sequence[float]) -> bool:
+def _ties(leader: Sequence[float], other: Sequence[float], sigmas: float) -> bool:
     ratios = [theirs / ours for ours, theirs in zip(leader, other, strict=False)]
     behind = statistics.median(ratios) - 1.0
-    return behind <= max(_NOISE_FLOOR, _SIGMAS * standard_error(ratios))
+    return behind <= max(_NOISE_FLOOR, sigmas * standard_error(ratios))
 
 
 def default_index(configs: Sequence[Config], defaults: Config) -> int | None:

@@ -64,9 +64,9 @@ def measure(
     Raises:
         ValueError: no plausible sample was taken.
     """
+    started = clock()
     take(1)
     samples = plausible(take(min(rep, _FIRST_LOOK)))
-    started = clock()
     while True:
         if samples and bar_ms is not None and min(samples) > margin * bar_ms:
             return Samples(tuple(samples), is_ruled_out=True)

@@ -12,14 +12,14 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jaxlib.version
 
-from quarantune import cache, discovery, environment, finals, report, space, sweep
+from quarantune import _jax_internals, cache, discovery, environment, finals, report, space, sweep
 from quarantune._version import __version__
 from quarantune.cache import CacheWriteError, Claim, Entry, Fingerprint, Journal, Store
 from quarantune.environment import Settings
@@ -90,6 +90,7 @@ class Resolver:
         self._signature = signature
         self._static_names = static_names
         self._tunables = frozenset() if callable(configs) else frozenset(configs[0])
+        self._compiled: dict[str, bytes] = {}
         self._winners: dict[tuple[str, str], Config] = {}
         self._failed: dict[tuple[str, str], TuningFailedError] = {}
         self._tuned: set[tuple[str, str]] = set()
@@ -130,6 +131,21 @@ class Resolver:
             self._do_without(key, args, kwargs, settings)
             return None
         return self._tune(key, args, kwargs, settings, start_over=must_tune).best_config
+
+    def lend(self, compiled: dict[str, bytes]) -> None:
+        """Has a program that a worker compiled found by this process's JAX, so that it is not compiled again."""
+        if compiled and not _jax_internals.keep_compiled(compiled):
+            self._compiled |= compiled
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        """Lends what workers compiled to a first call, where the caller has no compilation cache of its own."""
+        if not self._compiled or _jax_internals.is_tracing():
+            yield
+            return
+        with _jax_internals.compilation_cache_in_memory(self._compiled):
+            self._compiled = {}
+            yield
 
     def tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TuningResult:
         """Tunes for a call now, even if it is cached, and remembers the result."""
@@ -441,12 +457,12 @@ class _Run:
                 self._trials[index] = trial
                 progress.step(trial)
 
-    def _sweep(self, progress: Progress) -> dict[int, list[float]]:
-        """Runs what is left, and returns the finalists' samples, round by round."""
+    def _sweep(self, progress: Progress) -> sweep.Swept:
+        """Runs what is left, and compares the fastest of all."""
         left = {index: config for index, config in enumerate(self._configs) if index not in self._trials}
         progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
         if not left and len(finals.finalists(self._trials)) < 2:
-            return {}
+            return sweep.Swept({}, {})
         self._troubled = self._find_troubled(left)
         ordered = sorted(left, key=lambda index: index in self._troubled)
 
@@ -517,7 +533,8 @@ class _Run:
         if self._unsaved is not None:
             cache.report_once(str(self._unsaved))
 
-    def _conclude(self, rounds: Mapping[int, Sequence[float]]) -> TuningResult:
+    def _conclude(self, swept: sweep.Swept) -> TuningResult:
+        rounds = swept.rounds_ms
         for index, samples_ms in rounds.items():
             self._trials[index] = dataclasses.replace(
                 self._trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms)
@@ -551,6 +568,7 @@ class _Run:
                     self._resolver.name, self._key.device, self._key.text, self._entry(best, trials)
                 )
         assert best.time_ms is not None
+        self._resolver.lend(swept.compiled.get(verdict.winner, {}))
         return self._result(best.config, best.time_ms, trials, tie=tie)
 
     def _default_index(self) -> int | None:

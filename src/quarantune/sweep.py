@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from quarantune import _jax_internals, discovery, finals, host, in_process, payload, report, supply
 from quarantune.cache.keys import safe_name
 from quarantune.environment import Settings, parse_memory
@@ -55,6 +57,20 @@ class Problem:
     device_kind: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Swept:
+    """What a sweep found out beside its trials.
+
+    Attributes:
+        rounds_ms: each finalist's samples in milliseconds, one per round, by index; empty where there was nothing to
+            compare.
+        compiled: what of some configs JAX's compilation cache can hold, by key, by the configs' indices.
+    """
+
+    rounds_ms: dict[int, list[float]]
+    compiled: dict[int, dict[str, bytes]]
+
+
 def run(
     problem: Problem,
     configs: Mapping[int, Config],
@@ -65,7 +81,7 @@ def run(
     on_tick: Callable[[], None],
     troubled: Collection[int] = (),
     known: Mapping[int, Trial] | None = None,
-) -> dict[int, list[float]]:
+) -> Swept:
     """Runs every config to its outcome, then compares the fastest once more, in turn.
 
     Args:
@@ -79,7 +95,7 @@ def run(
         known: trials of an earlier sweep, by index, which are not run again but may be finalists.
 
     Returns:
-        Each finalist's samples in milliseconds, one per round, by index; empty where there was nothing to compare.
+        What the comparison gave.
 
     Raises:
         TypeError: something of the call cannot be sent to another process; nothing was started then.
@@ -102,7 +118,7 @@ def run(
         if settings.isolation == "none":
             worker_options = _worker_options(None, options, flush=None)
             in_process.run(packed.call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish)
-            return in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options)
+            return Swept(in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options), {})
         if problem.platform == "tpu":
             raise ValueError(
                 "a TPU belongs to the process that uses it, so workers cannot measure on it: "
@@ -147,20 +163,19 @@ class _Sweep:
             max_count=settings.max_cpu_count,
         )
 
-    def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> dict[int, list[float]]:
+    def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
         try:
             self._sandbox.open(load_timeout_s=self._compile_timeout_s)
         except pool.LoadError as error:
             self._fail_all(configs, error.report)
-            return {}
+            return Swept({}, {})
         with contextlib.ExitStack() as self._schedulers:
             self._refer(configs)
             self._run_routes(configs)
             contenders = {index: measured[index].config for index in finals.finalists(measured)}
-            if len(contenders) < 2:
-                return {}
             scheduler = self._scheduler or self._new_scheduler(Route.TOGETHER, self._finish)
-            return scheduler.compare(contenders)
+            rounds_ms = scheduler.compare(contenders) if len(contenders) > 1 else {}
+            return Swept(rounds_ms, scheduler.compiled())
 
     def _refer(self, configs: dict[int, Config]) -> None:
         """Computes the reference, once, in a worker like any other."""
@@ -281,6 +296,8 @@ def _worker_options(platform: str | None, options: Options, *, flush: str | None
             "max_mismatched_ratio": options.max_mismatched_ratio,
         },
         "check_grad": options.check_grad,
+        # On a GPU, XLA itself would write there, and a killed worker would leave torn files.
+        "compilation_cache": jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
         "flush": flush,
     }
 

@@ -43,11 +43,14 @@ class Program:
         config: the config.
         call: takes the dynamic arguments.
         compile_s: seconds spent tracing, lowering and compiling it here.
+        for_cache: the executable as JAX's compilation cache holds it, by its key there; empty where it would not be found
+            again, as one that was compiled without its device would not.
     """
 
     config: Config
     call: Callable[..., Any]
     compile_s: float
+    for_cache: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 class Bench:
@@ -59,7 +62,7 @@ class Bench:
         Args:
             call: the loaded payload.
             arrays_fd: the file that holds the concrete arrays' bytes; -1 for none.
-            options: `platform`, `warmup`, `rep`, `supply`, `tolerance`, `check_grad`, and `flush`, a program for the
+            options: `platform`, `compilation_cache`, the directory of the caller's or None, `warmup`, `rep`, `supply`, `tolerance`, `check_grad`, and `flush`, a program for the
                 device's clock or None.
         """
         self._call = call
@@ -110,7 +113,9 @@ class Bench:
             args, kwargs = inputs.call_as_structs(self._call) if away else self.arguments()
             lowered = self._jitted.trace(*args, **kwargs, **config).lower()
             self._announce(lowered, announce)
-            compiled = lowered.compile()
+            with _jax_internals.compilation_cache_in_memory({}, named=self._options["compilation_cache"]) as cache:
+                compiled = lowered.compile()
+            return Program(config, compiled, time.perf_counter() - start, cache.programs)
         return Program(config, compiled, time.perf_counter() - start)
 
     def save(self, program: Program, fd: int) -> None:
@@ -123,12 +128,13 @@ class Bench:
             blob = payload.dumps(serialize_executable.serialize(program.call))  # type: ignore[arg-type]
         except Exception as error:
             raise NeedsDeviceError(f"its executable cannot be serialised: {error}") from error
-        spool.write(fd, blob)
+        key, value = next(iter(program.for_cache.items()), ("", b""))
+        spool.write_parts(fd, [blob, key.encode(), value])
 
     def load(self, config: Config, fd: int) -> Program:
         """Loads a config's program that another worker compiled."""
         config = {name: freeze(value) for name, value in config.items()}
-        return Program(config, serialize_executable.deserialize_and_load(*payload.loads(spool.read(fd))), 0.0)
+        return Program(config, serialize_executable.deserialize_and_load(*payload.loads(spool.read_parts(fd)[0])), 0.0)
 
     def run(self, program: Program) -> Any:
         """Runs a program once, to its end, on pristine arguments, and returns its output."""

@@ -323,13 +323,13 @@ class Sandbox:
         assert self._manager is not None
         # Until the fork is there, the clock that runs is the template's start-up.
         deadline, started, timed_out = time.monotonic() + _STARTUP_DEADLINE_S, False, False
+        loaded: list[Message] = []
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._manager, selectors.EVENT_READ)
             while True:
                 selector.select(max(0.0, deadline - time.monotonic()))
-                if loaded := _receive_quietly(connection):
-                    return loaded[0]
+                loaded += _receive_quietly(connection)
                 try:
                     messages = [message for message, _ in self._manager.receive()]
                 except wire.WireError as error:
@@ -342,10 +342,12 @@ class Sandbox:
                     if message["event"] == "started":
                         self._sweep_pid, started = message["pid"], True
                         deadline = time.monotonic() + load_timeout_s
-                    elif loaded := _receive_quietly(connection):
-                        return loaded[0]
                     else:
-                        return _load_death(message["status"], timed_out=timed_out, timeout_s=load_timeout_s)
+                        loaded += _receive_quietly(connection)
+                        death = _load_death(message["status"], timed_out=timed_out, timeout_s=load_timeout_s)
+                        return loaded[0] if loaded else death
+                if loaded and started:  # a quick fork is done before its parent has told that it is there
+                    return loaded[0]
                 if time.monotonic() >= deadline:
                     if timed_out or not started:
                         raise SandboxError("the template process does not answer")

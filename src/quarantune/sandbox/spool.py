@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import struct
 import tempfile
+from collections.abc import Sequence
 
 from quarantune import host
 
@@ -45,6 +47,35 @@ def write(fd: int, data: bytes) -> None:
 def read(fd: int) -> bytes:
     """Returns all that a file holds."""
     return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+def write_parts(fd: int, parts: Sequence[bytes]) -> None:
+    """Writes byte strings so that `read_parts` finds them again."""
+    lengths = [len(part) for part in parts]
+    write(fd, struct.pack(f"<I{len(parts)}Q", len(parts), *lengths))
+    for part in parts:
+        write(fd, part)
+
+
+def read_parts(fd: int) -> list[bytes]:
+    """Returns the byte strings that `write_parts` wrote, which a worker may have forged.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    data = read(fd)
+    try:
+        (count,) = struct.unpack_from("<I", data)
+        lengths = struct.unpack_from(f"<{count}Q", data, 4)
+    except (struct.error, MemoryError, OverflowError) as error:
+        raise ValueError("the file does not hold what was to be written there") from error
+    parts, start = [], 4 + 8 * count
+    for length in lengths:
+        parts.append(data[start : start + length])
+        start += length
+    if start != len(data):
+        raise ValueError("the file does not hold what was to be written there")
+    return parts
 
 
 def protect(fd: int) -> int:
