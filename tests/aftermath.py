@@ -101,7 +101,7 @@ def _belongings() -> dict[str, object]:
 
 
 def shared_memory() -> list[str]:
-    """Returns what lies in /dev/shm, without the semaphores that `multiprocessing` of any program has there for a while."""
+    """Returns what lies in /dev/shm, without the semaphores of any program's `multiprocessing`."""
     return [name for name in _names(Path("/dev/shm")) if not name.startswith("sem.mp-")]
 
 

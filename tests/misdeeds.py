@@ -234,8 +234,8 @@ MISDEEDS: dict[str, Callable[[], object]] = {
 def kernel(x, space=(), mode: str = "good", when: str = "", turn: int = 0):
     """Multiplies `x` by another number each turn, so that no two programs are one.
 
-    A mode other than `good` is done on the way, while JAX traces or while it runs. `space` is a tuple of the (mode, when)
-    to try.
+    A mode other than `good` is done on the way, while JAX traces or while it runs. `space` is a tuple of the
+    (mode, when) to try.
     """
     # Once is enough, though it is run many times to be timed: 60 processes each time would be too many.
     act = functools.cache(MISDEEDS.get(mode, lambda: None))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -27,7 +28,7 @@ from quarantune.devices import Device, Lease, visible_devices
 from quarantune.options import Options
 from quarantune.outcomes import SandboxError
 from quarantune.sandbox import pool, spool, template
-from quarantune.sandbox.pool import Damaged, Ended, Event, LoadError, Said, Sandbox
+from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
 
 OPTIONS = sweep._worker_options("cpu", Options(warmup=0, rep=1), flush=None)
 SOURCES = str(Path(quarantune.__file__).parents[1])
@@ -196,7 +197,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
     """Writes a module where workers find it, and imports it here."""
-    names = []
+    names: list[str] = []
 
     def load(source: str) -> ModuleType:
         name = f"module_{len(names)}_of_{tmp_path.name.replace('-', '_')}"
@@ -583,11 +584,15 @@ def test_when_a_template_is_killed_its_workers_are_lost_and_the_sweep_goes_on(
 
 
 def test_templates_that_keep_dying_end_the_sweep_with_an_error(load: Callable[..., ModuleType]) -> None:
+    def is_noticed(sandbox: Sandbox, dead: int) -> bool:
+        sandbox.poll(0.01)
+        return template.shared().pid != dead
+
     def kill_and_poll(sandbox: Sandbox) -> None:
         for _ in range(10):
-            pid = template.shared().pid
-            psutil.Process(pid).kill()
-            wait_for(lambda pid=pid: sandbox.poll(0.01) or template.shared().pid != pid, "it is noticed")
+            dead = template.shared().pid
+            psutil.Process(dead).kill()
+            wait_for(functools.partial(is_noticed, sandbox, dead), "its death is noticed")
 
     with sandbox_for(load(WORKLOAD).act) as sandbox, pytest.raises(SandboxError, match="died 4 times"):
         kill_and_poll(sandbox)

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -333,13 +333,13 @@ def when(do: str, act: Callable[[FakeWorker], Sequence[Step]]) -> Act:
 
 
 @pytest.fixture(autouse=True)
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, int]]:
+def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """What each fake process holds: fake workers' process ids are their numbers."""
     held: dict[int, int] = {}
     monkeypatch.setattr(host, "private_memory_bytes", lambda pid: held.get(pid, 0))
     monkeypatch.setattr(host, "descendants", lambda pid: [])
     monkeypatch.setattr(host, "oom_kills", lambda: 0)
-    yield held
+    return held
 
 
 ROUTES = pytest.mark.parametrize("route", [Route.TOGETHER, Route.APART])
@@ -1030,7 +1030,7 @@ def test_when_the_machine_runs_short_the_largest_worker_goes_and_the_others_stay
     sandbox_of: list[FakeSandbox] = []
 
     def takes(worker: FakeWorker) -> None:
-        memory[worker.number] = (100 + int(worker.config["id"] or 0)) << 20
+        memory[worker.number] = (100 + (worker.trial or 0)) << 20
 
     def available() -> int:
         alive = [number for number, worker in sandbox_of[0].workers.items() if not worker.ended]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from quarantune.measure import plausible, standard_error
-from quarantune.outcomes import Config, Outcome, Trial
+from quarantune.outcomes import Outcome, Trial
 
 FINALISTS = 4
 _CONTENDER = 1.5
@@ -19,7 +19,7 @@ _MAX_ROUNDS = 15
 _BUDGET_S = 1.5
 _SIGMAS = 3.0
 _CLEAR_SIGMAS = 5.0
-"""Stopping early takes more: who looks after every round sees equals apart by `_SIGMAS` in one final of four."""
+"""Stopping early takes more: who looks after every round finds equals apart by `_SIGMAS` now and then."""
 _NOISE_FLOOR = 0.002
 """Two medians closer than this are the same: it is what clocks and frequencies wander between two runs of one program."""
 
@@ -30,12 +30,28 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     Configs that lowered to the same program were measured once and are represented by the first of them.
     """
     measured = [index for index, trial in trials.items() if trial.outcome is Outcome.OK and trial.time_ms is not None]
-    first_of = {trials[index].samples_ms: index for index in sorted(measured, reverse=True)}
+    first_of = {_program(index, trials): index for index in sorted(measured, reverse=True)}
     ranked = sorted(first_of.values(), key=lambda index: (trials[index].time_ms or 0.0, index))
     if not ranked:
         return []
     limit = _CONTENDER * (trials[ranked[0]].time_ms or 0.0)
     return [index for index in ranked if (trials[index].time_ms or 0.0) <= limit][:count]
+
+
+def with_twins(rounds: Mapping[int, Sequence[float]], trials: Mapping[int, Trial]) -> dict[int, Sequence[float]]:
+    """Returns the rounds of a final with those added that were represented in it, as if they had played too.
+
+    Args:
+        rounds: each finalist's samples, by index.
+        trials: those that may win, by index, as they were before the final.
+    """
+    played = {_program(index, trials): samples_ms for index, samples_ms in rounds.items()}
+    return {index: played[program] for index in trials if (program := _program(index, trials)) in played}
+
+
+def _program(index: int, trials: Mapping[int, Trial]) -> object:
+    """Returns what configs that lowered to the same program share: the very samples."""
+    return trials[index].samples_ms or index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +121,3 @@ def _ties(leader: Sequence[float], other: Sequence[float], sigmas: float) -> boo
     ratios = [theirs / ours for ours, theirs in zip(leader, other, strict=False)]
     behind = statistics.median(ratios) - 1.0
     return behind <= max(_NOISE_FLOOR, sigmas * standard_error(ratios))
-
-
-def default_index(configs: Sequence[Config], defaults: Config) -> int | None:
-    """Returns where a function's own defaults are in its list of configs, or None."""
-    return next((index for index, config in enumerate(configs) if config == defaults), None)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
+import os
 import statistics
 import warnings
 from collections.abc import Callable, Mapping
@@ -11,8 +14,11 @@ from collections.abc import Callable, Mapping
 import jax
 
 from quarantune import finals, payload, trial
-from quarantune.outcomes import Config, Outcome, Phase, Route, Trial
+from quarantune.outcomes import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
+from quarantune.sandbox import spool
 from quarantune.sandbox.worker import describe_error
+
+_logger = logging.getLogger("quarantune")
 
 
 def run(
@@ -23,7 +29,7 @@ def run(
     options: dict[str, object],
     finish: Callable[[int, Trial, str], None],
 ) -> None:
-    """Runs every config here, one after another; only what is raised is contained.
+    """Computes the reference, then runs every config here, one after another; only what is raised is contained.
 
     Args:
         call: the call.
@@ -31,12 +37,36 @@ def run(
         arrays_fd: the file that holds its arrays' bytes; -1 for none.
         options: as for `trial.Bench`.
         finish: told of each config's index, trial and output as it ends.
+
+    Raises:
+        ReferenceFailedError: `ref_fn` raised.
     """
     _warn()
-    for index, config in configs.items():
-        with jax.ensure_compile_time_eval():  # what the caller may be tracing must not become part of a trial
-            ended = _run_one(trial.Bench(call, arrays_fd=arrays_fd, options=options), config)
-        finish(index, ended, ended.log_tail)
+
+    def bench() -> trial.Bench:
+        return trial.Bench(call, arrays_fd=arrays_fd, options=options)
+
+    with contextlib.ExitStack() as stack:
+        expected_fd = None
+        if configs and "ref_fn" in call.companions:
+            expected_fd = spool.create("expected")
+            stack.callback(os.close, expected_fd)
+            with jax.ensure_compile_time_eval():
+                _refer(bench(), expected_fd)
+        for index, config in configs.items():
+            with jax.ensure_compile_time_eval():  # what the caller may be tracing must not become part of a trial
+                ended = _run_one(bench(), config, expected_fd)
+            finish(index, ended, ended.log_tail)
+
+
+def _refer(bench: trial.Bench, fd: int) -> None:
+    try:
+        bench.refer(fd)
+    except Exception as error:
+        about = describe_error(error)
+        raise ReferenceFailedError(
+            f"ref_fn failed, so no config can be judged: {about['error']}: {about['message']}"
+        ) from error
 
 
 @functools.cache
@@ -67,25 +97,34 @@ def compare(
         return {}
     with jax.ensure_compile_time_eval():
         bench = trial.Bench(call, arrays_fd=arrays_fd, options=options)
-        programs = [bench.compile(measured[index].config, target=None) for index in finalists]
-        return dict(zip(finalists, bench.compare(programs), strict=True))
+        try:
+            programs = [bench.compile(measured[index].config, target=None) for index in finalists]
+            return dict(zip(finalists, bench.compare(programs), strict=True))
+        except Exception as error:
+            _logger.warning("the finalists could not be compared, so their first measurements count: %r", error)
+            return {}
 
 
-def _run_one(bench: trial.Bench, config: Config) -> Trial:
+def _run_one(bench: trial.Bench, config: Config, expected_fd: int | None) -> Trial:
     so_far = Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE, route=Route.IN_PROCESS)
     try:
         program = bench.compile(config, target=None)
         so_far = dataclasses.replace(so_far, compile_s=program.compile_s, phase=Phase.CHECK)
-        bench.check(program, expected_fd=None)
+        bench.check(program, expected_fd=expected_fd)
         so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
-        samples = bench.measure(program, bar_ms=None)["samples_ms"]
+        measured = bench.measure(program, bar_ms=None)
     except Exception as error:
         assert so_far.phase is not None
         about = describe_error(error)
+        outcome = Outcome(trial.outcome_of(error, so_far.phase.value))
+        is_wrong = outcome is Outcome.WRONG
         return dataclasses.replace(
             so_far,
-            outcome=Outcome(trial.outcome_of(error, so_far.phase.value)),
-            message=f"{about['error']}: {about['message']}",
+            outcome=outcome,
+            message=about["message"] if is_wrong else f"{about['error']}: {about['message']}",
             log_tail=about["traceback"],
         )
-    return dataclasses.replace(so_far, time_ms=statistics.median(samples), samples_ms=tuple(samples))
+    samples_ms = tuple(measured["samples_ms"])
+    return dataclasses.replace(
+        so_far, time_ms=statistics.median(samples_ms), samples_ms=samples_ms, clock=measured["clock"]
+    )

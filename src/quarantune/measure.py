@@ -8,6 +8,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from quarantune.outcomes import Trial
+
 _FIRST_LOOK = 3
 _MIN_SAMPLES = 5
 _BATCH = 5
@@ -17,6 +19,8 @@ _SOFT_BUDGET_S = 1.0
 """Once this has gone by, `_FIRST_LOOK` samples are enough: a slow config's median is steady with few."""
 _LONGEST_MS = 1e8
 """Longer samples are the clock's error, not the kernel's: a device clock was seen to answer with nearly 2^64 ns."""
+BUSY = {"device": 0.05, "queued": 0.15, "wall": 0.25}
+"""Scatter, as a share of the median, above which something else was going on, by the clock that took the samples."""
 _MAD_TO_SIGMA = 1.4826
 _MEDIAN_EFFICIENCY = 1.2533
 """The standard error of a median is this many times that of a mean, for normal noise."""
@@ -86,6 +90,11 @@ def measure(
 def plausible(samples_ms: Sequence[float]) -> list[float]:
     """Returns the samples that can be times of a kernel at all."""
     return [sample for sample in samples_ms if 0.0 < sample < _LONGEST_MS]
+
+
+def typical_spread(trials: Sequence[Trial]) -> float:
+    """Returns how much the samples of a typical trial scatter, as a share of their median."""
+    return statistics.median(spread(trial.samples_ms) for trial in trials)
 
 
 def standard_error(samples: Sequence[float]) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jaxlib.version
 
-from quarantune import _jax_internals, cache, discovery, environment, finals, report, space, sweep
+from quarantune import _jax_internals, cache, discovery, environment, finals, measure, report, space, sweep
 from quarantune._version import __version__
 from quarantune.cache import CacheWriteError, Claim, Entry, Fingerprint, Journal, Store
 from quarantune.environment import Settings
@@ -534,25 +534,28 @@ class _Run:
             cache.report_once(str(self._unsaved))
 
     def _conclude(self, swept: sweep.Swept) -> TuningResult:
-        rounds = swept.rounds_ms
-        for index, samples_ms in rounds.items():
-            self._trials[index] = dataclasses.replace(
-                self._trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms)
-            )
-        trials = tuple(self._trials[index] for index in range(len(self._configs)))
-        usable = [trial for trial in trials if trial.outcome is Outcome.OK and trial.time_ms is not None]
-        if not usable:
+        times_ms = {
+            index: trial.time_ms
+            for index, trial in sorted(self._trials.items())
+            if trial.outcome is Outcome.OK and trial.time_ms is not None
+        }
+        if not times_ms:
+            trials = tuple(self._trials[index] for index in range(len(self._configs)))
             if self._directory is not None:
                 # Another process may find the machine in a better state.
                 with self._saving():
                     self._journal.discard()
             message = report.failure_message(self._resolver.name, trials)
             raise TuningFailedError(message, trials=trials, key=self._key.text)
-        if rounds:
-            verdict = finals.decide(rounds, default=self._default_index())
-        else:
-            fastest = min(usable, key=lambda trial: trial.time_ms or 0.0)
-            verdict = finals.Verdict(trials.index(fastest), ())
+        fastest = min(times_ms, key=times_ms.__getitem__)
+        usable = {index: self._trials[index] for index in times_ms}
+        rounds = finals.with_twins(swept.rounds_ms or {fastest: usable[fastest].samples_ms}, usable)
+        for index, samples_ms in rounds.items():
+            self._trials[index] = dataclasses.replace(
+                self._trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms)
+            )
+        trials = tuple(self._trials[index] for index in range(len(self._configs)))
+        verdict = finals.decide(rounds, default=self._default_index())
         best, tie = trials[verdict.winner], tuple(trials[index].config for index in verdict.tie)
         _logger.info(
             "%s: best of %d is %s: %.4g ms%s",
@@ -562,6 +565,13 @@ class _Run:
             best.time_ms,
             f", level with {' and '.join(map(report.format_config, tie))}" if tie else "",
         )
+        if (scatter := measure.typical_spread([*usable.values()])) > measure.BUSY[best.clock or "wall"]:
+            _logger.warning(
+                "%s: the samples scatter by %.0f%%, far above the usual: %s was busy or its clock throttled",
+                self._resolver.name,
+                100 * scatter,
+                self._key.device,
+            )
         if self._directory is not None:
             with self._saving():
                 self._resolver._store(self._settings).put(

@@ -116,7 +116,8 @@ class _Worker:
     deadline: float
     phase: Phase = Phase.LOAD
     compiling: bool = False
-    on_errand: bool = False
+    errand_s: float | None = None
+    """How long it may take for what is no trial, from its first phase on; None for one that runs trials."""
     reply: dict[str, Any] | None = None
     parked: bool = False
     used: int = 0
@@ -333,10 +334,9 @@ class Scheduler:
         else:
             number = self._sandbox.start(task, fds=fds, environ=state.device.environ)
             worker = self._workers[number] = _Worker(number, None, state, 0.0)
-        worker.idle, worker.on_errand = False, True
-        state.measuring = worker
-        allowed_s = self._plan.compile_timeout_s + self._plan.timeout_s
-        worker.deadline = self._clock() + STARTUP_DEADLINE_S + patience * allowed_s
+        worker.idle, state.measuring = False, worker
+        worker.errand_s = patience * (self._plan.compile_timeout_s + self._plan.timeout_s)
+        worker.deadline = self._clock() + STARTUP_DEADLINE_S
         return worker
 
     # Starting
@@ -496,9 +496,10 @@ class Scheduler:
         worker.phase = Phase(message["phase"])
         match message["type"]:
             case "phase":
-                if worker.compiling and not worker.began:
+                if (worker.compiling or worker.errand_s) and not worker.began:
                     worker.began = True
-                    worker.deadline = self._clock() + self._patience(worker, self._plan.compile_timeout_s)
+                    allowed_s = worker.errand_s or self._patience(worker, self._plan.compile_timeout_s)
+                    worker.deadline = self._clock() + allowed_s
             case "ready" if worker.device is not None and worker in worker.device.bench:
                 worker.idle, worker.deadline = True, float("inf")
                 worker.device.failures = 0
@@ -521,7 +522,7 @@ class Scheduler:
                 worker.job is not None and worker.device is not None and worker.device.measuring is worker
             ):
                 self._succeed(worker, worker.job, worker.device, message)
-            case "done" if worker.on_errand:
+            case "done" if worker.errand_s is not None:
                 worker.reply = message
                 self._retire(worker)
             case "failed":
@@ -622,7 +623,7 @@ class Scheduler:
         worker.idle = False
         if worker.device is not None and worker in worker.device.bench:
             worker.device.bench.remove(worker)
-        worker.verdict = (Outcome.OK, "")
+        worker.verdict, worker.deadline = (Outcome.OK, ""), float("inf")
         worker.given_up_at = self._clock() + _KILL_DEADLINE_S
         self._sandbox.finish(worker.number)
         # A worker holds nothing that matters here; one with a device would take seconds to close it politely.
@@ -762,7 +763,9 @@ class Scheduler:
         return allowed_s / _TROUBLED_DIVISOR if is_troubled else allowed_s
 
     def _overdue(self, worker: _Worker) -> tuple[Outcome, str]:
-        if worker.device is not None and worker.device.measuring is worker:
+        if worker.errand_s is not None and worker.began:
+            return Outcome.TIMEOUT, f"it took longer than {worker.errand_s:g} s"
+        if worker.errand_s is None and worker.device is not None and worker.device.measuring is worker:
             allowed_s = self._patience(worker, self._plan.timeout_s)
             return Outcome.TIMEOUT, f"checking and measuring took longer than {allowed_s:g} s"
         if worker.began:
@@ -835,7 +838,7 @@ def _duration(value: Any) -> float:
 
 
 def _telling_part(log: str) -> str:
-    """Returns the end of a log, or what surrounds the head of faulthandler's report: that names the latest call first."""
+    """Returns a log's end, or what surrounds the head of faulthandler's report: that names the latest call first."""
     report = log.rfind("Fatal Python error")
     start = len(log) - _LOG_TAIL_CHARS if report < 0 else report - _LOG_TAIL_CHARS // 4
     return log[max(0, start) :][:_LOG_TAIL_CHARS]

@@ -92,8 +92,13 @@ def _check_alike(given: Any, wanted: Any, source: str) -> None:
         )
     (given_structs, _), (wanted_structs, _) = as_structs((given,), {}), as_structs((wanted,), {})
     for mine, its in zip(jax.tree.leaves(given_structs), jax.tree.leaves(wanted_structs), strict=True):
-        if hasattr(its, "shape") and (mine.shape, mine.dtype) != (its.shape, its.dtype):
-            raise ValueError(
-                f"{source} gives an array of {mine.dtype}{list(mine.shape)} where the call has "
-                f"{its.dtype}{list(its.shape)}: make them alike"
-            )
+        if _describe(mine) != _describe(its):
+            raise ValueError(f"{source} gives {_describe(mine)} where the call has {_describe(its)}: make them alike")
+
+
+def _describe(leaf: Any) -> str:
+    """Returns what two leaves that may stand for one another have in common."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return f"an array of {leaf.dtype}{list(leaf.shape)}"
+    is_number = isinstance(leaf, (bool, int, float, complex))
+    return f"a Python {type(leaf).__name__}" if is_number else repr(leaf)

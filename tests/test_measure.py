@@ -1,0 +1,412 @@
+"""How long a config takes is measured with few samples, and who is the fastest is decided as noise allows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import types
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quarantune import clocks, finals, measure
+from quarantune.outcomes import Outcome, Trial
+
+SOFT_BUDGET_S = 1.0
+DAMAGED = [2.0**64 / 1e6, 0.0, -1.0, math.inf, math.nan]
+
+
+class Time:
+    """A clock that stands still but for what is said to take time."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Sampler:
+    """Gives scripted samples, in milliseconds; each takes the time it says, or what it is told to take."""
+
+    def __init__(self, samples: Iterable[float], time: Time | None = None, seconds: float = 0.0) -> None:
+        self._samples = iter(samples)
+        self._time, self._seconds = time, seconds
+        self.taken = 0
+
+    def __call__(self, count: int) -> Sequence[float]:
+        self.taken += count
+        if self._time is not None:
+            self._time.passes(count * self._seconds)
+        return list(itertools.islice(self._samples, count))
+
+
+def noisy(seed: int, middle: float = 1.0, sigma: float = 0.01) -> Iterable[float]:
+    generator = np.random.default_rng(seed)
+    while True:
+        yield middle * (1 + sigma * generator.standard_normal())
+
+
+# --- how many samples ---------------------------------------------------------------------------------------
+
+
+def test_the_first_sample_is_not_believed() -> None:
+    samples = measure.measure(Sampler([1000.0, *[2.0] * 20]), rep=20)
+    assert set(samples.samples_ms) == {2.0}
+
+
+def test_sampling_ends_as_soon_as_the_median_is_steady() -> None:
+    take = Sampler(itertools.repeat(1.0))
+    samples = measure.measure(take, rep=1000)
+    assert not samples.is_ruled_out
+    assert 5 <= len(samples.samples_ms) < 10
+    assert take.taken == len(samples.samples_ms) + 1
+
+
+def test_noise_is_sampled_until_the_median_is_known_to_half_a_percent() -> None:
+    few = measure.measure(Sampler(noisy(0, sigma=0.005)), rep=1000).samples_ms
+    many = measure.measure(Sampler(noisy(0, sigma=0.05)), rep=1000).samples_ms
+    assert len(few) < len(many) < 1000
+    for samples_ms in (few, many):
+        assert measure.standard_error(samples_ms) < 0.005
+        assert np.median(samples_ms) == pytest.approx(1.0, rel=0.02)
+
+
+@pytest.mark.parametrize("rep", [1, 2, 3, 4, 5, 7, 20])
+def test_never_more_than_rep_samples_are_taken(rep: int) -> None:
+    take = Sampler(itertools.cycle([1.0, 2.0, 3.0]))
+    samples = measure.measure(take, rep=rep)
+    assert len(samples.samples_ms) == rep
+    assert take.taken == rep + 1
+
+
+def test_a_slow_config_is_sampled_three_times_and_no_more() -> None:
+    time = Time()
+    take = Sampler(itertools.cycle([400.0, 500.0, 600.0]), time, 0.4 * SOFT_BUDGET_S)
+    assert len(measure.measure(take, rep=20, clock=time).samples_ms) == 3
+
+
+def test_the_first_run_counts_towards_the_soft_budget() -> None:
+    time = Time()
+    take = Sampler(itertools.cycle([400.0, 500.0, 600.0]), time, 0.3 * SOFT_BUDGET_S)
+    assert len(measure.measure(take, rep=20, clock=time).samples_ms) == 3
+
+
+def test_the_median_stands_for_the_samples() -> None:
+    assert measure.Samples((1.0, 2.0, 1000.0)).median_ms == 2.0
+
+
+# --- ruled out ----------------------------------------------------------------------------------------------
+
+
+def test_a_config_whose_fastest_sample_is_beyond_the_margin_is_ruled_out_after_the_first_look() -> None:
+    take = Sampler(itertools.repeat(1.51))
+    samples = measure.measure(take, rep=20, bar_ms=1.0, margin=1.5)
+    assert samples.is_ruled_out
+    assert len(samples.samples_ms) == 3
+
+
+@pytest.mark.parametrize(
+    ("samples_ms", "bar_ms"),
+    [([1.49] * 30, 1.0), ([9.0, 9.0, 9.0, 1.4, *[9.0] * 30], 1.0), ([9.0] * 30, None)],
+    ids=["within", "one within", "no bar"],
+)
+def test_a_config_with_one_sample_within_the_margin_or_without_a_bar_is_never_ruled_out(
+    samples_ms: list[float], bar_ms: float | None
+) -> None:
+    samples = measure.measure(Sampler(samples_ms), rep=20, bar_ms=bar_ms, margin=1.5)
+    assert not samples.is_ruled_out
+    assert len(samples.samples_ms) >= 5
+
+
+def test_a_damaged_sample_neither_rules_out_nor_saves_from_it() -> None:
+    assert measure.measure(Sampler([1.0, *DAMAGED[:2], 2.0, *[2.0] * 9]), rep=9, bar_ms=1.0, margin=1.5).is_ruled_out
+    spared = measure.measure(Sampler([1.0, DAMAGED[0], *[1.2] * 12]), rep=9, bar_ms=1.0, margin=1.5)
+    assert not spared.is_ruled_out
+
+
+# --- what the clock cannot mean -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+def test_what_cannot_be_a_time_is_rejected_and_sampled_again(damaged: float) -> None:
+    take = Sampler(itertools.cycle([1.0, damaged, 2.0, 3.0]))
+    samples = measure.measure(take, rep=20)
+    assert set(samples.samples_ms) == {1.0, 2.0, 3.0}
+    assert len(samples.samples_ms) == 20
+
+
+@pytest.mark.parametrize("damaged", DAMAGED)
+@pytest.mark.parametrize("rep", [1, 20])
+def test_a_clock_that_never_makes_sense_is_an_error(damaged: float, rep: int) -> None:
+    with pytest.raises(ValueError, match="no plausible sample"):
+        measure.measure(Sampler(itertools.repeat(damaged)), rep=rep)
+
+
+def test_a_clock_that_stops_making_sense_ends_sampling() -> None:
+    samples = measure.measure(Sampler([1.0, 2.0, 3.0, 1.0, *[math.nan] * 99]), rep=20)
+    assert samples.samples_ms == (2.0, 3.0, 1.0)
+
+
+# --- spread -------------------------------------------------------------------------------------------------
+
+
+def test_the_spread_is_sigma_as_a_share_of_the_median() -> None:
+    samples = list(itertools.islice(noisy(1, middle=5.0, sigma=0.03), 20_000))
+    assert measure.spread(samples) == pytest.approx(0.03, rel=0.05)
+
+
+def test_a_few_hiccups_hardly_change_the_spread() -> None:
+    samples = list(itertools.islice(noisy(2), 200))
+    assert measure.spread([*samples, *[1e6] * 10]) == pytest.approx(measure.spread(samples), rel=0.2)
+
+
+def test_equal_samples_have_no_spread_and_zeros_an_infinite_one() -> None:
+    assert measure.spread([3.0] * 5) == 0.0
+    assert measure.spread([0.0] * 5) == math.inf
+
+
+def test_the_standard_error_is_how_far_medians_scatter() -> None:
+    batches = [list(itertools.islice(noisy(seed), 25)) for seed in range(400)]
+    scatter = float(np.std([np.median(batch) for batch in batches]))
+    assert np.median([measure.standard_error(batch) for batch in batches]) == pytest.approx(scatter, rel=0.2)
+
+
+# --- clocks -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    """Gives the clocks a time that the test controls."""
+    time = Time()
+    monkeypatch.setattr(clocks, "time", types.SimpleNamespace(perf_counter=time))
+    return time
+
+
+class Run:
+    """Something to time, that takes as long as it is told to."""
+
+    def __init__(self, time: Time, seconds: float) -> None:
+        self._time, self._seconds = time, seconds
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += 1
+        self._time.passes(self._seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "repeated"), [(1.0, 1), (1e-3, 1), (50e-6, 4), (1e-6, 200), (1e-9, 1000), (0.0, 1000)]
+)
+def test_runs_are_repeated_within_a_wall_clock_sample_until_it_is_long_enough_to_be_read(
+    time: Time, seconds: float, repeated: int
+) -> None:
+    run = Run(time, seconds)
+    clock = clocks.WallClock(run, None)
+    clock.take(1)
+    assert run.count == 1
+    # The clock of this test is read without error but for the last digits of floats.
+    assert clock.take(3) == pytest.approx([1e3 * seconds] * 3, rel=1e-2, abs=1e-9)
+    assert run.count == pytest.approx(1 + 3 * repeated, rel=1e-2)
+
+
+def test_a_run_that_needs_preparing_is_prepared_untimed_every_time_and_never_repeated(time: Time) -> None:
+    run, order = Run(time, 1e-6), []
+
+    def prepare() -> None:
+        order.append(run.count)
+        time.passes(1.0)
+
+    clock = clocks.WallClock(run, prepare)
+    assert [*clock.take(1), *clock.take(3)] == pytest.approx([1e-3] * 4, rel=1e-2)
+    assert order == [0, 1, 2, 3]
+    assert run.count == 4
+
+
+def test_a_real_wall_clock_tells_a_short_run_from_one_that_is_ten_times_as_long() -> None:
+    def run(count: int) -> Callable[[], object]:
+        return lambda: sum(range(count))
+
+    short, long = (clocks.WallClock(run(count), None) for count in (1_000, 10_000))
+    for clock in (short, long):
+        clock.take(1)
+    assert 3 * np.median(short.take(9)) < np.median(long.take(9))
+
+
+def test_a_queue_grows_until_the_price_of_waiting_for_it_does_not_count(time: Time) -> None:
+    run_s, wait_s = 20e-6, 500e-6
+
+    class Output:
+        def block_until_ready(self) -> Output:
+            time.passes(wait_s)
+            return self
+
+    def dispatch() -> Output:
+        time.passes(run_s)
+        return Output()
+
+    clock = clocks.QueuedClock(dispatch)
+    (first,) = clock.take(1)
+    assert first == pytest.approx(1e3 * (run_s + wait_s))
+    assert clock.take(9)[-1] == pytest.approx(1e3 * run_s, rel=0.5)
+
+
+def test_a_queued_clock_times_real_runs() -> None:
+    add = jax.jit(lambda x: x + 1).lower(jnp.zeros(8)).compile()
+    clock = clocks.QueuedClock(lambda: add(jnp.zeros(8)))
+    assert len(measure.plausible([*clock.take(1), *clock.take(4)])) == 5
+
+
+# --- who is in the final ------------------------------------------------------------------------------------
+
+
+def trial(time_ms: float | None, outcome: Outcome = Outcome.OK, samples_ms: tuple[float, ...] = ()) -> Trial:
+    return Trial(config={}, outcome=outcome, time_ms=time_ms, samples_ms=samples_ms)
+
+
+def finalists_of(*trials: Trial) -> list[int]:
+    return finals.finalists(dict(enumerate(trials)))
+
+
+def test_the_fastest_few_are_in_the_final_fastest_first() -> None:
+    assert finalists_of(*(trial(1 + time_ms / 100) for time_ms in (7, 5, 1, 6, 2, 3))) == [2, 4, 5, 1]
+
+
+def test_who_is_far_behind_has_no_place_in_the_final() -> None:
+    assert finalists_of(trial(1.6), trial(1.0), trial(1.4)) == [1, 2]
+
+
+@pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.OK])
+def test_only_what_was_measured_to_the_end_is_in_the_final(outcome: Outcome) -> None:
+    assert finalists_of(trial(0.5, outcome), trial(1.0), trial(None, outcome)) == [1]
+    assert finalists_of(trial(0.5, outcome)) == []
+
+
+def test_configs_with_one_program_have_one_place_in_the_final() -> None:
+    twins = [trial(1.0, samples_ms=(1.0, 0.9, 1.1))] * 5
+    assert finalists_of(trial(1.2, samples_ms=(1.2,)), *twins, trial(1.3, samples_ms=(1.3,))) == [1, 0, 6]
+
+
+def test_configs_with_one_program_share_what_the_final_says_of_it() -> None:
+    trials = {0: trial(1.2, samples_ms=(1.2,)), 3: trial(1.0, samples_ms=(1.0,)), 5: trial(1.0, samples_ms=(1.0,))}
+    assert finals.with_twins({3: [1.1], 0: [1.3]}, trials) == {0: [1.3], 3: [1.1], 5: [1.1]}
+    assert finals.with_twins({3: [1.1]}, trials) == {3: [1.1], 5: [1.1]}
+
+
+# --- what it decides ----------------------------------------------------------------------------------------
+
+TRIALS = 200
+
+
+def verdicts(
+    times_ms: Sequence[float],
+    *,
+    default: int | None = None,
+    sigma: float = 0.01,
+    drift: float = 0.0,
+) -> list[finals.Verdict]:
+    """Plays finals between configs whose true times are known, on a machine that is noisy and drifts between rounds."""
+    generator = np.random.default_rng(3)
+
+    def play() -> finals.Verdict:
+        taken = itertools.count()
+        speeds = [1 + drift * generator.random() for _ in range(100)]
+
+        def contender(time_ms: float) -> Callable[[int], Sequence[float]]:
+            def take(count: int) -> Sequence[float]:
+                speed = speeds[next(taken) // len(times_ms)]
+                return [float(s) for s in time_ms * speed * (1 + sigma * generator.standard_normal(count))]
+
+            return take
+
+        rounds = finals.play([contender(time_ms) for time_ms in times_ms], clock=lambda: 0.0)
+        return finals.decide(dict(enumerate(rounds)), default=default)
+
+    return [play() for _ in range(TRIALS)]
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.5], ids=["steady", "drifting"])
+@pytest.mark.parametrize(
+    "times_ms", [(1.02, 1.0), (1.04, 1.0, 1.02), (1.02, 1.03, 1.04, 1.0)], ids=lambda times: str(len(times))
+)
+def test_the_faster_one_wins_by_two_percent_under_one_percent_noise_though_the_default_would_be_preferred(
+    times_ms: tuple[float, ...], drift: float
+) -> None:
+    best = times_ms.index(min(times_ms))
+    won = [verdict.winner == best for verdict in verdicts(times_ms, default=0, drift=drift)]
+    assert np.mean(won) >= 0.95
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.5], ids=["steady", "drifting"])
+def test_equals_tie_nearly_always_and_the_default_wins(drift: float) -> None:
+    of_two = verdicts([1.0, 1.0], default=1, drift=drift)
+    assert np.mean([verdict == finals.Verdict(1, (0,)) for verdict in of_two]) >= 0.85
+    of_four = verdicts([1.0] * 4, default=2, drift=drift)
+    assert np.mean([verdict.winner == 2 for verdict in of_four]) >= 0.9
+
+
+def test_without_a_default_the_first_of_equals_wins() -> None:
+    assert np.mean([verdict.winner == 0 for verdict in verdicts([1.0, 1.0, 1.0])]) >= 0.9
+
+
+def test_without_noise_the_order_is_exact() -> None:
+    assert set(verdicts([1.01, 1.0, 1.02], default=0, sigma=0.0, drift=0.5)) == {finals.Verdict(1, ())}
+
+
+def test_a_default_that_is_slower_is_not_preferred() -> None:
+    rounds = {4: [1.0] * 5, 7: [1.1] * 5, 9: [1.0] * 5}
+    assert finals.decide(rounds, default=7) == finals.Verdict(4, (9,))
+    assert finals.decide(rounds, default=9) == finals.Verdict(9, (4,))
+    assert finals.decide(rounds, default=1) == finals.Verdict(4, (9,))
+
+
+def test_times_within_what_clocks_wander_tie_however_steady_they_are() -> None:
+    assert finals.decide({0: [1.001] * 9, 1: [1.0] * 9}, default=None) == finals.Verdict(0, (1,))
+    assert finals.decide({0: [1.003] * 9, 1: [1.0] * 9}, default=None) == finals.Verdict(1, ())
+
+
+def test_a_final_ends_once_the_fastest_is_clear_and_goes_on_while_it_is_not() -> None:
+    clear = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.5))], clock=lambda: 0.0)
+    level = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.0))], clock=lambda: 0.0)
+    assert [len(rounds) for rounds in clear] == [5, 5]
+    assert [len(rounds) for rounds in level] == [15, 15]
+    assert finals.is_clear(dict(enumerate(clear)))
+    assert not finals.is_clear(dict(enumerate(level)))
+
+
+def test_a_final_of_equals_ends_when_its_time_is_up() -> None:
+    time = Time()
+    rounds = finals.play([Sampler(noisy(seed), time, 0.1) for seed in (6, 7)], clock=time)
+    assert len(rounds[0]) == 5
+
+
+def test_contenders_take_turns() -> None:
+    turns: list[str] = []
+
+    def contender(name: str, time_ms: float) -> Callable[[int], Sequence[float]]:
+        def take(count: int) -> Sequence[float]:
+            turns.append(name)
+            return [time_ms] * count
+
+        return take
+
+    finals.play([contender("a", 1.0), contender("b", 2.0), contender("c", 3.0)])
+    assert "".join(turns) == "abc" * 5
+
+
+def test_a_final_survives_samples_that_cannot_be_times() -> None:
+    damaged = [1.0] * 3 + DAMAGED[:3] + [2.0, math.nan, 4.0]
+    ours, theirs = finals.play([Sampler([*damaged, *[1.0] * 99]), Sampler(itertools.repeat(10.0))], clock=lambda: 0.0)
+    assert ours[:4] == [1.0, 1.0, 3.0, 1.0]
+    assert len(ours) == len(theirs)
+
+
+def test_a_final_with_a_clock_that_never_made_sense_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no plausible sample"):
+        finals.play([Sampler(itertools.repeat(1.0)), Sampler(itertools.repeat(math.nan))])
