@@ -35,6 +35,7 @@ import jax
 import numpy as np
 import psutil
 import quarantune
+from quarantune.sandbox import template
 
 sys.path.insert(0, {tests!r})
 import misdeeds
@@ -46,7 +47,7 @@ HERE = Path({here!r})
 def kernel(x, n: int = 0):
     with open(HERE / "traced", "a") as file:
         file.write(f"{{n}}\\n")
-    if n == 2:
+    if n == 2 and template.is_inside():  # the winner is traced in the caller, too
         misdeeds.leave_a_daemon()
     if n == 5 and (HERE / "hang").exists():
         (HERE / "hangs").touch()

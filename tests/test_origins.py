@@ -49,7 +49,8 @@ def run(directory: Path, script: str, **modules: str) -> str:
         [sys.executable, "-W", "error", str(file)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    # A busy machine may be remarked upon; nothing else may.
+    assert [line for line in done.stderr.splitlines() if "the samples scatter" not in line] == []
     return done.stdout
 
 

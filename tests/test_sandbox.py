@@ -583,6 +583,20 @@ def test_when_a_template_is_killed_its_workers_are_lost_and_the_sweep_goes_on(
         assert run(sandbox, do="nothing").types == ["compiled", "measured"]
 
 
+def test_a_template_that_is_dying_but_not_yet_dead_is_not_used_again(
+    load: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sandbox_for(load(WORKLOAD).act) as sandbox:
+        dying = template.shared().pid
+        monkeypatch.setattr(template.Template, "is_alive", property(lambda self: True))
+        psutil.Process(dying).kill()
+        for _ in range(2):
+            if (worker := run(sandbox, do="nothing")).status is not None:
+                break
+        assert worker.types == ["compiled", "measured"]
+        assert template.shared().pid != dying
+
+
 def test_templates_that_keep_dying_end_the_sweep_with_an_error(load: Callable[..., ModuleType]) -> None:
     def is_noticed(sandbox: Sandbox, dead: int) -> bool:
         sandbox.poll(0.01)

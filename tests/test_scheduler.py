@@ -19,7 +19,7 @@ from quarantune.devices import Device, Lease
 from quarantune.outcomes import Config, Outcome, Phase, Route, SandboxError, Trial
 from quarantune.sandbox import pool
 from quarantune.sandbox.pool import Damaged, Ended, Said
-from quarantune.scheduler import STARTUP_DEADLINE_S, Leftovers, Plan, Scheduler
+from quarantune.scheduler import STARTUP_DEADLINE_S, ErrandError, Leftovers, Plan, Scheduler
 
 GB = 1 << 30
 SLOTS = 3
@@ -671,11 +671,7 @@ def test_a_damaged_stream_is_a_crash(route: Route, do: str) -> None:
 
 def shares_a_program(worker: FakeWorker) -> list[Step] | None:
     """Even configs lower to one program and odd ones to another."""
-    return (
-        compiles(worker, program=f"program {worker.trial % 2}")
-        if worker.do == "compile" and worker.trial is not None
-        else None
-    )
+    return compiles(worker, program=f"program {(worker.trial or 0) % 2}") if worker.do == "compile" else None
 
 
 @EVERY_WAY
@@ -754,6 +750,21 @@ def test_each_config_is_told_how_fast_the_fastest_so_far_was_and_may_be_slow(rou
     assert "another config takes 3" in result.trials[2].message
 
 
+def test_a_worker_let_go_because_its_program_was_known_may_take_its_time_to_die() -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "measure":
+            return measures(worker, seconds=8.0)
+        if worker.do != "compile":
+            return None
+        worker.immortal = worker.trial == 1
+        steps = compiles(worker, program="program 0" if worker.trial == 1 else "")
+        return steps[:-1] if worker.immortal else steps
+
+    result = run(plan_for(Route.APART, timeout_s=10.0), 6, act)
+    assert result.outcomes == ["ok"] * 6
+    assert "same program" in result.trials[1].message
+
+
 def compare(
     act: Act, count: int = 3, **changes: Any
 ) -> tuple[dict[int, list[float]], FakeSandbox, list[dict[str, Any]]]:
@@ -816,6 +827,32 @@ def test_a_comparison_that_makes_no_sense_is_none(rounds_ms: object) -> None:
 
     compared, _, _ = compare(forges)
     assert compared == {}
+
+
+@pytest.mark.parametrize(
+    ("steps", "complaint", "tries"),
+    [
+        (lambda w: [(0.1, w.raises("check", message="no reference"))], "error: ValueError: no reference", 1),
+        (lambda w: [(0.1, w.ends(-int(signal.SIGSEGV)))], "crashed: the process was killed by SIGSEGV", 2),
+        (lambda w: [(0.1, w.ends(None))], "lost: ", 2),
+        (lambda w: [(0.1, w.says("phase", "check"))], "timeout: it took longer than 7 s", 1),
+        (lambda w: [(0.1, Damaged(w.number, "garbage"))], "crashed: .*garbage", 2),
+    ],
+)
+def test_a_reference_that_cannot_be_had_says_why(
+    steps: Callable[[FakeWorker], list[Step]], complaint: str, tries: int
+) -> None:
+    clock = Clock()
+    sandbox = FakeSandbox(clock, steps)
+    plan = plan_for(Route.APART)
+    scheduler = Scheduler(sandbox, plan, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB)
+    with pytest.raises(ErrandError, match=complaint):
+        scheduler.refer(0)
+    assert len(sandbox.given) == tries
+    scheduler.close()
+    lease = Lease(plan.devices[0])
+    assert lease.acquire(clock() + 1000)
+    lease.release()
 
 
 def test_a_comparison_that_hangs_comes_to_an_end() -> None:
@@ -980,6 +1017,16 @@ def test_a_used_worker_that_dies_between_two_configs_is_replaced_and_no_blame_fa
         return [*measures(worker), (0.3, worker.ends(-int(signal.SIGSEGV)))]
 
     result = run(plan_for(Route.APART, slots=1, configs_per_worker=100), 6, dies_afterwards)
+    assert result.outcomes == ["ok"] * 6
+
+    prepared = itertools.count()
+
+    def its_heir_fails_once(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "prepare" and next(prepared) == 1:
+            return [(0.1, worker.ends(1))]
+        return dies_afterwards(worker)
+
+    result = run(plan_for(Route.APART, slots=1, configs_per_worker=100), 6, its_heir_fails_once)
     assert result.outcomes == ["ok"] * 6
 
 

@@ -27,7 +27,10 @@ def main() -> None:
     if not importlib.util.find_spec(_HOUSE):
         sys.exit(f"{_HOUSE} is not installed here: run `pip install .` in its checkout")
     contenders = [_HOUSE, *(peer for peer, module in _PEERS.items() if importlib.util.find_spec(module))]
-    machine = jobs.run("machine", "describe", platform=options.platform, distributions=contenders)
+    try:
+        machine = jobs.run("machine", "describe", platform=options.platform, distributions=contenders)
+    except jobs.JobError as error:
+        sys.exit(f"JAX has no device here for --platform {options.platform}: {error}")
     platform = machine["platform"]
     if platform not in kernels.PROBLEMS:
         sys.exit(f"there is no kernel for a {platform} here: give --platform cpu or --platform gpu")

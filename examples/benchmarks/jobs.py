@@ -49,10 +49,13 @@ def run(module: str, function: str, *, platform: str, **arguments: Any) -> Any:
                 )
             except subprocess.TimeoutExpired:
                 raise JobError(f"no answer within {_TIMEOUT_S:.0f} s") from None
-        if child.returncode != 0 or not answer.exists():
+        if not answer.exists():
             lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
             raise JobError(f"exit code {child.returncode}: {lines[-1].strip()}")
-        return json.loads(answer.read_text())
+        returned = json.loads(answer.read_text())
+        if "error" in returned:
+            raise JobError(returned["error"])
+        return returned["result"]
 
 
 def _environment(platform: str, directory: Path) -> dict[str, str]:
@@ -68,8 +71,11 @@ def _environment(platform: str, directory: Path) -> dict[str, str]:
 
 
 def _main(module: str, function: str, arguments: str, answer: str) -> None:
-    result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-    Path(answer).write_text(json.dumps(result))
+    try:
+        returned = {"result": getattr(importlib.import_module(module), function)(**json.loads(arguments))}
+    except Exception as error:
+        returned = {"error": f"{type(error).__name__}: {error}"}
+    Path(answer).write_text(json.dumps(returned))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,10 @@ import kernels
 import quarantune
 
 _FEW, _MANY = 8, 40
-"""A config's cost is the slope between sweeps of so many configs: what a sweep costs only once drops out."""
+"""A config's cost is the slope between sweeps of so many configs: what a sweep costs only once drops out.
+
+They lie as many apart as one worker on an accelerator takes, so that its share of the start of a worker is in it.
+"""
 
 WAYS: dict[str, dict[str, Any]] = {
     "in process": {"isolation": "none"},

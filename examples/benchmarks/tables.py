@@ -104,7 +104,8 @@ def _split(runs: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], 
 
 
 def _failure(reasons: Sequence[str]) -> str:
-    return f"{len(reasons)} failed: {reasons[0][:_REASON_WIDTH].replace('|', '/')}"
+    reason = " ".join(reasons[0].split()).replace("|", "/")
+    return f"{len(reasons)} failed: {reason[:_REASON_WIDTH]}"
 
 
 def _median(runs: Sequence[Mapping[str, Any]], name: str) -> float | None:

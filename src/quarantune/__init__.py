@@ -15,14 +15,16 @@ from quarantune.outcomes import (
     Trial,
     TuningFailedError,
 )
-from quarantune.result import TuningResult
+from quarantune.result import SavedResultError, TuningResult
 from quarantune.space import grid
 from quarantune.supply import set_autotune_inputs
+from quarantune.tuner import AutoTuner, compile_configs
 
 if TYPE_CHECKING:
     from quarantune.cache import CacheWarning, CacheWriteError, TuningCache
 
 __all__ = [
+    "AutoTuner",
     "Autotuned",
     "CacheMissError",
     "CacheWarning",
@@ -32,12 +34,14 @@ __all__ = [
     "ReferenceFailedError",
     "Route",
     "SandboxError",
+    "SavedResultError",
     "Trial",
     "TuningCache",
     "TuningFailedError",
     "TuningResult",
     "__version__",
     "autotune",
+    "compile_configs",
     "grid",
     "set_autotune_inputs",
     "settings",

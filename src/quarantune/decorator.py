@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from quarantune import _jax_internals, payload, space
-from quarantune.options import Options
+from quarantune import _jax_internals, naming, payload, space
+from quarantune.options import Options, checked_options
 from quarantune.outcomes import Config
 from quarantune.result import TuningResult
 
@@ -44,10 +44,7 @@ def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Aut
         ... @jax.jit(static_argnames=["chunk"])
         ... def total(x, chunk: int = 16): ...
     """
-    try:
-        checked = Options(**options)
-    except TypeError as error:
-        raise _explain_options(options, error) from None
+    checked = checked_options("autotune", options)
 
     def decorate(fn: Callable[..., Any]) -> Autotuned:
         return Autotuned(fn, configs, checked)
@@ -55,16 +52,6 @@ def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Aut
     if _jax_internals.is_jitted(configs):
         raise TypeError("autotune needs the configs first: write @autotune([...]) above @jax.jit(...)")
     return decorate
-
-
-def _explain_options(options: Mapping[str, Any], error: TypeError) -> TypeError:
-    known = [field.name for field in dataclasses.fields(Options)]
-    unknown = [name for name in options if name not in known]
-    if not unknown:
-        return error
-    close = difflib.get_close_matches(unknown[0], known, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return TypeError(f"autotune() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(known)}.")
 
 
 class Autotuned:
@@ -93,7 +80,7 @@ class Autotuned:
         plain = inspect.unwrap(fn)
         label = getattr(fn, "__qualname__", "fn")
         listed = configs if callable(configs) else space.expand(configs, fn_name=label)
-        self.name = options.name or f"{_module_name(fn)}.{label}"
+        self.name = options.name or f"{naming.module_name(fn)}.{label}"
         self._signature = inspect.signature(plain)
         if not callable(configs):
             space.check_parameters(
@@ -259,13 +246,3 @@ def _rebuild(plain: Callable[..., Any], jit: _jax_internals.JitOptions, configs:
 
 def _name_of(fn: object) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
-
-
-def _module_name(fn: Callable[..., Any]) -> str:
-    """Returns the function's module; for a script its file's stem, as `__main__` would be the same for all."""
-    module = getattr(fn, "__module__", None) or "unknown"
-    if module != "__main__":
-        return module
-    main = sys.modules.get("__main__")
-    file = getattr(main, "__file__", None)
-    return Path(file).stem if file else "__main__"

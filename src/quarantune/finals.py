@@ -14,6 +14,8 @@ FINALISTS = 4
 _CONTENDER = 1.5
 """Whoever took this many times longer than the fastest has no place in the final."""
 _PER_ROUND = 3
+_LONG_MS = 5.0
+"""A run of this length is a sample by itself: what disturbs single samples are interruptions much shorter."""
 _MIN_ROUNDS = 5
 _MAX_ROUNDS = 15
 _BUDGET_S = 1.5
@@ -102,7 +104,8 @@ def play(
     for played in range(1, _MAX_ROUNDS + 1):
         for index, take in enumerate(contenders):
             # An implausible batch leaves the last round's standing, so that rounds stay aligned.
-            samples = plausible(take(_PER_ROUND)) or rounds[index][-1:]
+            is_long = bool(rounds[index]) and rounds[index][-1] > _LONG_MS
+            samples = plausible(take(1 if is_long else _PER_ROUND)) or rounds[index][-1:]
             if not samples:
                 raise ValueError("the clock gave no plausible sample")
             rounds[index].append(statistics.median(samples))

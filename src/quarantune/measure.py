@@ -13,10 +13,12 @@ from quarantune.outcomes import Trial
 _FIRST_LOOK = 3
 _MIN_SAMPLES = 5
 _BATCH = 5
-_STEADY = 0.005
-"""Sampling ends once the median's standard error is below this share of it: closer than finalists are told apart."""
-_SOFT_BUDGET_S = 1.0
+_STEADY = 0.01
+"""Sampling ends once the median's standard error is below this share of it: near enough to name the finalists."""
+_SOFT_BUDGET_S = 0.25
 """Once this has gone by, `_FIRST_LOOK` samples are enough: a slow config's median is steady with few."""
+_COLD = 2.0
+"""How many times slower than the next ones a first sample may be for the cold alone."""
 _LONGEST_MS = 1e8
 """Longer samples are the clock's error, not the kernel's: a device clock was seen to answer with nearly 2^64 ns."""
 BUSY = {"device": 0.05, "queued": 0.15, "wall": 0.25}
@@ -55,8 +57,8 @@ def measure(
     """Takes samples until they are steady, or rule the config out.
 
     Args:
-        take: takes that many samples and returns them in milliseconds; the first it ever takes is not believed, as caches
-            and clocks are cold.
+        take: takes that many samples and returns them in milliseconds; the first it ever takes counts for nothing, as
+            caches and clocks are cold, unless it is so long that the config is out of the race whatever they cost.
         rep: at most this many samples.
         bar_ms: the median of the fastest config so far; None for none.
         margin: a config is ruled out when even its fastest sample is this many times slower than that.
@@ -69,7 +71,9 @@ def measure(
         ValueError: no plausible sample was taken.
     """
     started = clock()
-    take(1)
+    first = plausible(take(1))
+    if first and bar_ms is not None and first[0] > _COLD * margin * bar_ms:
+        return Samples(tuple(first), is_ruled_out=True)
     samples = plausible(take(min(rep, _FIRST_LOOK)))
     while True:
         if samples and bar_ms is not None and min(samples) > margin * bar_ms:

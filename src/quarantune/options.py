@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quarantune.environment import parse_memory
@@ -86,6 +87,26 @@ class Options:
         names = ("supply", "ref_fn", "check_fn", "rtol", "atol", "max_mismatched_ratio", "check_grad")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
+
+
+def checked_options(face: str, options: Mapping[str, Any]) -> Options:
+    """Returns the options given to a face.
+
+    Args:
+        face: what the user called, for the message.
+        options: by name.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: an option does not accept its value.
+    """
+    known = [field.name for field in dataclasses.fields(Options)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"{face}() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(known)}.")
+    return Options(**options)
 
 
 def _is_number(value: object) -> bool:

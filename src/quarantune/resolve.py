@@ -8,6 +8,7 @@ import datetime
 import functools
 import inspect
 import logging
+import math
 import os
 import statistics
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 
 import jax
 import jaxlib.version
+import numpy as np
 
 from quarantune import _jax_internals, cache, discovery, environment, finals, measure, report, space, sweep
 from quarantune._version import __version__
@@ -37,6 +39,7 @@ from quarantune.problem import CallDescription, as_structs, describe_call
 from quarantune.progress import Progress
 from quarantune.result import TuningResult
 from quarantune.sandbox import template
+from quarantune.winner import without_arrays
 
 _logger = logging.getLogger("quarantune")
 
@@ -70,8 +73,9 @@ class Resolver:
         *,
         name: str,
         signature: inspect.Signature,
-        static_names: frozenset[str],
+        static_names: frozenset[str] | None,
         options: Options,
+        on_phase: Callable[[int, str], None] | None = None,
     ) -> None:
         """Sets up a resolver; nothing is read or started yet.
 
@@ -80,8 +84,10 @@ class Resolver:
             configs: expanded configs, or a callable that makes them for a call.
             name: what the cache calls the function.
             signature: of the function.
-            static_names: its static parameters.
+            static_names: its static parameters; None for a function that is not jitted, where all counts by value but
+                arrays.
             options: the author's.
+            on_phase: told of the phases that configs enter, by their indices, and of their `end`.
         """
         self.fn = fn
         self.name = name
@@ -89,9 +95,11 @@ class Resolver:
         self._configs = configs
         self._signature = signature
         self._static_names = static_names
+        self.on_phase = on_phase or (lambda index, phase: None)
         self._tunables = frozenset() if callable(configs) else frozenset(configs[0])
         self._compiled: dict[str, bytes] = {}
         self._winners: dict[tuple[str, str], Config] = {}
+        self._times_ms: dict[tuple[str, str], float] = {}
         self._failed: dict[tuple[str, str], TuningFailedError] = {}
         self._tuned: set[tuple[str, str]] = set()
         self._turns: dict[tuple[int, tuple[str, str]], threading.RLock] = {}
@@ -115,6 +123,53 @@ class Resolver:
         # Of the threads that miss together one tunes; by process, because a fork lacks the thread that holds a lock.
         with self._turns.setdefault((os.getpid(), known), threading.RLock()):
             return self._config(key, args, kwargs)
+
+    def result(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TuningResult:
+        """Returns the result for a call, remembered or found out now.
+
+        Raises:
+            TuningFailedError: every config failed, now or earlier in this process.
+            CacheMissError: nothing is remembered and `ON_MISS` is not `tune`.
+        """
+        _, key = self._describe(args, kwargs)
+        known = (key.device, key.text)
+        with self._turns.setdefault((os.getpid(), known), threading.RLock()):
+            settings = environment.current()
+            must_tune = settings.always_tune and known not in self._tuned
+            config = None if must_tune else self._remembered(key, args, kwargs, settings)
+            if config is None:
+                if known in self._failed and not must_tune:
+                    raise _afresh(self._failed[known])
+                if settings.on_miss != "tune" and not must_tune:
+                    raise CacheMissError(self._explain_miss(key, self.expand(args, kwargs), settings))
+                return self._tune(key, args, kwargs, settings, start_over=must_tune)
+            run = _Run(self, key, args, dict(kwargs), [config], settings, start_over=False)
+            return run.remembered(config, self._times_ms[known])
+
+    def compile(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], configs: Sequence[Config], *, num_workers: int | None
+    ) -> list[tuple[Trial, bytes | None]]:
+        """Compiles configs in workers, and neither runs nor remembers them.
+
+        Returns:
+            For each config its trial, and its executable where there is one that can leave its worker.
+        """
+        _, key = self._describe(args, kwargs)
+        settings = environment.current()
+        if num_workers is not None:
+            settings = dataclasses.replace(settings, cpu_count=num_workers)
+        problem = _Run(self, key, args, dict(kwargs), list(configs), settings, start_over=True).problem()
+        trials: dict[int, Trial] = {}
+        swept = sweep.run(
+            problem,
+            dict(enumerate(configs)),
+            options=self.options,
+            settings=settings,
+            on_trial=trials.__setitem__,
+            on_tick=lambda: None,
+            compile_only=True,
+        )
+        return [(trials[index], swept.executables.get(index)) for index in range(len(configs))]
 
     def _config(self, key: _Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config | None:
         settings = environment.current()
@@ -173,6 +228,9 @@ class Resolver:
 
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where a config's keys are not what the function can take."""
+        if self._static_names is None:
+            space.check_keywords(configs, parameters=self._signature, fn_name=self.name)
+            return
         space.check_parameters(configs, parameters=self._signature, static_names=self._static_names, fn_name=self.name)
 
     def _tunable_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[str]:
@@ -189,10 +247,17 @@ class Resolver:
             expected.bind(*args, **kwargs)
         except TypeError:
             bound = self._signature.bind(*args, **kwargs)
-            for name in self._static_names - expected.parameters.keys():
+            for name in self._statics(args, kwargs) - expected.parameters.keys():
                 bound.arguments.pop(name, None)
             return bound.args, bound.kwargs
         return args, kwargs
+
+    def _statics(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[str]:
+        """Returns the parameters of a call that count by value."""
+        if self._static_names is not None:
+            return self._static_names
+        bound = self._signature.bind(*args, **kwargs).arguments
+        return frozenset(name for name, value in bound.items() if not any(map(_is_array, jax.tree.leaves(value))))
 
     # Remembering
 
@@ -202,7 +267,7 @@ class Resolver:
 
     def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CallDescription, _Key]:
         tunables = self._tunable_names(args, kwargs)
-        call = describe_call(self._signature, self._static_names, tunables, args, kwargs)
+        call = describe_call(self._signature, self._statics(args, kwargs), tunables, args, kwargs)
         platform, kind = discovery.platform_and_kind(call.devices[0].platform if call.devices else None)
         described = self._bucketed(call, args, kwargs)
         text = cache.canonical_json({"call": described, "code": self._fingerprint.digest})
@@ -218,7 +283,7 @@ class Resolver:
             cache.canonical_json(bucket)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{self.name}: key_fn returned {bucket!r}, which JSON cannot hold: {error}") from None
-        static = {name: value for name, value in call.key_values.items() if name in self._static_names}
+        static = {name: value for name, value in call.key_values.items() if name in self._statics(args, kwargs)}
         return {**static, "key_fn": bucket}
 
     def _remembered(
@@ -235,6 +300,9 @@ class Resolver:
         config = self._config_of(entry, self.expand(args, kwargs), settings)
         if config is not None:
             self._winners[known] = config
+            self._times_ms[known] = (
+                float(entry["time_ms"]) if isinstance(entry.get("time_ms"), (int, float)) else math.nan
+            )
         return config
 
     def _config_of(self, entry: Entry, configs: Sequence[Config], settings: Settings) -> Config | None:
@@ -326,6 +394,7 @@ class Resolver:
             raise
         self._failed.pop(known, None)
         self._winners[known] = result.best_config
+        self._times_ms[known] = result.time_ms
         self._tuned.add(known)
         return result
 
@@ -462,7 +531,7 @@ class _Run:
         left = {index: config for index, config in enumerate(self._configs) if index not in self._trials}
         progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
         if not left and len(finals.finalists(self._trials)) < 2:
-            return sweep.Swept({}, {})
+            return sweep.Swept({})
         self._troubled = self._find_troubled(left)
         ordered = sorted(left, key=lambda index: index in self._troubled)
 
@@ -471,16 +540,8 @@ class _Run:
             self._record(index, trial)
             progress.step(trial)
 
-        problem = sweep.Problem(
-            fn=self._resolver.fn,
-            name=self._resolver.name,
-            args=self._args,
-            kwargs=self._kwargs,
-            platform=self._key.platform,
-            device_kind=self._key.device,
-        )
         return sweep.run(
-            problem,
+            self.problem(),
             {index: left[index] for index in ordered},
             options=self._resolver.options,
             settings=self._settings,
@@ -488,7 +549,23 @@ class _Run:
             on_tick=self._show_life,
             troubled=self._troubled,
             known=self._trials,
+            on_phase=self._resolver.on_phase,
         )
+
+    def problem(self) -> sweep.Problem:
+        """Returns the call as a sweep takes it."""
+        return sweep.Problem(
+            fn=self._resolver.fn,
+            name=self._resolver.name,
+            args=self._args,
+            kwargs=self._kwargs,
+            platform=self._key.platform,
+            device_kind=self._key.device,
+        )
+
+    def remembered(self, config: Config, time_ms: float) -> TuningResult:
+        """Returns a result that was found in memory or in the cache."""
+        return self._result(config, time_ms, (), from_cache=True)
 
     def _find_troubled(self, left: Mapping[int, Config]) -> set[int]:
         """Configs that crashed or hung for this function on this device, whatever the shapes."""
@@ -579,7 +656,8 @@ class _Run:
                 )
         assert best.time_ms is not None
         self._resolver.lend(swept.compiled.get(verdict.winner, {}))
-        return self._result(best.config, best.time_ms, trials, tie=tie)
+        executable = swept.executables.get(verdict.winner)
+        return self._result(best.config, best.time_ms, trials, tie=tie, executable=executable)
 
     def _default_index(self) -> int | None:
         """Returns where the function's own defaults are among the configs, or None."""
@@ -611,6 +689,7 @@ class _Run:
         *,
         tie: tuple[Config, ...] = (),
         from_cache: bool = False,
+        executable: bytes | None = None,
     ) -> TuningResult:
         return TuningResult(
             best_config=config,
@@ -620,6 +699,9 @@ class _Run:
             device=self._key.device,
             from_cache=from_cache,
             tie=tie,
+            versions=versions(),
+            executable=executable,
+            call=without_arrays(self._args, self._kwargs),
             fn=functools.partial(self._resolver.fn, **config),
         )
 
@@ -627,6 +709,10 @@ class _Run:
 def _same(config: Config, other: Mapping[str, Any]) -> bool:
     """Returns whether two configs are equal, 1 and True being different things."""
     return config == other and [*map(type, config.values())] == [type(other[name]) for name in config]
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (np.ndarray, jax.Array, jax.ShapeDtypeStruct))
 
 
 def _afresh(error: TuningFailedError) -> TuningFailedError:

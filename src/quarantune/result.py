@@ -1,13 +1,30 @@
-"""What tuning one problem came to."""
+"""What tuning one problem came to, in memory and in a directory."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import warnings
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from quarantune import report
-from quarantune.outcomes import Config, Trial, count_outcomes
+from quarantune.outcomes import Config, Trial, count_outcomes, freeze
+
+if TYPE_CHECKING:
+    from quarantune.metrics import KernelMetrics
+
+_SCHEMA = 1
+_JSON, _FUNCTION, _WINNER = "result.json", "function.bin", "winner.bin"
+
+
+class SavedResultError(ValueError):
+    """A directory holds no saved result, or a damaged one; the message says what is wrong with it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +39,10 @@ class TuningResult:
         device: the kind of device it was tuned on.
         from_cache: whether it was remembered and not measured now.
         tie: the configs that the noise cannot tell from the best, without it.
+        versions: the versions of JAX and the rest that it was tuned under.
         fn: the tuned function with the best config bound.
+        executable: what a worker compiled of the two, for `save`; None where it was not to be had.
+        call: the call it was compiled for, without its arrays.
     """
 
     best_config: Config
@@ -32,7 +52,10 @@ class TuningResult:
     device: str
     from_cache: bool = False
     tie: tuple[Config, ...] = ()
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
     fn: Callable[..., Any] = dataclasses.field(repr=False, compare=False)
+    executable: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
+    call: tuple[tuple[Any, ...], dict[str, Any]] = dataclasses.field(default=((), {}), repr=False, compare=False)
 
     @property
     def failures(self) -> dict[str, int]:
@@ -42,3 +65,155 @@ class TuningResult:
     def table(self, *, width: int = 80) -> str:
         """Returns the trials as a table of that many columns, the winner marked with a star."""
         return report.table(self.trials, best=self.best_config, width=width)
+
+    def metrics(self, *, flops: float | None = None, bytes: float | None = None) -> KernelMetrics:
+        """Returns what the winner achieves.
+
+        Args:
+            flops: floating-point operations of one call.
+            bytes: bytes that one call must move.
+        """
+        from quarantune import metrics
+
+        return metrics.from_counts(self.time_ms, flops=flops, bytes=bytes, device=self.device)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
+
+        Args:
+            directory: made if it is not there; a result in it is replaced.
+
+        Raises:
+            TypeError: the function cannot travel; the message says why.
+            OSError: the directory cannot be written to.
+        """
+        from quarantune import payload
+
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = self.fn.func if isinstance(self.fn, functools.partial) else getattr(self.fn, "__wrapped__", self.fn)
+        parts = {_FUNCTION: payload.dumps((plain, self.call))}
+        if self.executable is not None:
+            parts[_WINNER] = self.executable
+        for name, content in parts.items():
+            _write(folder / name, content)
+        if self.executable is None:
+            (folder / _WINNER).unlink(missing_ok=True)
+        about = {
+            "schema": _SCHEMA,
+            "best_config": self.best_config,
+            "time_ms": self.time_ms,
+            "device": self.device,
+            "versions": self.versions,
+            "tie": self.tie,
+            "key": self.key,
+            "from_cache": self.from_cache,
+            "files": {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()},
+            "trials": [trial.to_json() for trial in self.trials],
+        }
+        # Last, because it vouches for the others.
+        _write(folder / _JSON, json.dumps(about, indent=1).encode())
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
+        """Reads what `save` wrote.
+
+        Args:
+            directory: the directory.
+            trusted: whether code from the directory may run. Only then is `fn` the function: with the winner's executable
+                under the same versions on the same kind of device, else compiled again, which a warning says.
+
+        Returns:
+            The result; untrusted, its `fn` raises.
+
+        Raises:
+            SavedResultError: the directory holds no result, a damaged one, or one of a newer version.
+        """
+        folder = Path(directory)
+        about = _read_json(folder / _JSON)
+        try:
+            loaded = cls(
+                best_config={name: freeze(value) for name, value in about["best_config"].items()},
+                time_ms=float(about["time_ms"]),
+                trials=tuple(Trial.from_json(trial) for trial in about["trials"]),
+                key=about["key"],
+                device=about["device"],
+                from_cache=about["from_cache"],
+                tie=tuple({name: freeze(value) for name, value in config.items()} for config in about["tie"]),
+                versions=dict(about["versions"]),
+                fn=functools.partial(_refuse, folder),
+            )
+            files = dict(about["files"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SavedResultError(f"{folder / _JSON} is damaged: {error!r}; save the result again") from error
+        contents = {name: _read_checked(folder / name, digest) for name, digest in files.items()}
+        return loaded._with_function(contents) if trusted else loaded
+
+    def _with_function(self, contents: dict[str, bytes]) -> TuningResult:
+        from quarantune import discovery, payload
+        from quarantune.resolve import versions
+        from quarantune.winner import Winner
+
+        plain, call = payload.loads(contents[_FUNCTION])
+        fn: Callable[..., Any] = functools.partial(plain, **self.best_config)
+        executable = contents.get(_WINNER)
+        if executable is not None:
+            here = discovery.platform_and_kind(None)[1]
+            if (here, versions()) == (self.device, self.versions):
+                fn = Winner(plain, self.best_config, executable, args=call[0], kwargs=call[1])
+            else:
+                warnings.warn(
+                    f"the saved winner was compiled for {self.device} under {self.versions}, and this is {here} under "
+                    f"{versions()}: it is compiled again, and may not be the best here",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        return dataclasses.replace(self, fn=fn, executable=executable, call=call)
+
+
+def _refuse(folder: Path, *_: object, **__: object) -> None:
+    raise SavedResultError(
+        f"the function of {folder} was not loaded, because that runs code from there: "
+        f"load it with TuningResult.load(..., trusted=True), or call your own with best_config"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        about = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise SavedResultError(f"{path.parent} holds no saved result: there is no {path.name} in it") from None
+    except (OSError, ValueError) as error:
+        raise SavedResultError(f"{path} cannot be read: {error}; save the result again") from error
+    schema = about.get("schema") if isinstance(about, dict) else None
+    if not isinstance(schema, int):
+        raise SavedResultError(f"{path} is not from TuningResult.save")
+    if schema > _SCHEMA:
+        raise SavedResultError(f"{path} was saved by a newer quarantune (schema {schema}): install that one")
+    return dict(about)
+
+
+def _read_checked(path: Path, digest: str) -> bytes:
+    if path.parent.joinpath(path.name).resolve().parent != path.parent.resolve():
+        raise SavedResultError(f"{path} is not within its directory")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise SavedResultError(f"{path} cannot be read: {error}; save the result again") from error
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise SavedResultError(f"{path} is damaged: its checksum is not what was saved; save the result again")
+    return content
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replaces a file in one step."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -78,6 +78,7 @@ class Plan:
         compile_timeout_s: for loading, tracing, lowering and compiling one config.
         timeout_s: for checking and measuring one config, from the moment it holds its device.
         memory_limit_bytes: host memory of one worker and its children.
+        compile_only: whether configs are compiled and not run.
         troubled: indices of configs that hung or crashed before; their deadlines are a quarter as long.
     """
 
@@ -92,6 +93,7 @@ class Plan:
     compile_timeout_s: float
     timeout_s: float
     memory_limit_bytes: int
+    compile_only: bool = False
     troubled: frozenset[int] = frozenset()
 
 
@@ -170,6 +172,7 @@ class Scheduler:
         *,
         on_trial: Callable[[int, Trial, str], None],
         on_tick: Callable[[], None] = lambda: None,
+        on_phase: Callable[[int, str], None] = lambda index, phase: None,
         expected_fd: int = -1,
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = host.available_memory_bytes,
@@ -181,6 +184,7 @@ class Scheduler:
             plan: how to run.
             on_trial: called once for each config that ended, with its index, its trial and all it printed.
             on_tick: called many times a second while the sweep lives.
+            on_phase: told of the phases that configs enter, by their indices.
             expected_fd: holds what outputs are compared with; -1 for nothing.
             clock: seconds.
             available_memory: bytes of memory that are free now.
@@ -189,6 +193,7 @@ class Scheduler:
         self._plan = plan
         self._on_trial = on_trial
         self._on_tick = on_tick
+        self._on_phase = on_phase
         self._clock = clock
         self._available_memory = available_memory
         self._together = plan.route is not Route.APART
@@ -204,6 +209,7 @@ class Scheduler:
         self._oom_kills = host.oom_kills()
         self._leftovers = Leftovers({}, {})
         self._bar_ms: float | None = None
+        self._executables: dict[int, bytes] = {}
         self._kept: dict[int, tuple[float, int]] = {}
         self._programs: dict[str, _Job] = {}
         self._ended: dict[int, tuple[Trial, str]] = {}
@@ -302,15 +308,21 @@ class Scheduler:
                 break  # it would only happen again
         raise ErrandError(f"{outcome.value}: {message}")
 
-    def compiled(self) -> dict[int, dict[str, bytes]]:
-        """Returns what of the fastest configs JAX's compilation cache can hold, by key, by the configs' indices."""
-        found = {}
+    def compiled(self) -> tuple[dict[int, bytes], dict[int, dict[str, bytes]]]:
+        """Returns what was compiled and kept: that of the fastest configs, or of all where nothing was measured.
+
+        Returns:
+            Executables as a worker loads them, and what JAX's compilation cache can hold, by key; both by the configs'
+            indices.
+        """
+        executables = {index: executable for index, executable in self._executables.items() if executable}
+        for_cache = {}
         for index, (_, fd) in self._kept.items():
             with contextlib.suppress(ValueError):  # a config may have written anything there
-                _, key, value = spool.read_parts(fd)
+                executables[index], key, value = spool.read_parts(fd)
                 if key:
-                    found[index] = {key.decode("ascii"): value}
-        return found
+                    for_cache[index] = {key.decode("ascii"): value}
+        return executables, for_cache
 
     def close(self) -> None:
         """Lets idle workers end, and closes what was kept for a comparison."""
@@ -393,21 +405,22 @@ class Scheduler:
             "options": self._plan.options,
             "target": self._plan.target,
         }
-        if self._together:
-            state = min(self._devices, key=lambda state: self._load_of(state))
-            number = self._sandbox.start(task, environ=state.device.environ)
+        state = min(self._devices, key=lambda state: self._load_of(state)) if self._together else None
+        environ = {} if state is None else state.device.environ
+        if self._together and not self._plan.compile_only:
+            number = self._sandbox.start(task, environ=environ)
         else:
-            state = None
             _close_executable(job)
             job.executable_fd = spool.create("executable")
-            number = self._sandbox.start({**task, "last": True}, fds=[job.executable_fd])
+            task |= {"last": True, "must_save": not self._together}
+            number = self._sandbox.start(task, fds=[job.executable_fd], environ=environ)
         self._workers[number] = _Worker(number, job, state, self._clock() + STARTUP_DEADLINE_S, compiling=True)
 
     def _load_of(self, state: _DeviceState) -> int:
         return sum(worker.device is state for worker in self._workers.values())
 
     def _measure_on(self, state: _DeviceState) -> None:
-        if state.measuring is not None:
+        if state.measuring is not None or self._plan.compile_only:
             return
         if self._plan.exclusive and (self._compiling() or not self._bursting):
             if not self._bursting:
@@ -494,6 +507,8 @@ class Scheduler:
 
     def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
         worker.phase = Phase(message["phase"])
+        if worker.job is not None and message["type"] == "phase":
+            self._on_phase(worker.job.index, worker.phase.value)
         match message["type"]:
             case "phase":
                 if (worker.compiling or worker.errand_s) and not worker.began:
@@ -508,7 +523,9 @@ class Scheduler:
                 if modules := message["modules"]:
                     self._sandbox.share_modules([str(name) for name in modules])
                 worker.compiling = False
-                if self._together:
+                if self._plan.compile_only:
+                    self._succeed_compiling(worker, worker.job)
+                elif self._together:
                     worker.parked, worker.deadline = True, float("inf")
                 else:
                     self._keep_peak(worker)
@@ -528,6 +545,16 @@ class Scheduler:
             case "failed":
                 self._fail(worker, message)
 
+    def _succeed_compiling(self, worker: _Worker, job: _Job) -> None:
+        executable = spool.read_parts(job.executable_fd)[0] if os.fstat(job.executable_fd).st_size else b""
+        self._executables[job.index] = executable
+        for twin in job.twins:
+            self._executables[twin.index] = executable
+        self._keep_peak(worker)
+        worker.job = None
+        self._finish(job, worker, Outcome.OK, Phase.COMPILE, "")
+        self._retire(worker)
+
     def _recognise(self, worker: _Worker, job: _Job, program: str) -> None:
         """Sees whether a config lowered to a program that another one has: one of them is enough to run."""
         first = self._programs.setdefault(program, job)
@@ -537,6 +564,8 @@ class Scheduler:
         self._keep_peak(worker)
         self._retire(worker)
         if first.index in self._ended:
+            if first.index in self._executables:
+                self._executables[job.index] = self._executables[first.index]
             self._finish_twin(job, first)
         else:
             first.twins.append(job)

@@ -17,6 +17,9 @@ from quarantune.outcomes import Config, ConfigValue
 Configs: TypeAlias = "Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]"
 
 
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
 def grid(**lists: Iterable[Any]) -> list[Config]:
     """Returns every combination of the given values, the last name varying fastest.
 
@@ -96,8 +99,7 @@ def check_parameters(
         TypeError: a key is no parameter that can be passed by keyword.
         ValueError: a key is not static, or has no default.
     """
-    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    tunable = {name: item for name, item in parameters.parameters.items() if item.kind in by_keyword}
+    tunable = {name: item for name, item in parameters.parameters.items() if item.kind in _BY_KEYWORD}
     keys = list(configs[0])
     for key in keys:
         if key in parameters.parameters and key not in tunable:
@@ -126,6 +128,31 @@ def check_parameters(
             f"{fn_name}: config keys {required} have no default, so {fn_name} cannot be called without them; "
             f"give them one, as in `def {fn_name}(..., {defaults})`."
         )
+
+
+def check_keywords(configs: Sequence[Config], *, parameters: inspect.Signature, fn_name: str) -> None:
+    """Checks that a function which is not jitted takes every tunable as a keyword argument.
+
+    Args:
+        configs: what `expand` returned.
+        parameters: the signature of the function being tuned.
+        fn_name: the function's name, for error messages.
+
+    Raises:
+        TypeError: a key is no parameter that can be passed by keyword.
+    """
+    items = parameters.parameters.values()
+    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in items):
+        return
+    by_keyword = {item.name for item in items if item.kind in _BY_KEYWORD}
+    for key in configs[0]:
+        if key not in by_keyword:
+            close = difflib.get_close_matches(key, by_keyword, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(
+                f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters} that can be passed by keyword."
+                f"{hint} Add it to the function, or take it out of the configs."
+            )
 
 
 def _combinations(lists: Mapping[str, Iterable[Any]], fn_name: str) -> list[dict[str, Any]]:

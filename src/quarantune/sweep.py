@@ -65,10 +65,12 @@ class Swept:
         rounds_ms: each finalist's samples in milliseconds, one per round, by index; empty where there was nothing to
             compare.
         compiled: what of some configs JAX's compilation cache can hold, by key, by the configs' indices.
+        executables: some configs' executables as `winner.Winner` loads them, by index.
     """
 
     rounds_ms: dict[int, list[float]]
-    compiled: dict[int, dict[str, bytes]]
+    compiled: dict[int, dict[str, bytes]] = dataclasses.field(default_factory=dict)
+    executables: dict[int, bytes] = dataclasses.field(default_factory=dict)
 
 
 def run(
@@ -81,6 +83,8 @@ def run(
     on_tick: Callable[[], None],
     troubled: Collection[int] = (),
     known: Mapping[int, Trial] | None = None,
+    on_phase: Callable[[int, str], None] = lambda index, phase: None,
+    compile_only: bool = False,
 ) -> Swept:
     """Runs every config to its outcome, then compares the fastest once more, in turn.
 
@@ -93,6 +97,8 @@ def run(
         on_tick: called many times a second while the sweep lives.
         troubled: indices of configs that hung or crashed before, and get shorter deadlines.
         known: trials of an earlier sweep, by index, which are not run again but may be finalists.
+        on_phase: told of the phases that configs enter, by their indices, and of their `end`.
+        compile_only: whether configs are only compiled, and their executables returned.
 
     Returns:
         What the comparison gave.
@@ -109,6 +115,7 @@ def run(
             _keep_log(settings.log_dir, problem.name, f"{os.getpid()}-{sweep_number}-{index:04d}", trial, log)
         measured[index] = trial
         on_trial(index, trial)
+        on_phase(index, "end")
 
     measured = dict(known or {})
     judges = {"ref_fn": options.ref_fn, "check_fn": options.check_fn}
@@ -118,7 +125,7 @@ def run(
         if settings.isolation == "none":
             worker_options = _worker_options(None, options, flush=None)
             in_process.run(packed.call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish)
-            return Swept(in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options), {})
+            return Swept(in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options))
         if problem.platform == "tpu":
             raise ValueError(
                 "a TPU belongs to the process that uses it, so workers cannot measure on it: "
@@ -127,8 +134,8 @@ def run(
         method = settings.start_method or ("fork" if sys.platform == "linux" else "spawn")
         environ = discovery.telling(problem.platform, problem.device_kind)
         with pool.Sandbox(payload_fd=payload_fd, arrays_fd=arrays_fd, method=method, environ=environ) as sandbox:
-            sweep = _Sweep(sandbox, problem, options, settings, finish, on_tick, troubled)
-            return sweep.run(dict(configs), measured)
+            sweep = _Sweep(sandbox, problem, options, settings, finish, on_tick, on_phase, troubled)
+            return sweep.compile(dict(configs)) if compile_only else sweep.run(dict(configs), measured)
 
 
 class _Sweep:
@@ -142,6 +149,7 @@ class _Sweep:
         settings: Settings,
         finish: Finish,
         on_tick: Callable[[], None],
+        on_phase: Callable[[int, str], None],
         troubled: Collection[int],
     ) -> None:
         self._sandbox = sandbox
@@ -150,6 +158,8 @@ class _Sweep:
         self._settings = settings
         self._finish = finish
         self._on_tick = on_tick
+        self._on_phase = on_phase
+        self._compile_only = False
         self._scheduler: Scheduler | None = None
         self._expected_fd = -1
         self._schedulers = contextlib.ExitStack()
@@ -168,14 +178,36 @@ class _Sweep:
             self._sandbox.open(load_timeout_s=self._compile_timeout_s)
         except pool.LoadError as error:
             self._fail_all(configs, error.report)
-            return Swept({}, {})
+            return Swept({})
         with contextlib.ExitStack() as self._schedulers:
             self._refer(configs)
             self._run_routes(configs)
             contenders = {index: measured[index].config for index in finals.finalists(measured)}
             scheduler = self._scheduler or self._new_scheduler(Route.TOGETHER, self._finish)
             rounds_ms = scheduler.compare(contenders) if len(contenders) > 1 else {}
-            return Swept(rounds_ms, scheduler.compiled())
+            executables, for_cache = scheduler.compiled()
+            return Swept(rounds_ms, for_cache, executables)
+
+    def compile(self, configs: dict[int, Config]) -> Swept:
+        self._compile_only = True
+        executables: dict[int, bytes] = {}
+        try:
+            self._sandbox.open(load_timeout_s=self._compile_timeout_s)
+        except pool.LoadError as error:
+            self._fail_all(configs, error.report)
+            return Swept({})
+        with contextlib.ExitStack() as self._schedulers:
+            left = configs
+            if self._on_cpu or self._can_part():
+                leftovers = self._run_route(configs, Route.APART, self._finish)
+                assert self._scheduler is not None
+                executables |= self._scheduler.compiled()[0]
+                again = leftovers.unfit.keys() | leftovers.unconfirmed.keys()
+                left = {index: configs[index] for index in configs if index in again}
+            if left:
+                self._run_route(left, Route.TOGETHER, self._finish)
+                executables |= self._scheduler.compiled()[0] if self._scheduler is not None else {}
+        return Swept({}, executables=executables)
 
     def _refer(self, configs: dict[int, Config]) -> None:
         """Computes the reference, once, in a worker like any other."""
@@ -232,7 +264,7 @@ class _Sweep:
         return self._new_scheduler(route, finish).run(configs)
 
     def _new_scheduler(self, route: Route, finish: Finish) -> Scheduler:
-        exclusive = self._on_cpu or route is Route.TOGETHER
+        exclusive = (self._on_cpu or route is Route.TOGETHER) and not self._compile_only
         parked = (
             max(_CPU_PARKED, 2 * self._slots) if self._on_cpu else len(self._devices) * min(_DEVICE_PARKED, self._slots)
         )
@@ -249,10 +281,16 @@ class _Sweep:
             compile_timeout_s=self._compile_timeout_s,
             timeout_s=self._settings.timeout or float(self._options.timeout),
             memory_limit_bytes=self._memory_limit(workers),
+            compile_only=self._compile_only,
             troubled=frozenset(self._troubled),
         )
         self._scheduler = Scheduler(
-            self._sandbox, plan, on_trial=finish, on_tick=self._on_tick, expected_fd=self._expected_fd
+            self._sandbox,
+            plan,
+            on_trial=finish,
+            on_tick=self._on_tick,
+            on_phase=self._on_phase,
+            expected_fd=self._expected_fd,
         )
         self._schedulers.callback(self._scheduler.close)
         return self._scheduler

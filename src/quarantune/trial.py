@@ -268,9 +268,11 @@ class Bench:
         args, kwargs = inputs.materialize(self._call, self._arrays_fd, seed=_SEED, kind=self._options["supply"])
         if self._jit is None:
             return args, kwargs
-        # A jitted function's numpy arguments are carried to the device here and not with every timed call.
+        # A jitted function's numpy arguments are carried to the device here and not with every timed call. Not by
+        # jnp.asarray: it compiles a program for that, which is half of what a fresh worker costs.
         on_device = jax.tree.map(
-            lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf, (args, kwargs)
+            lambda leaf: jax.device_put(leaf, may_alias=False) if isinstance(leaf, np.ndarray) else leaf,
+            (args, kwargs),
         )
         return on_device[0], on_device[1]
 

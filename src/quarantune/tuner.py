@@ -1,0 +1,142 @@
+"""The programmatic face: tune any callable, or only compile its configs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from quarantune import _jax_internals, naming, space
+from quarantune.options import Options, checked_options
+from quarantune.result import TuningResult
+
+
+class AutoTuner:
+    """Tunes any callable that takes a config as keyword arguments.
+
+    Args:
+        fn: a jitted function, or any other callable: numpy code, a C extension, something that starts a program.
+        configs: a list of dicts, a dict of lists, or a callable that makes dicts from the call's arguments.
+        on_progress: called in this process with an index into the configs and the phase that config enters (`load`,
+            `compile`, `check`, `measure`), or `end` once its trial is over.
+        **options: the fields of `Options`.
+
+    Raises:
+        TypeError: `fn` is not callable, an option is unknown, or the configs are of no usable type.
+        ValueError: the configs are empty, differ in their keys, or are not what the function can take.
+
+    Example:
+        >>> result = AutoTuner(sort_rows, {"block": [64, 256]}).run(rows)  # doctest: +SKIP
+        >>> result.best_config  # doctest: +SKIP
+        {'block': 256}
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        configs: Any,
+        *,
+        on_progress: Callable[[int, str], None] | None = None,
+        **options: Any,
+    ) -> None:
+        from quarantune.resolve import Resolver
+
+        fn, signature, static_names = describe_function(fn)
+        checked = checked_options("AutoTuner", options)
+        label = naming.cache_name(fn)
+        listed = configs if callable(configs) else space.expand(configs, fn_name=label)
+        self._resolver = Resolver(
+            fn,
+            listed,
+            name=checked.name or label,
+            signature=signature,
+            static_names=static_names,
+            options=checked,
+            on_phase=on_progress,
+        )
+        if not callable(configs):
+            self._resolver.check(listed)
+
+    def run(self, *args: Any, **kwargs: Any) -> TuningResult:
+        """Returns the best config for these arguments, from the cache or found out now.
+
+        Raises:
+            TuningFailedError: every config failed.
+            CacheMissError: nothing is cached and `ON_MISS` is `error`.
+        """
+        return self._resolver.result(args, kwargs)
+
+
+def compile_configs(
+    fn: Callable[..., Any], configs: Any, *args: Any, num_workers: int | None = None, **kwargs: Any
+) -> list[Callable[..., Any] | None]:
+    """Compiles many configs of a jitted function, each in a worker process.
+
+    Args:
+        fn: the jitted function, autotuned or not.
+        configs: as for `AutoTuner`.
+        *args: the call's positional arguments, without the config; arrays or `jax.ShapeDtypeStruct`.
+        num_workers: how many configs compile at a time; None follows the environment.
+        **kwargs: the call's keyword arguments.
+
+    Returns:
+        A callable for each config, in order, which runs what the worker compiled; None where that failed, which a warning
+        says.
+
+    Raises:
+        TypeError: `fn` is not jitted, or something of the call cannot be sent to a worker.
+        ValueError: the configs, or `num_workers`, are not valid.
+    """
+    from quarantune.resolve import Resolver
+    from quarantune.winner import Winner, without_arrays
+
+    fn, signature, static_names = describe_function(fn)
+    if static_names is None:
+        raise TypeError(
+            f"compile_configs compiles what jax.jit has wrapped, and {naming.cache_name(fn)!r} is not jitted"
+        )
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"num_workers={num_workers!r} is not valid: give at least 1, or leave it out")
+    label = naming.cache_name(fn)
+    listed = configs if callable(configs) else space.expand(configs, fn_name=label)
+    resolver = Resolver(fn, listed, name=label, signature=signature, static_names=static_names, options=Options())
+    expanded = resolver.expand(args, kwargs)
+    resolver.check(expanded)
+    compiled = resolver.compile(args, kwargs, expanded, num_workers=num_workers)
+    functions: list[Callable[..., Any] | None] = []
+    call_args, call_kwargs = without_arrays(args, kwargs)
+    for config, (trial, executable) in zip(expanded, compiled, strict=True):
+        if executable is not None:
+            functions.append(Winner(fn, config, executable, args=call_args, kwargs=call_kwargs))
+        elif trial.outcome.is_failure:
+            warnings.warn(f"{label}: {config} did not compile: {trial.outcome.value}: {trial.message}", stacklevel=2)
+            functions.append(None)
+        else:
+            functions.append(functools.partial(fn, **config))  # it compiles, but cannot leave its worker
+    return functions
+
+
+def describe_function(
+    fn: Callable[..., Any],
+) -> tuple[Callable[..., Any], inspect.Signature, frozenset[str] | None]:
+    """Returns the function to tune, its signature, and its static parameters: None where it is not jitted.
+
+    Raises:
+        TypeError: `fn` cannot be called.
+    """
+    if not callable(fn):
+        raise TypeError(f"{fn!r} cannot be called: give a function")
+    inner = getattr(fn, "__wrapped__", None)
+    if inner is not None and not _jax_internals.is_jitted(fn) and _jax_internals.is_jitted(inner):
+        fn = inner  # an autotuned function is tuned here by other configs
+    static_names = _jax_internals.jit_options(fn).static_names if _jax_internals.is_jitted(fn) else None
+    try:
+        signature = inspect.signature(inspect.unwrap(fn))
+    except (TypeError, ValueError):
+        signature = inspect.signature(_anything)  # a built-in that does not tell
+    return fn, signature, static_names
+
+
+def _anything(*args: Any, **kwargs: Any) -> None: ...

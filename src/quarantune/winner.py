@@ -1,0 +1,82 @@
+"""A config's executable as a function: loaded, not compiled, wherever the call is the one that it was compiled for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from quarantune import _jax_internals, payload
+from quarantune.outcomes import Config
+
+
+class Winner:
+    """A function with a config bound, and the executable that a worker compiled of the two.
+
+    Called with arguments of the same shapes, dtypes and statics, outside of any trace, it runs the executable. Any other
+    call goes to the function, which JAX compiles as usual.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        config: Config,
+        executable: bytes,
+        *,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Loads an executable onto this process's device.
+
+        Args:
+            fn: the jitted function.
+            config: the config.
+            executable: what a worker wrote of its program; it is unpickled, so it must be trusted.
+            args: the positional arguments it was compiled for; of arrays only the place counts.
+            kwargs: the keyword arguments, likewise.
+        """
+        functools.update_wrapper(self, fn)
+        self.config = config
+        self._bound = functools.partial(fn, **config)
+        self._jit = _jax_internals.jit_options(fn)
+        self._statics = self._split(args, kwargs)[1]
+        self._call = serialize_executable.deserialize_and_load(*payload.loads(executable))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the executable, or the function where the call is another one."""
+        (dynamic_args, dynamic_kwargs), statics = self._split(args, kwargs)
+        if _jax_internals.is_tracing() or statics != self._statics:
+            return self._bound(*args, **kwargs)
+        try:
+            return self._call(*dynamic_args, **dynamic_kwargs)
+        except (TypeError, ValueError):
+            # Not the shapes, dtypes or devices it was compiled for; the function says it better if it is wrong.
+            return self._bound(*args, **kwargs)
+
+    def _split(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[list[Any], dict[str, Any]], tuple[dict[int, Any], dict[str, Any]]]:
+        is_static = [self._jit.is_static_position(index, len(args)) for index in range(len(args))]
+        names = self._jit.static_argnames
+        dynamic = (
+            [arg for arg, static in zip(args, is_static, strict=True) if not static],
+            {name: arg for name, arg in kwargs.items() if name not in names},
+        )
+        statics = (
+            {index: arg for index, arg in enumerate(args) if is_static[index]},
+            {name: arg for name, arg in kwargs.items() if name in names},
+        )
+        return dynamic, statics
+
+
+def without_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call with None for every array, which keeps the statics and costs nothing to keep."""
+
+    def emptied(leaf: Any) -> Any:
+        return None if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else leaf
+
+    emptied_args, emptied_kwargs = jax.tree.map(emptied, (args, kwargs))
+    return emptied_args, emptied_kwargs

@@ -1,0 +1,731 @@
+"""The winner is right and the fastest: what is wrong cannot win, what is slow cannot, and what is level is told."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import json
+import logging
+import os
+import re
+import statistics
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+from aftermath import nothing_is_left, quiet_place  # noqa: F401
+
+import quarantune
+from quarantune import Outcome, Trial, in_process, inputs, payload, supply, sweep, trial
+from quarantune.sandbox import spool, template
+
+X = np.linspace(-1, 1, 1000, dtype=np.float32)
+HASTE = {"timeout": 1, "compile_timeout": 1}
+SOON = {"warmup": 0, "rep": 3}
+
+
+class Notes:
+    """A file in which workers note what they do."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.touch()
+
+    def add(self, *words: object) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            print(*words, file=file)
+
+    def lines(self) -> list[str]:
+        return self._path.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Notes:
+    return Notes(tmp_path / "notes")
+
+
+@pytest.fixture
+def no_process() -> Iterator[None]:
+    """Fails the test if it starts a process: the first one would be the template, which stays."""
+    template.close_shared()
+    yield
+    assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.fixture
+def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[sweep.Swept]:
+    """Notes what every sweep found out."""
+    done: list[sweep.Swept] = []
+    run = sweep.run
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        done.append(run(*args, **kwargs))
+        return done[-1]
+
+    monkeypatch.setattr(sweep, "run", noting)
+    return done
+
+
+@contextlib.contextmanager
+def isolated(isolation: str) -> Iterator[None]:
+    """Runs configs in workers, or in this process."""
+    in_process._warn.cache_clear()
+    warns = pytest.warns(RuntimeWarning, match="in this process") if isolation == "none" else contextlib.nullcontext()
+    with quarantune.settings(isolation=isolation), warns:
+        yield
+
+
+everywhere = pytest.mark.parametrize("isolation", ["process", "none"])
+
+
+@contextlib.contextmanager
+def here() -> Iterator[None]:
+    """Runs configs in this process, where it is all the same to the test: it is quicker."""
+    with quarantune.settings(isolation="none"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def after(turns: int, x: Any) -> Any:
+    """Returns x, after so many turns of work."""
+    worked = jax.lax.fori_loop(0, turns, lambda _, y: jnp.sin(y), x)
+    return x + 0 * worked
+
+
+_numbers = itertools.count()
+
+
+def tuned(body: Callable[[Any, Any], Any], configs: list[Any], *, default: Any = None, **options: Any) -> Any:
+    """Returns a function of x that is tuned over what `body` gets as its second argument."""
+
+    space = [{"do": config} for config in configs]
+
+    @quarantune.autotune(space, **{**SOON, "name": f"kernel-{next(_numbers)}", **options})
+    @functools.partial(jax.jit, static_argnames=["do"])
+    def kernel(x: Any, do: Any = default) -> Any:
+        return body(x, do)
+
+    return kernel
+
+
+def by_config(trials: tuple[Trial, ...]) -> dict[Any, Trial]:
+    return {trial.config["do"]: trial for trial in trials}
+
+
+def ends(trials: tuple[Trial, ...]) -> list[str]:
+    """Returns how trials ended; one that was measured is `ok`: on a busy machine any may be found slow."""
+    return ["ok" if trial.outcome is Outcome.SLOW else trial.outcome.value for trial in trials]
+
+
+# --- the reference ------------------------------------------------------------------------------------------
+
+
+def double_or_not(x: Any, do: tuple[int, str]) -> Any:
+    """Doubles x after so many turns, but for what the config gets wrong; the wrong ones are the fastest."""
+    turns, slip = do
+    doubled = 2 * after(turns, x)
+    match slip:
+        case "off":
+            return {"doubled": doubled + 1, "parts": (x, jnp.nan * x[:2])}
+        case "one block":
+            return {"doubled": doubled.at[:128].set(0), "parts": (x, jnp.nan * x[:2])}
+        case "nan":
+            return {"doubled": doubled.at[7].set(jnp.nan), "parts": (x.at[:500].set(jnp.nan), jnp.nan * x[:2])}
+        case "dtype":
+            return {"doubled": doubled.astype(jnp.float16), "parts": (x, jnp.nan * x[:2])}
+        case "structure":
+            return {"doubled": doubled}
+    return {"doubled": doubled, "parts": (x, jnp.nan * x[:2])}
+
+
+SLIPS = {
+    "off": r"1000 of 1000 elements \(100%\) differ.*worst is at \[\d+\] of output\['doubled'\]: got \S+, expected \S+",
+    "one block": r"12\d of 1000 elements \(12\.\d%\) differ.*worst is at \[0\] of output\['doubled'\].*expected -2.0",
+    "nan": r"500 of 1000 elements \(50%\) differ.*at \[0\] of output\['parts'\]\[0\]: got nan, expected -1.0",
+    "dtype": r"output\['doubled'\] is float16\[1000\], expected float32\[1000\]",
+    "structure": r"structure of output differs",
+}
+
+
+@everywhere
+def test_the_fastest_third_being_wrong_the_winner_is_right_and_every_wrong_one_is_told(
+    isolation: str, notes: Notes
+) -> None:
+    def doubled(x: Any) -> Any:
+        notes.add("reference")
+        return {"doubled": 2 * x, "parts": (x, jnp.full(2, jnp.nan))}
+
+    right = [(turns, "") for turns in (800, 400, 200, 100, 20, 10)]
+    kernel = tuned(double_or_not, [*right[:3], *((1, slip) for slip in SLIPS), *right[3:]], ref_fn=doubled)
+    with isolated(isolation):
+        result = kernel.tune(X)
+    trials = by_config(result.trials)
+    for slip, told in SLIPS.items():
+        wrong = trials[1, slip]
+        assert (wrong.outcome, wrong.phase, wrong.time_ms) == (Outcome.WRONG, "check", None)
+        assert re.match(told, wrong.message) or re.search(told, wrong.message), wrong.message
+        assert "WrongResultError" not in wrong.message
+    assert ends(tuple(trials[config] for config in right)) == ["ok"] * 6
+    assert result.best_config["do"] in right[-2:]
+    assert notes.lines() == ["reference"]
+    np.testing.assert_array_equal(kernel(X)["doubled"], 2 * X)
+
+
+def test_how_far_results_may_be_off_is_the_authors_word() -> None:
+    def off(x: Any, do: tuple[float, int]) -> Any:
+        share, count = do
+        return jnp.where(jnp.arange(1000) < count, x + share, x)
+
+    configs = [(0.0, 0), (0.005, 1000), (0.5, 9), (0.5, 300)]
+
+    def judged(**tolerance: float) -> list[str]:
+        with here():
+            return ends(tuned(off, configs, ref_fn=lambda x: x, **tolerance).tune(X).trials)
+
+    assert judged() == ["ok", "ok", "ok", "wrong"]
+    assert judged(rtol=1e-4, atol=1e-4) == ["ok", "wrong", "ok", "wrong"]
+    assert judged(rtol=1.0, atol=1.0) == ["ok"] * 4
+    assert judged(max_mismatched_ratio=0.5) == ["ok"] * 4
+    assert judged(max_mismatched_ratio=0) == ["ok", "ok", "wrong", "wrong"]
+
+
+def boom(x: Any) -> Any:
+    raise ArithmeticError("there is no reference today")
+
+
+def crash(x: Any) -> Any:
+    ctypes.memset(0, 1, 1)
+
+
+def vanish(x: Any) -> Any:
+    os._exit(0)
+
+
+def hang(x: Any) -> Any:
+    ctypes.PyDLL(None).pause()
+
+
+def noting(notes: Notes) -> Callable[[Any, int], Any]:
+    def body(x: Any, do: int) -> Any:
+        notes.add("config", do)
+        return x + do
+
+    return body
+
+
+@pytest.mark.usefixtures("quiet_place")
+@pytest.mark.parametrize(
+    ("ref_fn", "told"),
+    [
+        (boom, "error: ArithmeticError: there is no reference today"),
+        (crash, "crashed: .*SIGSEGV"),
+        (vanish, "crashed: .*code 0 without a result"),
+        (hang, "timeout: it took longer than 2 s"),
+    ],
+)
+def test_a_reference_that_fails_is_the_callers_error_and_no_config_is_tried(
+    ref_fn: Any, told: str, notes: Notes
+) -> None:
+    kernel = tuned(noting(notes), [1, 2], ref_fn=ref_fn)
+    template.shared()
+    started = time.monotonic()
+    with nothing_is_left(), quarantune.settings(**HASTE):
+        with pytest.raises(quarantune.ReferenceFailedError, match=f"ref_fn failed, so no config can be judged: {told}"):
+            kernel.tune(X)
+        assert kernel.lookup(X) is None
+    assert time.monotonic() - started < 30
+    assert notes.lines() == []
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_reference_that_raises_in_this_process_is_the_callers_error_too(notes: Notes) -> None:
+    kernel = tuned(noting(notes), [1, 2], ref_fn=boom)
+    with isolated("none"), pytest.raises(quarantune.ReferenceFailedError, match="ArithmeticError: there is no ref"):
+        kernel.tune(X)
+    assert notes.lines() == []
+
+
+# --- the author's own check ---------------------------------------------------------------------------------
+
+
+def choosy(output: Any, expected: Any, x: Any) -> Any:
+    assert expected is None, "there is no reference"
+    np.testing.assert_array_equal(x, X)
+    first = float(output[0]) + 1
+    if first == 3:
+        raise ValueError("three is right out")
+    return None if first == 4 else first != 2
+
+
+@everywhere
+def test_a_check_without_a_reference_says_false_or_raises_where_a_result_is_wrong(isolation: str) -> None:
+    kernel = tuned(lambda x, do: x + do, [1, 2, 3, 4], check_fn=choosy)
+    with isolated(isolation):
+        trials = kernel.tune(X).trials
+    assert ends(trials) == ["ok", "wrong", "wrong", "ok"]
+    assert [trial.message for trial in trials[1:3]] == [
+        "check_fn returned False",
+        "check_fn raised ValueError: three is right out",
+    ]
+
+
+@everywhere
+def test_a_check_that_says_true_or_nothing_beats_the_reference(isolation: str) -> None:
+    def lenient(output: Any, expected: Any, x: Any) -> Any:
+        np.testing.assert_array_equal(expected, x)
+        return {1.0: True, 2.0: None}.get(float(output[0] - expected[0]), False)
+
+    kernel = tuned(lambda x, do: x + do, [0, 1, 2], ref_fn=lambda x: x, check_fn=lenient)
+    with isolated(isolation):
+        assert ends(kernel.tune(X).trials) == ["wrong", "ok", "ok"]
+
+
+# --- gradients ----------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def squared(x: Any, factor: float) -> Any:
+    return x * x
+
+
+squared.defvjp(lambda x, factor: (x * x, x), lambda factor, x, g: (factor * x * g,))
+
+
+@everywhere
+def test_a_wrong_gradient_under_a_right_output_is_told_if_gradients_are_checked(isolation: str) -> None:
+    configs = [2.0, 3.0, 2.001]
+    with isolated(isolation):
+        unchecked = tuned(squared, configs, default=2.0, ref_fn=jnp.square).tune(X)
+        checked = tuned(squared, configs, default=2.0, ref_fn=jnp.square, check_grad=True).tune(X)
+    assert ends(unchecked.trials) == ["ok"] * 3
+    assert ends(checked.trials) == ["ok", "wrong", "ok"]
+    told = checked.trials[1].message
+    assert re.match(r"its gradients differ: \d+ of 1000 elements.*\['args\[0\]'\]: got \S+, expected \S+", told), told
+
+
+# --- slow and level -----------------------------------------------------------------------------------------
+
+
+def test_what_its_first_samples_rule_out_is_slow_is_told_and_cannot_win(sweeps: list[sweep.Swept]) -> None:
+    result = tuned(lambda x, do: after(do, x), [20, 4000], rep=20).tune(X)
+    fast, slow = result.trials
+    assert (fast.outcome, slow.outcome) == (Outcome.OK, Outcome.SLOW)
+    assert len(slow.samples_ms) == 3
+    assert re.match(r"at best \S+ ms, where another config takes \S+", slow.message)
+    assert result.best_config == fast.config
+    assert sweeps[0].rounds_ms == {}
+
+
+def test_samples_are_kept_raw_with_the_clock_that_took_them() -> None:
+    (only,) = tuned(lambda x, do: x + do, [1], rep=7).tune(X).trials
+    assert only.clock == "wall"
+    assert 3 <= len(only.samples_ms) <= 7
+    assert len(set(only.samples_ms)) > 1
+    assert only.time_ms == statistics.median(only.samples_ms)
+    with here():
+        assert tuned(lambda x, do: x + do, [2]).tune(X).trials[0].clock == "wall"
+
+
+@everywhere
+def test_finalists_are_compared_again_and_what_the_final_says_counts(isolation: str, sweeps: list[sweep.Swept]) -> None:
+    with isolated(isolation):
+        result = tuned(lambda x, do: after(do, x), [300, 301, 302, 303, 304], rep=3).tune(X)
+    (swept,) = sweeps
+    assert 2 <= len(swept.rounds_ms) <= 4
+    for index, rounds_ms in swept.rounds_ms.items():
+        assert result.trials[index].samples_ms == tuple(rounds_ms)
+        assert result.trials[index].time_ms == statistics.median(rounds_ms)
+        assert len(rounds_ms) >= 5
+    for index in set(range(5)) - set(swept.rounds_ms):
+        assert len(result.trials[index].samples_ms) <= 3
+    contenders = [result.trials[index].config for index in swept.rounds_ms]
+    assert result.best_config in contenders
+    assert all(config in contenders for config in result.tie)
+    assert result.best_config not in result.tie
+
+
+@pytest.mark.parametrize(("default", "winner"), [(3, 3), (9, 1)], ids=["its default", "the first"])
+def test_of_equals_the_functions_own_default_wins_or_else_the_first_and_the_others_are_told(
+    default: int, winner: int
+) -> None:
+    result = tuned(lambda x, do: x + 1, [1, 2, 3], default=default).tune(X)
+    assert result.best_config == {"do": winner}
+    assert result.tie == tuple({"do": do} for do in (1, 2, 3) if do != winner)
+
+
+def test_equals_win_together_against_what_is_slower() -> None:
+    result = tuned(lambda x, do: after(3000 if do < 2 else 100, x), [0, 1, 2, 3, 4], default=4).tune(X)
+    assert result.best_config == {"do": 4}
+    assert [config["do"] for config in result.tie] == [2, 3]
+    assert len({trial.samples_ms for trial in result.trials[2:]}) == 1
+
+
+# --- one program --------------------------------------------------------------------------------------------
+
+
+def test_configs_that_lower_to_one_program_are_checked_and_measured_once(notes: Notes) -> None:
+    def check(output: Any, expected: Any, x: Any) -> bool:
+        notes.add(float(output[0] - x[0]))
+        return bool(output[0] - x[0] < 2)
+
+    trials = tuned(lambda x, do: x + do // 2, [0, 1, 2, 3, 4, 5], check_fn=check).tune(X).trials
+    assert ends(trials) == ["ok", "ok", "ok", "ok", "wrong", "wrong"]
+    assert sorted(notes.lines()) == ["0.0", "1.0", "2.0"]
+    for first, second in zip(trials[::2], trials[1::2], strict=True):
+        assert second.message.startswith(f"the same program as {first.config}")
+        assert first.samples_ms == second.samples_ms
+        assert not first.message.startswith("the same")
+    assert trials[5].message.endswith(f": {trials[4].message}")
+
+
+def test_programs_that_call_back_into_python_are_never_taken_for_one(notes: Notes) -> None:
+    def called(x: Any, do: int) -> Any:
+        def callback(x: Any) -> Any:
+            notes.add(do)
+            return np.asarray(x) + do
+
+        return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    trials = tuned(called, [1, 2, 3], check_fn=lambda output, _, x: bool(output[0] - x[0] != 2)).tune(X).trials
+    assert ends(trials) == ["ok", "wrong", "ok"]
+    assert set(notes.lines()) == {"1", "2", "3"}
+    assert not any("same program" in trial.message for trial in trials)
+
+
+# --- trouble in the final -----------------------------------------------------------------------------------
+
+
+def called_back(run: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
+    """Returns a body that adds one by way of Python, where `run` is called with the config first."""
+
+    def body(x: Any, do: Any) -> Any:
+        def callback(x: Any) -> Any:
+            run(do)
+            time.sleep(0.01)  # what the configs have in common, so that all are finalists
+            return np.asarray(x) + 1
+
+        return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    return body
+
+
+@pytest.mark.usefixtures("quiet_place")
+@pytest.mark.parametrize("mood", ["crash", "raise"])
+def test_a_finalist_that_fails_only_in_the_final_does_not_break_the_sweep(
+    mood: str, notes: Notes, caplog: pytest.LogCaptureFixture, sweeps: list[sweep.Swept]
+) -> None:
+    def fails_in_its_second_process(do: str) -> None:
+        notes.add(do, os.getpid())
+        if len({line for line in notes.lines() if line.startswith(do)}) > 1:
+            if do == "crash":
+                ctypes.memset(0, 1, 1)
+            if do == "raise":
+                raise ArithmeticError("not again")
+
+    kernel = tuned(called_back(fails_in_its_second_process), ["good", mood])
+    template.shared()
+    with nothing_is_left(), caplog.at_level(logging.WARNING, "quarantune"):
+        result = kernel.tune(X)
+    assert ends(result.trials) == ["ok", "ok"]
+    assert sweeps[0].rounds_ms == {}
+    assert "could not be compared" in caplog.text
+    assert len({line for line in notes.lines() if line.startswith(mood)}) > 1
+    fastest = min(result.trials, key=lambda trial: trial.time_ms or 0)
+    assert result.best_config == fastest.config
+    assert len(fastest.samples_ms) <= 3
+
+
+def test_a_final_that_fails_in_this_process_does_not_break_the_sweep_either(caplog: pytest.LogCaptureFixture) -> None:
+    runs: list[int] = []
+
+    def fails_after_its_trial(do: int) -> None:
+        runs.append(do)
+        if runs.count(2) > 5:  # checked once, and timed once to no account and three times to some
+            raise ArithmeticError("not again")
+
+    kernel = tuned(called_back(fails_after_its_trial), [1, 2])
+    with here(), caplog.at_level(logging.WARNING, "quarantune"):
+        result = kernel.tune(X)
+    assert ends(result.trials) == ["ok", "ok"]
+    assert runs.count(2) == 6
+    assert "could not be compared" in caplog.text
+
+
+# --- where arguments come from ------------------------------------------------------------------------------
+
+SEVENS = np.full(3, 7, np.float32)
+EIGHTS = np.full(3, 8, np.float32)
+
+
+def given(*args: Any) -> Any:
+    return supply.arguments(args, {}, "auto")[0][0]
+
+
+def test_blocks_of_inputs_nest_and_end_also_by_an_exception() -> None:
+    assert given(X[:3]) is not SEVENS
+    with quarantune.set_autotune_inputs(SEVENS):
+        with contextlib.suppress(ArithmeticError), quarantune.set_autotune_inputs(EIGHTS):
+            assert given(X[:3]) is EIGHTS
+            raise ArithmeticError
+        assert given(X[:3]) is SEVENS
+    np.testing.assert_array_equal(given(X[:3]), X[:3])
+
+
+def test_a_block_of_inputs_is_that_of_its_own_thread() -> None:
+    seen: list[Any] = []
+    with quarantune.set_autotune_inputs(SEVENS):
+        thread = threading.Thread(target=lambda: seen.append(given(X[:3])))
+        thread.start()
+        thread.join()
+        assert given(X[:3]) is SEVENS
+    np.testing.assert_array_equal(seen[0], X[:3])
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(
+    ("inputs_given", "told"),
+    [
+        ((X[:2],), r"float32\[2\] where the call has an array of float32\[3\]: make them alike"),
+        ((X[:3].astype(np.int32),), r"int32\[3\] where the call has an array of float32\[3\]"),
+        ((3.0,), r"a Python float where the call has an array of float32\[3\]"),
+        ((X[:3], X[:3]), "arguments of the structure .* and the call has"),
+        ((), "arguments of the structure"),
+        (({"x": X[:3]},), "arguments of the structure"),
+    ],
+    ids=["shape", "dtype", "no array", "too many", "none", "a dict"],
+)
+def test_inputs_unlike_the_call_are_refused(inputs_given: tuple[Any, ...], told: str) -> None:
+    kernel = tuned(lambda x, do: x * do, [1, 2])
+    with quarantune.set_autotune_inputs(*inputs_given), pytest.raises(ValueError, match=told):
+        kernel(X[:3])
+    with pytest.raises(ValueError, match=told.replace("the call has", ".*")):
+        jax.jit(tuned(lambda x, do: x * do, [1, 2], supply=lambda _: inputs_given))(X[:3])
+
+
+@pytest.mark.usefixtures("no_process")
+def test_inputs_of_another_mode_are_refused() -> None:
+    @quarantune.autotune([{"do": 1}, {"do": 2}])
+    @functools.partial(jax.jit, static_argnames=["do", "mode"])
+    def kernel(x: Any, mode: str, do: int = 1) -> Any:
+        return x * do
+
+    with quarantune.set_autotune_inputs(SEVENS, "fast"), pytest.raises(ValueError, match=r"'fast' where .* 'exact'"):
+        kernel(SEVENS, "exact")
+
+
+def sees(number: float) -> Callable[..., bool]:
+    return lambda output, expected, x: bool((x == number).all())
+
+
+def test_inputs_given_for_a_block_beat_the_calls_own_and_serve_calls_inside_jit() -> None:
+    with quarantune.set_autotune_inputs(SEVENS):
+        concrete = tuned(lambda x, do: x * do, [2], check_fn=sees(7))
+        np.testing.assert_array_equal(concrete(EIGHTS), 2 * EIGHTS)
+        traced = tuned(lambda x, do: x * do, [3], check_fn=sees(7))
+        np.testing.assert_array_equal(jax.jit(lambda x: traced(x) + 1)(EIGHTS), 3 * EIGHTS + 1)
+    assert concrete.lookup(EIGHTS) == {"do": 2}
+
+
+def test_a_supplier_is_asked_once_with_shapes_where_there_are_no_concrete_arguments_and_only_there() -> None:
+    asked: list[Any] = []
+
+    def supplier(signature: Any) -> Any:
+        asked.append(signature)
+        (struct,) = signature
+        return (jnp.full(struct.shape, 7, struct.dtype),)
+
+    traced = tuned(lambda x, do: x * do, [2, 3], supply=supplier, check_fn=sees(7))
+    jax.jit(traced).lower(EIGHTS)
+    ((struct,),) = asked
+    assert isinstance(struct, jax.ShapeDtypeStruct)
+    assert (struct.shape, struct.dtype) == ((3,), np.float32)
+
+    concrete = tuned(lambda x, do: x * do, [2, 3], supply=supplier, check_fn=sees(8))
+    concrete(EIGHTS)
+    assert len(asked) == 1
+
+
+LOOKS_LIKE = {
+    "auto": lambda x: x.min() >= -1 and x.max() < 1 and x.std() > 0.1,
+    "uniform": lambda x: x.min() >= -1 and x.max() < 1 and x.std() > 0.1,
+    "integer": lambda x: (x == np.round(x)).all() and x.std() > 0.1,
+    "normal": lambda x: x.max() > 1.5 and x.min() < -1.5,
+    "randn": lambda x: x.max() > 1.5 and x.min() < -1.5,
+    "zeros": lambda x: (x == 0).all(),
+    "ones": lambda x: (x == 1).all(),
+}
+
+
+@pytest.mark.parametrize("kind", inputs.KINDS)
+def test_every_kind_of_supply_runs(kind: str) -> None:
+    looks_like = LOOKS_LIKE[kind]
+    kernel = tuned(
+        lambda x, do: x * do, [1], supply=kind, check_fn=lambda output, _, x: bool(looks_like(np.asarray(x)))
+    )
+    with here():
+        assert jax.jit(kernel)(X).shape == X.shape
+
+
+def test_integers_made_for_a_call_inside_jit_are_safe_as_indices(tmp_path: Path) -> None:
+    def check(output: Any, expected: Any, table: Any, indices: Any) -> bool:
+        return bool(jnp.isfinite(output).all() and (indices >= 0).all() and len(jnp.unique(indices)) > 1)
+
+    @quarantune.autotune([{"do": 1}], check_fn=check, **SOON)
+    @functools.partial(jax.jit, static_argnames=["do"])
+    def rows(table: Any, indices: Any, do: int = 1) -> Any:
+        return do * table.at[indices].get(mode="fill", fill_value=jnp.nan)
+
+    table, indices = jnp.ones((5, 4)), jnp.zeros((5, 100), jnp.int32)
+    assert jax.jit(rows)(table, indices).shape == (5, 100, 4)
+
+
+# --- pristine arguments -------------------------------------------------------------------------------------
+
+
+@everywhere
+def test_every_run_of_a_donating_config_gets_arguments_of_its_own(isolation: str) -> None:
+    def check(output: Any, expected: Any, x: Any) -> None:
+        np.testing.assert_array_equal(x, X)
+
+    @quarantune.autotune([{"do": 1.0}, {"do": 2.0}], ref_fn=lambda x: x, check_fn=check, warmup=2, rep=6)
+    @functools.partial(jax.jit, static_argnames=["do"], donate_argnames=["x"])
+    def kernel(x: Any, do: float = 1.0) -> Any:
+        return x * do
+
+    x = jnp.asarray(X)
+    with isolated(isolation):
+        assert {trial.outcome for trial in kernel.tune(x).trials} <= {Outcome.OK, Outcome.SLOW}
+    np.testing.assert_array_equal(x, X)  # and so does the caller
+
+
+def bench_of(fn: Callable[..., Any], *args: Any, **companions: Any) -> tuple[trial.Bench, int]:
+    packed = payload.pack_call(fn, args, {}, companions)
+    fd = spool.create("arrays", size_bytes=packed.spool_bytes)
+    payload.write_arrays(packed, fd)
+    tolerance = {"rtol": 0.0, "atol": 0.0, "max_mismatched_ratio": 0.0}
+    options = {"platform": "cpu", "warmup": 2, "rep": 5, "supply": "auto", "tolerance": tolerance}
+    return trial.Bench(packed.call, arrays_fd=fd, options={**options, "check_grad": False, "flush": None}), fd
+
+
+def test_a_plain_function_that_writes_into_its_argument_never_sees_what_was_written() -> None:
+    seen: list[float] = []
+
+    def scribble(x: Any, do: int) -> Any:
+        seen.append(float(x[0]))
+        x[:] = do
+        return x
+
+    def check(output: Any, expected: Any, x: Any) -> None:
+        np.testing.assert_array_equal(x, X)
+        np.testing.assert_array_equal(output, np.full_like(X, 5))
+
+    bench, fd = bench_of(scribble, X.copy(), check_fn=check)
+    try:
+        programs = [bench.compile({"do": do}, target=None) for do in (5, 6)]
+        bench.check(programs[0], expected_fd=None)
+        assert len(bench.measure(programs[0], bar_ms=None)["samples_ms"]) >= 3
+        assert len(bench.compare(programs)) == 2
+    finally:
+        os.close(fd)
+    assert len(seen) > 20
+    assert set(seen) == {-1.0}
+
+
+def test_a_big_argument_lies_in_memory_once_however_many_configs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    big = np.zeros(24 << 20, np.uint8)
+    kernel = tuned(lambda x, do: x[:8] + np.uint8(do), list(range(6)))
+    kernel.tune(X)  # what is imported and set up once
+    process = psutil.Process()
+    held: list[int] = []
+    resident: list[int] = []
+    run = sweep.run
+
+    def watching(*args: Any, on_tick: Callable[[], None], **kwargs: Any) -> Any:
+        def tick() -> None:
+            held.append(_held_in_nameless_files())
+            resident.append(process.memory_info().rss)
+            on_tick()
+
+        return run(*args, on_tick=tick, **kwargs)
+
+    monkeypatch.setattr(sweep, "run", watching)
+    before = process.memory_info().rss
+    trials = kernel.tune(big).trials
+    assert {trial.outcome for trial in trials} <= {Outcome.OK, Outcome.SLOW}
+    assert big.nbytes <= max(held) < 1.2 * big.nbytes
+    assert max(resident) - before < 1.5 * big.nbytes
+
+
+def _held_in_nameless_files() -> int:
+    """Returns how many bytes this process's nameless files in memory take, each counted once."""
+    files: dict[int, int] = {}
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:quarantune" in os.readlink(f"/proc/self/fd/{fd}"):
+                status = os.stat(f"/proc/self/fd/{fd}")
+                files[status.st_ino] = 512 * status.st_blocks
+    return sum(files.values())
+
+
+# --- the key ------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_one_bucket_share_one_sweep(sweeps: list[sweep.Swept], cache_dir: Path) -> None:
+    kernel = tuned(lambda x, do: x * 2 + 0 * do, [1, 2], key_fn=lambda x: {"rows": max(16, x.shape[0])})
+    for size in (3, 9, 16):
+        np.testing.assert_array_equal(kernel(X[:size]), 2 * X[:size])
+    np.testing.assert_array_equal(jax.jit(kernel)(X[:5]), 2 * X[:5])
+    assert len(sweeps) == 1
+    kernel(X[:17])
+    assert len(sweeps) == 2
+    (file,) = cache_dir.glob("*.json")
+    assert '"rows":16' in json.dumps(json.loads(file.read_text()), separators=(",", ":")).replace("\\", "")
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize("bucket", [{1, 2}, X, object(), float("nan")], ids=["set", "array", "object", "nan"])
+def test_a_bucket_that_json_cannot_hold_is_refused_by_value(bucket: Any) -> None:
+    kernel = tuned(lambda x, do: x * do, [1, 2], key_fn=lambda x: bucket)
+    with pytest.raises(TypeError, match=r"(?s)key_fn returned .*, which JSON cannot hold"):
+        kernel(X)
+
+
+def test_what_was_judged_otherwise_is_a_miss(sweeps: list[sweep.Swept]) -> None:
+    def variant(**options: Any) -> Any:
+        return tuned(lambda x, do: x * do, [1, 2], **{"name": "judged", "ref_fn": lambda x: x, **options})
+
+    with here():
+        variant().tune(X)
+    assert variant().lookup(X) == {"do": 1}
+    assert variant(warmup=3, rep=2, timeout=9).lookup(X) == {"do": 1}
+    for changed in (
+        {"ref_fn": lambda x: x + 0},
+        {"ref_fn": None},
+        {"rtol": 0.5},
+        {"atol": 0.5},
+        {"max_mismatched_ratio": 0.5},
+        {"check_fn": lambda output, expected, x: True},
+        {"check_grad": True},
+        {"supply": "ones"},
+    ):
+        assert variant(**changed).lookup(X) is None, changed
+    assert len(sweeps) == 1
+
+
+def test_a_failed_reference_is_no_result_to_remember(sweeps: list[sweep.Swept]) -> None:
+    moods = iter([boom, lambda x: x, lambda x: x])
+    kernel = tuned(lambda x, do: x * do, [1], ref_fn=lambda x: next(moods)(x))
+    with here():
+        with pytest.raises(quarantune.ReferenceFailedError):
+            kernel(X)
+        np.testing.assert_array_equal(kernel(X), X)
