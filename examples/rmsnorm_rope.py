@@ -39,12 +39,12 @@ def reference(x, weight, cos, sin, *, interpret: bool = False):
 
 
 # Warps are the GPU's: interpreted, configs that differ in nothing else are one program and are run once.
-SPACE = {"BT": [1, 2, 4, 16], "BH": [1, 4, 8], "warps": [1, 4, 8]}
+SPACE = {"BT": [1, 4, 16], "BH": [2, 8], "warps": [1, 4, 8]}
 
 
 @quarantune.autotune(SPACE, ref_fn=reference, rtol=2e-2, atol=2e-2)
 @functools.partial(jax.jit, static_argnames=["interpret", *SPACE])
-def rmsnorm_rope(x, weight, cos, sin, *, interpret: bool, BT: int = 1, BH: int = 4, warps: int = 4):
+def rmsnorm_rope(x, weight, cos, sin, *, interpret: bool, BT: int = 1, BH: int = 2, warps: int = 4):
     """Normalises and rotates x, (tokens, heads, depth), BT tokens and BH heads at a time."""
     tokens, heads, depth = x.shape
     rows = pl.BlockSpec((BT, BH, depth), lambda i, j: (i, j, 0))

@@ -45,8 +45,6 @@ HERE = Path({here!r})
 @quarantune.autotune({{"n": list(range(7))}}, warmup=0, rep=1, name="kernel")
 @functools.partial(jax.jit, static_argnames=["n"])
 def kernel(x, n: int = 0):
-    with open(HERE / "traced", "a") as file:
-        file.write(f"{{n}}\\n")
     if n == 2 and template.is_inside():  # the winner is traced in the caller, too
         misdeeds.leave_a_daemon()
     if n == 5 and (HERE / "hang").exists():

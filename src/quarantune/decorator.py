@@ -111,15 +111,13 @@ class Autotuned:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with the best config for these arguments."""
         # The path of every call of a training step: a look at the arguments and one at a dict.
-        array_type = self._array_type
-        key: list[Any] = []
-        for arg in args:
-            if type(arg) is not array_type:
+        if not kwargs:
+            try:
+                bound = self._memo[tuple([(arg.aval, arg.sharding) for arg in args])]
+            except (AttributeError, KeyError, TypeError):
                 return self._call_any(args, kwargs)
-            key.append((arg.aval, arg.sharding))
-        if kwargs or (bound := self._memo.get(tuple(key))) is None:
-            return self._call_any(args, kwargs)
-        return bound(*args)
+            return bound(*args)
+        return self._call_any(args, kwargs)
 
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Tunes for these arguments now, even if a result is cached, and remembers what it finds.

@@ -89,9 +89,9 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the trial as JSON-able data, with nothing left out."""
-        data = dataclasses.asdict(self)
-        data["samples_ms"] = list(self.samples_ms)
-        return data
+        # Not dataclasses.asdict: it copies all parts deeply, and this is done for every config.
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return data | {"config": dict(self.config), "samples_ms": list(self.samples_ms)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:

@@ -13,7 +13,7 @@ from typing import Any
 
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.keys import canonical_json, plain, safe_name, short_hash
-from quarantune.cache.owners import Owner
+from quarantune.cache.owners import this_host
 
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
 _TROUBLE_KEY = "trouble"
@@ -52,7 +52,7 @@ class Journal:
             TypeError: the record holds what JSON cannot.
         """
         text = json.dumps(plain(record, finite_only=False), separators=(",", ":"), allow_nan=False).encode("ascii")
-        path = self.directory / f"{self._stem}.{Owner.this_process().host}.jsonl"
+        path = self.directory / f"{self._stem}.{this_host()}.jsonl"
         try:
             _append_line(path, b"%08x %b\n" % (zlib.crc32(text), text))
         except OSError as error:

@@ -34,13 +34,18 @@ class Owner:
 
     def is_dead(self) -> bool:
         """Returns whether the process is gone for certain; False for one of another host."""
-        if self.host != _host_token(os.getpid()):
+        if self.host != this_host():
             return False
         status = _status(self.pid)
         if status is None:
             return not _exists(self.pid)
         state, started = status
         return state in "ZX" or self.started not in (0, started)
+
+
+def this_host() -> str:
+    """Returns the token for this host, as `Owner.host` has it."""
+    return _host_token(os.getpid())
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,0 +1,313 @@
+"""What a measured time means: throughput, bandwidth, and their shares of what the device could do."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelMetrics:
+    """What one kernel reached; what could not be told is None.
+
+    Attributes:
+        latency_ms: the time of one run, in milliseconds.
+        throughput_tflops: arithmetic in 10^12 operations per second.
+        bandwidth_gbps: memory traffic in 10^9 bytes per second.
+        flops_utilization: the share of the device's peak arithmetic, 1.0 being all of it.
+        bandwidth_utilization: the share of its peak memory bandwidth; above 1.0 a cache served part of the traffic.
+    """
+
+    latency_ms: float
+    throughput_tflops: float | None = None
+    bandwidth_gbps: float | None = None
+    flops_utilization: float | None = None
+    bandwidth_utilization: float | None = None
+
+    @property
+    def tflops(self) -> float | None:
+        """`throughput_tflops`, for short."""
+        return self.throughput_tflops
+
+    def __str__(self) -> str:
+        parts = [f"{self.latency_ms:.4g} ms"]
+        if self.throughput_tflops is not None:
+            parts.append(f"{self.throughput_tflops:.4g} TFLOP/s{_of_peak(self.flops_utilization)}")
+        if self.bandwidth_gbps is not None:
+            parts.append(f"{self.bandwidth_gbps:.4g} GB/s{_of_peak(self.bandwidth_utilization)}")
+        return ", ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DevicePeaks:
+    """What a device's vendor says it can do at most.
+
+    Attributes:
+        gbps: memory bandwidth in 10^9 bytes per second.
+        tflops: matrix arithmetic in 10^12 operations per second, without sparsity, by dtype; `float8` for every 8-bit
+            float, and for `float32` on NVIDIA the TF32 rate, as JAX's default precision multiplies with it.
+    """
+
+    gbps: float
+    tflops: Mapping[str, float]
+
+
+def device_peaks(kind: str) -> DevicePeaks | None:
+    """Returns the peaks of a kind of device, named exactly as JAX's `device_kind` does; None for one not in the table."""
+    return _PEAKS.get(kind)
+
+
+def from_counts(
+    latency_ms: float,
+    *,
+    flops: float | None = None,
+    bytes: float | None = None,
+    dtype: Any = None,
+    device: str | None = None,
+    peak_tflops: float | None = None,
+    peak_gbps: float | None = None,
+) -> KernelMetrics:
+    """Returns the metrics of a kernel whose work is known.
+
+    Throughput is `flops / time`, bandwidth `bytes / time`, and each utilization the share of the peak.
+
+    Args:
+        latency_ms: the time of one run, in milliseconds.
+        flops: arithmetic operations in one run; None if not known.
+        bytes: bytes that one run must read and write; None if not known.
+        dtype: what the matrix units multiply, which decides the peak in the table; None gives no `flops_utilization`
+            from the table.
+        device: the kind of device, whose peaks are looked up; None or an unknown kind gives no utilization.
+        peak_tflops: the device's peak in 10^12 operations per second; beats the table.
+        peak_gbps: its peak in 10^9 bytes per second; beats the table.
+
+    Raises:
+        ValueError: a time or a peak that is not positive, or a negative count.
+
+    Example:
+        >>> print(from_counts(2.0, flops=1e12, bytes=4e9, peak_tflops=1000, peak_gbps=4000))
+        2 ms, 500 TFLOP/s (50.0% of peak), 2000 GB/s (50.0% of peak)
+    """
+    _check_positive("latency_ms", latency_ms)
+    peaks = None if device is None else device_peaks(device)
+    if peak_tflops is None and peaks is not None and dtype is not None:
+        peak_tflops = peaks.tflops.get(_family(_numpy_dtype(dtype)))
+    if peak_gbps is None and peaks is not None:
+        peak_gbps = peaks.gbps
+    tflops = _rate("flops", flops, per_s=1e-12, latency_ms=latency_ms)
+    gbps = _rate("bytes", bytes, per_s=1e-9, latency_ms=latency_ms)
+    return KernelMetrics(
+        latency_ms=float(latency_ms),
+        throughput_tflops=tflops,
+        bandwidth_gbps=gbps,
+        flops_utilization=_share("peak_tflops", tflops, peak_tflops),
+        bandwidth_utilization=_share("peak_gbps", gbps, peak_gbps),
+    )
+
+
+def compute_gemm_metrics(
+    M: int,
+    N: int,
+    K: int,
+    latency_ms: float,
+    *,
+    dtype: Any = "bfloat16",
+    out_dtype: Any = None,
+    device: str | None = None,
+    peak_tflops: float | None = None,
+    peak_gbps: float | None = None,
+) -> KernelMetrics:
+    """Returns the metrics of a matrix product `[M, K] @ [K, N] -> [M, N]`.
+
+    Operations: `2 * M * N * K`, a multiplication and an addition for each term. Bytes: `(M * K + K * N) * size +
+    M * N * out_size`, each matrix moved once, which is the least there can be. Both as NVIDIA's "Matrix Multiplication
+    Background User's Guide" counts them.
+
+    Args:
+        M: rows of the left matrix and of the result.
+        N: columns of the right matrix and of the result.
+        K: columns of the left matrix, rows of the right one.
+        latency_ms: the time of one product, in milliseconds.
+        dtype: of the matrices multiplied.
+        out_dtype: of the result; None for that of the matrices.
+        device: the kind of device, whose peaks are looked up; None or an unknown kind gives no utilization.
+        peak_tflops: the device's peak in 10^12 operations per second; beats the table.
+        peak_gbps: its peak in 10^9 bytes per second; beats the table.
+
+    Raises:
+        TypeError: something that is no dtype.
+        ValueError: a time or a peak that is not positive, or a negative size.
+
+    Example:
+        >>> compute_gemm_metrics(4096, 4096, 4096, 0.1718, device="NVIDIA H200").tflops  # doctest: +ELLIPSIS
+        799.9...
+    """
+    for name, size in (("M", M), ("N", N), ("K", K)):
+        _check_count(name, size)
+    size = _numpy_dtype(dtype).itemsize
+    out_size = size if out_dtype is None else _numpy_dtype(out_dtype).itemsize
+    return from_counts(
+        latency_ms,
+        flops=2 * M * N * K,
+        bytes=(M * K + K * N) * size + M * N * out_size,
+        dtype=dtype,
+        device=device,
+        peak_tflops=peak_tflops,
+        peak_gbps=peak_gbps,
+    )
+
+
+def compute_elementwise_metrics(
+    numel: int,
+    latency_ms: float,
+    *,
+    dtype: Any = "bfloat16",
+    reads: int = 1,
+    writes: int = 1,
+    flops_per_element: float | None = None,
+    device: str | None = None,
+    peak_gbps: float | None = None,
+) -> KernelMetrics:
+    """Returns the metrics of a kernel that goes over arrays of one size, element by element.
+
+    Bytes: `numel * (reads + writes) * size`, the effective bandwidth of NVIDIA's "CUDA C++ Best Practices Guide".
+    There is no `flops_utilization`: the peaks in the table are those of matrix units, which such a kernel does not use.
+
+    Args:
+        numel: elements in each array.
+        latency_ms: the time of one run, in milliseconds.
+        dtype: of the arrays.
+        reads: arrays read.
+        writes: arrays written.
+        flops_per_element: arithmetic operations for each element; None gives no throughput.
+        device: the kind of device, whose peak is looked up; None or an unknown kind gives no utilization.
+        peak_gbps: the device's peak in 10^9 bytes per second; beats the table.
+
+    Raises:
+        TypeError: something that is no dtype.
+        ValueError: a time or a peak that is not positive, or a negative count.
+    """
+    for name, count in (("numel", numel), ("reads", reads), ("writes", writes)):
+        _check_count(name, count)
+    return from_counts(
+        latency_ms,
+        flops=None if flops_per_element is None else numel * flops_per_element,
+        bytes=numel * (reads + writes) * _numpy_dtype(dtype).itemsize,
+        device=device,
+        peak_gbps=peak_gbps,
+    )
+
+
+def _rate(name: str, count: float | None, *, per_s: float, latency_ms: float) -> float | None:
+    if count is None:
+        return None
+    _check_count(name, count)
+    return float(count) * per_s / (latency_ms * 1e-3)
+
+
+def _share(name: str, reached: float | None, peak: float | None) -> float | None:
+    if peak is None:
+        return None
+    _check_positive(name, peak)
+    return None if reached is None else reached / peak
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value!r}; give a number above zero.")
+
+
+def _check_count(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{name} is {value!r}; give a count, zero or more.")
+
+
+def _of_peak(share: float | None) -> str:
+    return "" if share is None else f" ({share:.1%} of peak)"
+
+
+def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
+    # By name, numpy finds only its own.
+    return np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
+
+
+def _family(dtype: np.dtype[Any]) -> str:
+    """Returns what the table calls a dtype."""
+    return "float8" if dtype.name.startswith("float8") else dtype.name
+
+
+# Dense rates: where a datasheet gives only those "with sparsity", half of them.
+# NVIDIA H100, H200, A100, L4 and L40S datasheets; "NVIDIA Ada GPU Architecture" whitepaper (FP32 accumulation) for GeForce.
+_HOPPER_SXM = {
+    "float64": 67.0,
+    "float32": 494.7,
+    "bfloat16": 989.4,
+    "float16": 989.4,
+    "float8": 1978.9,
+    "int8": 1978.9,
+}
+_HOPPER_PCIE = {
+    "float64": 51.0,
+    "float32": 378.0,
+    "bfloat16": 756.0,
+    "float16": 756.0,
+    "float8": 1513.0,
+    "int8": 1513.0,
+}
+_HOPPER_NVL = {
+    "float64": 60.0,
+    "float32": 417.5,
+    "bfloat16": 835.5,
+    "float16": 835.5,
+    "float8": 1670.5,
+    "int8": 1670.5,
+}
+_A100 = {"float64": 19.5, "float32": 156.0, "bfloat16": 312.0, "float16": 312.0, "int8": 624.0}
+_L4 = {"float32": 60.0, "bfloat16": 121.0, "float16": 121.0, "float8": 242.5, "int8": 242.5}
+_L40S = {"float32": 183.0, "bfloat16": 362.0, "float16": 362.0, "float8": 733.0, "int8": 733.0}
+_RTX_4090 = {"float32": 82.6, "bfloat16": 165.2, "float16": 165.2, "float8": 330.3, "int8": 660.6}
+# "AMD Instinct MI300X Accelerator" and "MI325X" data sheets.
+_CDNA3 = {
+    "float64": 163.4,
+    "float32": 163.4,
+    "bfloat16": 1307.4,
+    "float16": 1307.4,
+    "float8": 2614.9,
+    "int8": 2614.9,
+}
+_MI300X = DevicePeaks(gbps=5300.0, tflops=_CDNA3)
+# Google's Cloud TPU documentation, "System architecture" of each version, per chip: from v4 on, JAX's device is a chip.
+_TPU_V5E = DevicePeaks(gbps=819.0, tflops={"bfloat16": 197.0, "int8": 393.0})
+_TPU_V5P = DevicePeaks(gbps=2765.0, tflops={"bfloat16": 459.0, "int8": 918.0})
+_TPU_V6E = DevicePeaks(gbps=1640.0, tflops={"bfloat16": 918.0, "int8": 1836.0})
+
+_PEAKS: Mapping[str, DevicePeaks] = {
+    "NVIDIA H100 80GB HBM3": DevicePeaks(gbps=3350.0, tflops=_HOPPER_SXM),
+    "NVIDIA H100 PCIe": DevicePeaks(gbps=2000.0, tflops=_HOPPER_PCIE),
+    "NVIDIA H100 NVL": DevicePeaks(gbps=3900.0, tflops=_HOPPER_NVL),
+    "NVIDIA H200": DevicePeaks(gbps=4800.0, tflops=_HOPPER_SXM),
+    "NVIDIA H200 NVL": DevicePeaks(gbps=4800.0, tflops=_HOPPER_NVL),
+    "NVIDIA A100-SXM4-40GB": DevicePeaks(gbps=1555.0, tflops=_A100),
+    "NVIDIA A100-SXM4-80GB": DevicePeaks(gbps=2039.0, tflops=_A100),
+    "NVIDIA A100-PCIE-40GB": DevicePeaks(gbps=1555.0, tflops=_A100),
+    "NVIDIA A100 80GB PCIe": DevicePeaks(gbps=1935.0, tflops=_A100),
+    "NVIDIA L4": DevicePeaks(gbps=300.0, tflops=_L4),
+    "NVIDIA L40S": DevicePeaks(gbps=864.0, tflops=_L40S),
+    "NVIDIA GeForce RTX 4090": DevicePeaks(gbps=1008.0, tflops=_RTX_4090),
+    "AMD Instinct MI300X": _MI300X,
+    "AMD Instinct MI300X OAM": _MI300X,
+    "AMD Instinct MI325X": DevicePeaks(gbps=6000.0, tflops=_CDNA3),
+    "TPU v4": DevicePeaks(gbps=1200.0, tflops={"bfloat16": 275.0, "int8": 275.0}),
+    "TPU v5 lite": _TPU_V5E,
+    "TPU v5e": _TPU_V5E,
+    "TPU v5": _TPU_V5P,
+    "TPU v5p": _TPU_V5P,
+    "TPU v6 lite": _TPU_V6E,
+    "TPU v6e": _TPU_V6E,
+}
+"""By exact kind, so that a slice of a device (`... MIG 1g.10gb`) or a relative of it does not pass for the whole."""

@@ -1,0 +1,304 @@
+"""Ready-made config spaces, the rules that thin one out, and the device limits those rules go by."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from quarantune.outcomes import Config
+from quarantune.space import Configs, expand
+
+MATMUL_CONFIGS: dict[str, list[int]] = {
+    "BLOCK_M": [64, 128],
+    "BLOCK_N": [64, 128, 256],
+    "BLOCK_K": [32, 64],
+    "num_warps": [4, 8],
+    "num_stages": [2, 3],
+}
+"""For a 16-bit matrix product on a GPU: ours, the 48 configs that this project's own measurements use."""
+
+RMSNORM_ROPE_CONFIGS: dict[str, list[int]] = {
+    "BLOCK_SIZE": [64, 128, 256, 512, 1024],
+    "num_warps": [2, 4, 8],
+    "num_stages": [1, 2, 3],
+}
+"""For RMSNorm fused with rotary embedding: the values that triton_ops documents."""
+
+GATED_MLP_CONFIGS: dict[str, list[int]] = {
+    "BLOCK_M": [32, 64, 128],
+    "BLOCK_N": [32, 64, 128],
+    "BLOCK_K": [32, 64],
+    "num_warps": [4, 8],
+    "num_stages": [2, 3, 4],
+}
+"""For a gated MLP: the values that triton_ops documents."""
+
+FP8_GEMM_CONFIGS: dict[str, list[int]] = {
+    "BLOCK_M": [64, 128, 256],
+    "BLOCK_N": [64, 128, 256],
+    "BLOCK_K": [32, 64],
+    "GROUP_SIZE_M": [4, 8],
+    "num_warps": [4, 8],
+    "num_stages": [3, 4, 5],
+}
+"""For an 8-bit float matrix product: the values that triton_ops documents."""
+
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "matmul": {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
+    "rmsnorm_rope": {"BLOCK_SIZE": 128, "num_warps": 4, "num_stages": 2},
+    "gated_mlp": {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3},
+    "fp8_gemm": {
+        "BLOCK_M": 128,
+        "BLOCK_N": 128,
+        "BLOCK_K": 32,
+        "GROUP_SIZE_M": 8,
+        "num_warps": 4,
+        "num_stages": 4,
+    },
+}
+
+
+def get_default_config(kernel_type: str) -> Config:
+    """Returns a config to begin with, one of the named space of that kernel.
+
+    Args:
+        kernel_type: `matmul`, `rmsnorm_rope`, `gated_mlp` or `fp8_gemm`.
+
+    Raises:
+        ValueError: another kernel type.
+    """
+    if kernel_type not in _DEFAULTS:
+        raise ValueError(f"kernel_type is {kernel_type!r}; there are defaults for {', '.join(_DEFAULTS)}.")
+    return dict(_DEFAULTS[kernel_type])
+
+
+def generate_configs(config_space: Mapping[str, Any]) -> list[Config]:
+    """Returns every combination of a space's values, the last name varying fastest, as `quarantune.grid(**space)` does.
+
+    Args:
+        config_space: from names to lists of values.
+
+    Raises:
+        TypeError: something is no list of config values.
+        ValueError: there is no name, or a name without values.
+    """
+    return expand(config_space, fn_name="generate_configs")
+
+
+def filter_valid_configs(
+    configs: Configs,
+    hidden_dim: int | None = None,
+    intermediate_dim: int | None = None,
+    M: int | None = None,
+    N: int | None = None,
+    K: int | None = None,
+) -> list[Config]:
+    """Returns the configs whose blocks are not too big for the problem, in order.
+
+    A config is kept if all of these hold, as far as it has the name and the size is given:
+
+    - `BLOCK_SIZE <= hidden_dim`
+    - `BLOCK_M <= 2 * M` and `BLOCK_N <= 2 * N`: a masked block may reach over the edge, but not be mostly outside
+    - `BLOCK_K <= K`
+
+    These are the rules of triton_ops. One is added for a gated MLP, `[M, hidden] @ [hidden, intermediate]`: where `N` is
+    not given, `intermediate_dim` stands for it, and where `K` is not, `hidden_dim`. Blocks under other names are not looked
+    at. For kernels without masks, whose blocks must divide the problem, prune with `divides`.
+
+    Args:
+        configs: dicts, or a dict of lists that stands for its full grid.
+        hidden_dim: the model's width.
+        intermediate_dim: the width inside its MLP.
+        M: rows of a matrix product's result.
+        N: columns of its result.
+        K: the length summed over.
+
+    Returns:
+        The configs kept; none where no config fits.
+    """
+    listed = expand(configs, fn_name="filter_valid_configs") if isinstance(configs, Mapping) else configs
+    n = intermediate_dim if N is None else N
+    k = hidden_dim if K is None else K
+    most = {
+        "BLOCK_SIZE": hidden_dim,
+        "BLOCK_M": None if M is None else 2 * M,
+        "BLOCK_N": None if n is None else 2 * n,
+        "BLOCK_K": k,
+    }
+    limits = {name: limit for name, limit in most.items() if limit is not None}
+    return [
+        dict(config)
+        for config in listed
+        if all(config[name] <= limit for name, limit in limits.items() if name in config)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceLimits:
+    """The most that one block (a workgroup, a program instance) may use; None where there is no limit or it is not known.
+
+    Attributes:
+        shared_memory_per_block_bytes: on-chip memory that the kernel manages: shared memory, LDS, or a TPU core's VMEM.
+        registers_per_block: 32-bit registers of all its threads together.
+        registers_per_thread: 32-bit registers of one thread.
+        threads_per_block: threads.
+    """
+
+    shared_memory_per_block_bytes: int | None = None
+    registers_per_block: int | None = None
+    registers_per_thread: int | None = None
+    threads_per_block: int | None = None
+
+
+def device_limits(kind: str | None = None) -> DeviceLimits:
+    """Returns the limits of a kind of device; all None for one not in the table, such as a CPU.
+
+    Args:
+        kind: named as JAX's `device_kind` does; None for that of JAX's default device, which is found out without starting
+            a backend in this process.
+
+    Raises:
+        SandboxError: `kind` is None, and the default device could not be asked.
+    """
+    if kind is None:
+        from quarantune import discovery  # It imports JAX, which the rest of this module does without.
+
+        _, kind = discovery.platform_and_kind(None)
+    # A slice of a GPU has fewer multiprocessors, each as big as ever.
+    whole, _, _ = kind.partition(" MIG ")
+    return _LIMITS.get(whole, DeviceLimits())
+
+
+def fits_shared_memory(bytes_needed: int, *, device_kind: str | None = None) -> bool:
+    """Returns whether a block may have that much shared memory; True where the limit is not known.
+
+    Args:
+        bytes_needed: what one block keeps in shared memory, all pipeline stages together.
+        device_kind: as `device_limits` takes it.
+
+    Raises:
+        SandboxError: `device_kind` is None, and the default device could not be asked.
+
+    Example:
+        >>> def prune(config, a, b):  # a prune_fn
+        ...     tiles = (config["BLOCK_M"] + config["BLOCK_N"]) * config["BLOCK_K"] * a.dtype.itemsize
+        ...     return fits_shared_memory(tiles * config["num_stages"])
+    """
+    return _at_most(bytes_needed, device_limits(device_kind).shared_memory_per_block_bytes)
+
+
+def fits_registers(bytes_needed: int, *, threads: int, device_kind: str | None = None) -> bool:
+    """Returns whether a block can hold that much in registers, spread evenly over its threads; True where nothing is known.
+
+    What does not fit is spilled to memory, which is slow but works: prune by what must stay in registers, such as
+    accumulators (`BLOCK_M * BLOCK_N * 4` for float32).
+
+    Args:
+        bytes_needed: what one block keeps in registers.
+        threads: how many threads the block has: `num_warps` times 32, on AMD's data centre GPUs times 64.
+        device_kind: as `device_limits` takes it.
+
+    Raises:
+        SandboxError: `device_kind` is None, and the default device could not be asked.
+        ValueError: `threads` is not positive.
+    """
+    if threads < 1:
+        raise ValueError(f"threads is {threads!r}; give the number of threads in a block, at least 1.")
+    limits = device_limits(device_kind)
+    registers_each = -(-bytes_needed // (4 * threads))
+    return (
+        _at_most(threads, limits.threads_per_block)
+        and _at_most(registers_each, limits.registers_per_thread)
+        and _at_most(registers_each * threads, limits.registers_per_block)
+    )
+
+
+def divides(value: int, by: int) -> bool:
+    """Returns whether `value` is a whole number of blocks of size `by`.
+
+    Args:
+        value: a size of the problem.
+        by: a size of the block.
+
+    Raises:
+        ValueError: `by` is not positive.
+
+    Example:
+        >>> divides(4096, 128), divides(100, 64)
+        (True, False)
+    """
+    if by < 1:
+        raise ValueError(f"by is {by!r}; give the size of a block, at least 1.")
+    return value % by == 0
+
+
+def _at_most(value: int, limit: int | None) -> bool:
+    return limit is None or value <= limit
+
+
+def _cuda(shared_memory_kib: int) -> DeviceLimits:
+    return DeviceLimits(
+        shared_memory_per_block_bytes=shared_memory_kib * 1024,
+        registers_per_block=65536,
+        registers_per_thread=255,
+        threads_per_block=1024,
+    )
+
+
+def _tpu(vmem_mib: int) -> DeviceLimits:
+    return DeviceLimits(shared_memory_per_block_bytes=vmem_mib * 1024 * 1024)
+
+
+# NVIDIA's "CUDA C++ Programming Guide", technical specifications per compute capability. What a block gets of shared memory
+# without asking is 48 KiB; these are what it gets for asking, as the compilers do.
+_TURING = _cuda(64)
+_AMPERE_DATA_CENTRE = _cuda(163)
+_AMPERE_AND_ADA = _cuda(99)
+_HOPPER = _cuda(227)
+_BLACKWELL_DATA_CENTRE = _cuda(227)
+_BLACKWELL_GEFORCE = _cuda(99)
+# AMD's "GPU specifications" for ROCm (64 KiB of LDS and 512 KiB of vector registers in a compute unit) and the CDNA3
+# instruction set (512 vector registers a lane).
+_CDNA3 = DeviceLimits(
+    shared_memory_per_block_bytes=64 * 1024,
+    registers_per_block=512 * 1024 // 4,
+    registers_per_thread=512,
+    threads_per_block=1024,
+)
+# JAX's "TPU Hardware Reference". The compiler lets a kernel have less of it unless told otherwise.
+_TPU_V4, _TPU_V5E, _TPU_V5P, _TPU_V6E = _tpu(16), _tpu(128), _tpu(64), _tpu(128)
+
+_LIMITS: Mapping[str, DeviceLimits] = {
+    "Tesla T4": _TURING,
+    "NVIDIA A100-SXM4-40GB": _AMPERE_DATA_CENTRE,
+    "NVIDIA A100-SXM4-80GB": _AMPERE_DATA_CENTRE,
+    "NVIDIA A100-PCIE-40GB": _AMPERE_DATA_CENTRE,
+    "NVIDIA A100 80GB PCIe": _AMPERE_DATA_CENTRE,
+    "NVIDIA A10": _AMPERE_AND_ADA,
+    "NVIDIA A10G": _AMPERE_AND_ADA,
+    "NVIDIA GeForce RTX 3090": _AMPERE_AND_ADA,
+    "NVIDIA L4": _AMPERE_AND_ADA,
+    "NVIDIA L40": _AMPERE_AND_ADA,
+    "NVIDIA L40S": _AMPERE_AND_ADA,
+    "NVIDIA GeForce RTX 4090": _AMPERE_AND_ADA,
+    "NVIDIA H100 80GB HBM3": _HOPPER,
+    "NVIDIA H100 PCIe": _HOPPER,
+    "NVIDIA H100 NVL": _HOPPER,
+    "NVIDIA H200": _HOPPER,
+    "NVIDIA H200 NVL": _HOPPER,
+    "NVIDIA GH200 480GB": _HOPPER,
+    "NVIDIA B200": _BLACKWELL_DATA_CENTRE,
+    "NVIDIA GB200": _BLACKWELL_DATA_CENTRE,
+    "NVIDIA GeForce RTX 5090": _BLACKWELL_GEFORCE,
+    "AMD Instinct MI300X": _CDNA3,
+    "AMD Instinct MI300X OAM": _CDNA3,
+    "AMD Instinct MI325X": _CDNA3,
+    "TPU v4": _TPU_V4,
+    "TPU v5 lite": _TPU_V5E,
+    "TPU v5e": _TPU_V5E,
+    "TPU v5": _TPU_V5P,
+    "TPU v5p": _TPU_V5P,
+    "TPU v6 lite": _TPU_V6E,
+    "TPU v6e": _TPU_V6E,
+}
