@@ -1,4 +1,4 @@
-"""Tunes RMSNorm and rotary embedding of attention's queries, fused into one Pallas kernel that reads them once."""
+"""Tunes RMSNorm and rotary embedding of attention's queries, fused into one Pallas kernel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reference(x, weight, cos, sin, *, interpret: bool = False):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-# Warps are the GPU's: interpreted, configs that differ in nothing else are one program and are run once.
+# Warps are the GPU's: interpreted, configs that differ in nothing else are one program, run once.
 SPACE = {"BT": [1, 4, 16], "BH": [2, 8], "warps": [1, 4, 8]}
 
 
@@ -68,10 +68,11 @@ def rotations(tokens: int, depth: int):
 
 
 def main() -> None:
-    """Tunes, prints what every config came to and what that gains over the defaults, and checks the winner."""
+    """Tunes, prints every config's fate and what the best gains over the defaults, and checks the winner."""
     interpret = jax.default_backend() == "cpu"
-    (tokens, heads, depth), dtype = ((256, 8, 64), jnp.float32) if interpret else ((8192, 32, 128), jnp.bfloat16)
-    x = jax.random.normal(jax.random.key(0), (tokens, heads, depth), dtype)
+    shape, dtype = ((256, 8, 64), jnp.float32) if interpret else ((8192, 32, 128), jnp.bfloat16)
+    tokens, _, depth = shape
+    x = jax.random.normal(jax.random.key(0), shape, dtype)
     weight = jax.random.uniform(jax.random.key(1), (depth,), dtype, 0.5, 1.5)
     cos, sin = rotations(tokens, depth)
 
@@ -83,10 +84,11 @@ def main() -> None:
     print(f"the defaults take {default_ms / result.time_ms:.2f}x the tuned config's time")
 
     out = rmsnorm_rope(x, weight, cos, sin, interpret=interpret)  # the winner, without tuning again
-    error = jnp.max(jnp.abs(out - reference(x, weight, cos, sin)))
-    if not error <= 0.05:
-        sys.exit(f"the result is off by {error:.3g}")
-    print(f"agrees with plain JAX to {error:.1e}")
+    expected = reference(x, weight, cos, sin)
+    error = jnp.max(jnp.abs(out - expected)) / jnp.max(jnp.abs(expected))
+    if not error <= 0.01:
+        sys.exit(f"the result is off by {error:.1%} of its largest element")
+    print(f"agrees with plain JAX to {error:.1e} of its largest element")
 
 
 if __name__ == "__main__":

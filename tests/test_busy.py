@@ -19,7 +19,7 @@ from quarantune import TuningResult
 from quarantune.outcomes import Config
 
 HEADS, LENGTH, DEPTH = 2, 256, 32
-SPACE = {"q_chunk": [32, 128], "k_chunk": [8, 64, 256]}
+SPACE = {"q_chunk": [8, 32, 128], "k_chunk": [8, 256]}
 SWEEPS = 3
 REGRET = 0.1
 ATTEMPTS = 2
@@ -27,7 +27,7 @@ ATTEMPTS = 2
 
 @quarantune.autotune(SPACE, rep=10)
 @functools.partial(jax.jit, static_argnames=["q_chunk", "k_chunk"])
-def attention(q: jax.Array, k: jax.Array, v: jax.Array, q_chunk: int = 32, k_chunk: int = 8) -> jax.Array:
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, q_chunk: int = 8, k_chunk: int = 8) -> jax.Array:
     """Blockwise attention: a scan over blocks of keys, for each block of queries."""
 
     def chunks(x: jax.Array, size: int) -> jax.Array:

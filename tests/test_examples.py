@@ -40,7 +40,13 @@ def run(example: str, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize(
     ("example", "configs", "verdict"),
-    [("matmul.py", 18, r"agrees with a @ b"), ("attention.py", 16, r"agrees with the direct formula")],
+    [
+        ("matmul.py", 18, r"agrees with a @ b"),
+        ("attention.py", 16, r"agrees with the direct formula"),
+        ("rmsnorm_rope.py", 18, r"the defaults take \d.*\nagrees with plain JAX"),
+        ("gated_mlp.py", 32, r"the defaults take \d.*\nagrees with plain JAX"),
+        ("fp8_matmul.py", 16, r"the defaults take \d.*\nagrees with plain JAX"),
+    ],
 )
 def test_an_example_tunes_every_config_and_checks_the_winner(
     example: str, configs: int, verdict: str, tmp_path: Path

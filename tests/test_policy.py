@@ -651,7 +651,7 @@ def test_a_config_that_crashed_for_one_shape_is_tried_last_with_a_shorter_deadli
         return list(dict.fromkeys(traced))
 
     first = moody.tune(np.zeros(4, np.float32))
-    assert first.failures == {"crashed": 1}
+    assert first.trials[0].outcome == "crashed"
     assert tried(4) == ["1", "2", "3"]
     second = moody.tune(np.zeros(5, np.float32))
     assert tried(5) == ["2", "3", "1"]
@@ -660,7 +660,7 @@ def test_a_config_that_crashed_for_one_shape_is_tried_last_with_a_shorter_deadli
     assert "longer than 1 s" in second.trials[0].message
     third = moody.tune(np.zeros(6, np.float32))
     assert tried(6) == ["2", "3", "1"]
-    assert [trial.outcome for trial in third.trials] == ["ok"] * 3
+    assert not any(trial.outcome.is_failure for trial in third.trials)
     moody.tune(np.zeros(7, np.float32))
     assert tried(7) == ["1", "2", "3"], "what worked meanwhile is trusted again"
 
@@ -674,6 +674,6 @@ def test_a_config_that_timed_out_gets_the_whole_of_a_raised_deadline(name: str) 
         return x
 
     with quarantune.settings(compile_timeout=0.5):
-        assert slow.tune(X).failures == {"timeout": 1}
+        assert slow.tune(X).trials[0].outcome == "timeout"
     with quarantune.settings(compile_timeout=3.0):
-        assert slow.tune(X).failures == {}
+        assert not slow.tune(X).trials[0].outcome.is_failure

@@ -320,7 +320,7 @@ def test_what_its_first_samples_rule_out_is_slow_is_told_and_cannot_win(sweeps: 
     result = tuned(lambda x, do: after(do, x), [20, 4000], rep=20).tune(X)
     fast, slow = result.trials
     assert (fast.outcome, slow.outcome) == (Outcome.OK, Outcome.SLOW)
-    assert len(slow.samples_ms) == 3
+    assert len(slow.samples_ms) in (1, 3)
     assert re.match(r"at best \S+ ms, where another config takes \S+", slow.message)
     assert result.best_config == fast.config
     assert sweeps[0].rounds_ms == {}

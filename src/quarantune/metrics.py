@@ -58,7 +58,11 @@ class DevicePeaks:
 
 
 def device_peaks(kind: str) -> DevicePeaks | None:
-    """Returns the peaks of a kind of device, named exactly as JAX's `device_kind` does; None for one not in the table."""
+    """Returns the peaks of a kind of device, None for one not in the table.
+
+    Args:
+        kind: named exactly as JAX's `device_kind` does.
+    """
     return _PEAKS.get(kind)
 
 
@@ -242,15 +246,9 @@ def _family(dtype: np.dtype[Any]) -> str:
 
 
 # Dense rates: where a datasheet gives only those "with sparsity", half of them.
-# NVIDIA H100, H200, A100, L4 and L40S datasheets; "NVIDIA Ada GPU Architecture" whitepaper (FP32 accumulation) for GeForce.
-_HOPPER_SXM = {
-    "float64": 67.0,
-    "float32": 494.7,
-    "bfloat16": 989.4,
-    "float16": 989.4,
-    "float8": 1978.9,
-    "int8": 1978.9,
-}
+# NVIDIA's H100, H200, A100, L4 and L40S datasheets; for GeForce its "Ada GPU Architecture" whitepaper, at FP32
+# accumulation.
+_HOPPER_SXM = {"float64": 67.0, "float32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9, "int8": 1978.9}
 _HOPPER_PCIE = {
     "float64": 51.0,
     "float32": 378.0,
@@ -259,32 +257,18 @@ _HOPPER_PCIE = {
     "float8": 1513.0,
     "int8": 1513.0,
 }
-_HOPPER_NVL = {
-    "float64": 60.0,
-    "float32": 417.5,
-    "bfloat16": 835.5,
-    "float16": 835.5,
-    "float8": 1670.5,
-    "int8": 1670.5,
-}
+_HOPPER_NVL = {"float64": 60.0, "float32": 417.5, "bfloat16": 835.5, "float16": 835.5, "float8": 1670.5, "int8": 1670.5}
 _A100 = {"float64": 19.5, "float32": 156.0, "bfloat16": 312.0, "float16": 312.0, "int8": 624.0}
 _L4 = {"float32": 60.0, "bfloat16": 121.0, "float16": 121.0, "float8": 242.5, "int8": 242.5}
 _L40S = {"float32": 183.0, "bfloat16": 362.0, "float16": 362.0, "float8": 733.0, "int8": 733.0}
 _RTX_4090 = {"float32": 82.6, "bfloat16": 165.2, "float16": 165.2, "float8": 330.3, "int8": 660.6}
 # "AMD Instinct MI300X Accelerator" and "MI325X" data sheets.
-_CDNA3 = {
-    "float64": 163.4,
-    "float32": 163.4,
-    "bfloat16": 1307.4,
-    "float16": 1307.4,
-    "float8": 2614.9,
-    "int8": 2614.9,
-}
+_CDNA3 = {"float64": 163.4, "float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4, "float8": 2614.9, "int8": 2614.9}
 _MI300X = DevicePeaks(gbps=5300.0, tflops=_CDNA3)
 # Google's Cloud TPU documentation, "System architecture" of each version, per chip: from v4 on, JAX's device is a chip.
 _TPU_V5E = DevicePeaks(gbps=819.0, tflops={"bfloat16": 197.0, "int8": 393.0})
-_TPU_V5P = DevicePeaks(gbps=2765.0, tflops={"bfloat16": 459.0, "int8": 918.0})
-_TPU_V6E = DevicePeaks(gbps=1640.0, tflops={"bfloat16": 918.0, "int8": 1836.0})
+_TPU_V5P = DevicePeaks(gbps=2765.0, tflops={"bfloat16": 459.0})
+_TPU_V6E = DevicePeaks(gbps=1638.0, tflops={"bfloat16": 918.0, "int8": 1836.0})
 
 _PEAKS: Mapping[str, DevicePeaks] = {
     "NVIDIA H100 80GB HBM3": DevicePeaks(gbps=3350.0, tflops=_HOPPER_SXM),

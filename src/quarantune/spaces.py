@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quarantune.outcomes import Config
@@ -102,9 +102,9 @@ def filter_valid_configs(
     - `BLOCK_M <= 2 * M` and `BLOCK_N <= 2 * N`: a masked block may reach over the edge, but not be mostly outside
     - `BLOCK_K <= K`
 
-    These are the rules of triton_ops. One is added for a gated MLP, `[M, hidden] @ [hidden, intermediate]`: where `N` is
-    not given, `intermediate_dim` stands for it, and where `K` is not, `hidden_dim`. Blocks under other names are not looked
-    at. For kernels without masks, whose blocks must divide the problem, prune with `divides`.
+    These are the rules of triton_ops. One is added for a gated MLP, `[M, hidden] @ [hidden, intermediate]`: where `N`
+    is not given, `intermediate_dim` stands for it, and where `K` is not, `hidden_dim`. Blocks under other names are not
+    looked at. For kernels without masks, whose blocks must divide the problem, prune with `divides`.
 
     Args:
         configs: dicts, or a dict of lists that stands for its full grid.
@@ -117,7 +117,7 @@ def filter_valid_configs(
     Returns:
         The configs kept; none where no config fits.
     """
-    listed = expand(configs, fn_name="filter_valid_configs") if isinstance(configs, Mapping) else configs
+    listed: Iterable[Mapping[str, Any]] = generate_configs(configs) if isinstance(configs, Mapping) else configs
     n = intermediate_dim if N is None else N
     k = hidden_dim if K is None else K
     most = {
@@ -136,7 +136,7 @@ def filter_valid_configs(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceLimits:
-    """The most that one block (a workgroup, a program instance) may use; None where there is no limit or it is not known.
+    """The most that one block (a workgroup, a program instance) may use; None where nothing is known to limit it.
 
     Attributes:
         shared_memory_per_block_bytes: on-chip memory that the kernel manages: shared memory, LDS, or a TPU core's VMEM.
@@ -155,8 +155,8 @@ def device_limits(kind: str | None = None) -> DeviceLimits:
     """Returns the limits of a kind of device; all None for one not in the table, such as a CPU.
 
     Args:
-        kind: named as JAX's `device_kind` does; None for that of JAX's default device, which is found out without starting
-            a backend in this process.
+        kind: named as JAX's `device_kind` does; None for that of JAX's default device, found out without starting a
+            backend in this process.
 
     Raises:
         SandboxError: `kind` is None, and the default device could not be asked.
@@ -189,10 +189,10 @@ def fits_shared_memory(bytes_needed: int, *, device_kind: str | None = None) -> 
 
 
 def fits_registers(bytes_needed: int, *, threads: int, device_kind: str | None = None) -> bool:
-    """Returns whether a block can hold that much in registers, spread evenly over its threads; True where nothing is known.
+    """Returns whether a block can hold that much in registers; True where the limits are not known.
 
-    What does not fit is spilled to memory, which is slow but works: prune by what must stay in registers, such as
-    accumulators (`BLOCK_M * BLOCK_N * 4` for float32).
+    The bytes are taken to be spread evenly over the threads. What does not fit is spilled to memory, which is slow but
+    works: prune by what must stay in registers, such as accumulators (`BLOCK_M * BLOCK_N * 4` for float32).
 
     Args:
         bytes_needed: what one block keeps in registers.
@@ -250,8 +250,8 @@ def _tpu(vmem_mib: int) -> DeviceLimits:
     return DeviceLimits(shared_memory_per_block_bytes=vmem_mib * 1024 * 1024)
 
 
-# NVIDIA's "CUDA C++ Programming Guide", technical specifications per compute capability. What a block gets of shared memory
-# without asking is 48 KiB; these are what it gets for asking, as the compilers do.
+# NVIDIA's "CUDA C++ Programming Guide", technical specifications per compute capability. A block gets 48 KiB of shared
+# memory without asking; these are what it gets for asking, as compilers do.
 _TURING = _cuda(64)
 _AMPERE_DATA_CENTRE = _cuda(163)
 _AMPERE_AND_ADA = _cuda(99)

@@ -1,0 +1,468 @@
+"""What five other autotuners document runs here, with no more changed than names, as the README's table has them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+import quarantune
+from quarantune import Outcome, metrics, resolve, spaces, sweep
+
+QUICK = {"warmup": 1, "rep": 3}
+
+
+@pytest.fixture
+def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """Notes the configs of every sweep."""
+    started: list[list[Any]] = []
+    run = sweep.run
+
+    def noting(problem: sweep.Problem, configs: Any, **rest: Any) -> Any:
+        started.append(list(configs.values()))
+        return run(problem, configs, **rest)
+
+    monkeypatch.setattr(sweep, "run", noting)
+    return started
+
+
+def tiled_matmul() -> Callable[..., Any]:
+    """Returns a Pallas matmul; a function within a function, so that workers need not import this module."""
+
+    def tile(a_ref: Any, b_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = jnp.dot(a_ref[...], b_ref[...])
+
+    def pallas_matmul(a: Any, b: Any, *, BM: int, BN: int) -> Any:
+        (m, k), n = a.shape, b.shape[1]
+        return pl.pallas_call(
+            tile,
+            out_shape=jax.ShapeDtypeStruct((m, n), a.dtype),
+            grid=(m // BM, n // BN),
+            in_specs=[pl.BlockSpec((BM, k), lambda i, j: (i, 0)), pl.BlockSpec((k, BN), lambda i, j: (0, j))],
+            out_specs=pl.BlockSpec((BM, BN), lambda i, j: (i, j)),
+            interpret=True,
+        )(a, b)
+
+    return pallas_matmul
+
+
+def matrices(m: int = 64, k: int = 32, n: int = 64) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.normal(size=(m, k)), jnp.float32), jnp.asarray(rng.normal(size=(k, n)), jnp.float32)
+
+
+def entries(cache_dir: Path) -> list[dict[str, Any]]:
+    """Returns what the only cache file holds, by the layout that people read."""
+    (file,) = cache_dir.glob("*.json")
+    (by_key,) = json.loads(file.read_text()).values()
+    return list(by_key.values())
+
+
+# --- tonno ----------------------------------------------------------------------------------------------------
+
+
+def test_tonnos_usage_tunes_once_for_a_shape_and_steps_aside_for_a_tunable_given_by_hand(
+    sweeps: list[list[Any]], cache_dir: Path
+) -> None:
+    pallas_matmul = tiled_matmul()
+    configs = [{"BM": 32, "BN": 32}, {"BM": 32, "BN": 64}]
+
+    @quarantune.autotune(configs=configs, warmup=1, rep=3)
+    @jax.jit(static_argnames=["BM", "BN"])
+    def matmul(a: jax.Array, b: jax.Array, BM: int = 32, BN: int = 64) -> jax.Array:
+        assert isinstance(BM, int)
+        return pallas_matmul(a, b, BM=BM, BN=BN)
+
+    a, b = matrices()
+    overridden = matmul(a, b, BM=16, BN=32)
+    assert sweeps == []
+    for _ in range(2):
+        np.testing.assert_allclose(matmul(a, b), a @ b, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(overridden, a @ b, rtol=1e-4, atol=1e-4)
+    assert sweeps == [configs]
+    (entry,) = entries(cache_dir)
+    assert entry["config"] in configs
+    assert entry["time_ms"] > 0
+    assert entry["key_values"]
+
+
+def test_tonnos_non_tunable_static_argument_is_part_of_the_key(sweeps: list[list[Any]], cache_dir: Path) -> None:
+    @quarantune.autotune(configs=[{"BM": 32}, {"BM": 64}], warmup=1, rep=3)
+    @jax.jit(static_argnames=["BM", "transpose"])
+    def matmul(a: jax.Array, b: jax.Array, transpose: bool = False, BM: int = 32) -> jax.Array:
+        product = jnp.concatenate([a[:BM] @ b, a[BM:] @ b])
+        return product.T if transpose else product
+
+    a, b = matrices(m=96)
+    np.testing.assert_allclose(matmul(a, b), a @ b, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(matmul(a, b, transpose=True), (a @ b).T, rtol=1e-4, atol=1e-4)
+    assert len(sweeps) == len(entries(cache_dir)) == 2
+
+
+@pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
+def test_tonnos_sweep_inside_a_trace_bakes_the_winner_into_the_program(transform: str, sweeps: list[list[Any]]) -> None:
+    @quarantune.autotune(configs=[{"BM": 1}, {"BM": 2}], warmup=1, rep=3)
+    @jax.jit(static_argnames=["BM"])
+    def scaled(a: jax.Array, BM: int = 0) -> jax.Array:
+        if BM != 2:
+            raise ArithmeticError("only the config 2 is any good")
+        return a * BM
+
+    a = jnp.ones((2, 8))
+    calls = {
+        "jit": jax.jit(lambda a: scaled(a) + 0),
+        "grad": jax.jit(jax.grad(lambda a: scaled(a).sum())),
+        "vmap": jax.vmap(scaled),
+    }
+    np.testing.assert_array_equal(calls[transform](a), np.full((2, 8), 2.0))
+    assert sweeps == [[{"BM": 1}, {"BM": 2}]]
+
+
+# --- TileLang -------------------------------------------------------------------------------------------------
+
+
+def tilelang_kernel() -> Callable[..., Any]:
+    """Returns the guide's matmul: tunables with defaults, and a dtype that is not tuned."""
+    pallas_matmul = tiled_matmul()
+
+    @jax.jit(static_argnames=["block_M", "block_N", "accum_dtype"])
+    def matmul(A: Any, B: Any, block_M: int = 64, block_N: int = 64, accum_dtype: str = "float32") -> Any:
+        return pallas_matmul(A.astype(accum_dtype), B.astype(accum_dtype), BM=block_M, BN=block_N).astype(A.dtype)
+
+    return matmul
+
+
+def blocks(*sizes: int) -> list[dict[str, int]]:
+    return [{"block_M": size, "block_N": 64} for size in sizes]
+
+
+def test_tilelangs_decorator_takes_a_space_made_for_the_problem_and_inputs_set_for_a_block(
+    sweeps: list[list[Any]],
+) -> None:
+    def matmul_configs(A: Any, B: Any) -> Iterator[dict[str, int]]:
+        (M, K), N = A.shape, B.shape[1]
+        large = min(M, N, K) >= 32
+        for BM in [64] if large else [16, 32]:
+            for BN in [32, 64]:
+                yield dict(block_M=BM, block_N=BN)
+
+    given = jnp.full((64, 16), 2.0)
+
+    def saw_the_given_inputs(C: Any, _: Any, A: Any, B: Any) -> bool:
+        return bool((A == 2).all())
+
+    matmul = quarantune.autotune(configs=matmul_configs, warmup=25, rep=100, timeout=60, check_fn=saw_the_given_inputs)(
+        tilelang_kernel()
+    )
+
+    A, B = jnp.ones((64, 16)), jnp.ones((16, 64))
+    with quarantune.set_autotune_inputs(given, B):
+        np.testing.assert_array_equal(matmul(A, B), np.full((64, 64), 16.0))
+        np.testing.assert_array_equal(matmul(A, B), np.full((64, 64), 16.0))
+    assert [[config["block_M"] for config in configs] for configs in sweeps] == [[16, 16, 32, 32]]
+    with quarantune.set_autotune_inputs(jnp.full((64, 32), 2.0), jnp.ones((32, 64))):
+        matmul(jnp.ones((64, 32)), jnp.ones((32, 64)))
+    assert [config["block_M"] for config in sweeps[1]] == [64, 64]
+
+
+def test_tilelangs_programmatic_tuner_gives_the_best_kernel_its_latency_and_its_config() -> None:
+    def allclose(C: Any, _: Any, A: Any, B: Any) -> bool:
+        return bool(jnp.allclose(C, (A @ B).astype(C.dtype), rtol=1e-2, atol=1e-2))
+
+    tuner = quarantune.AutoTuner(
+        tilelang_kernel(), blocks(32, 64), warmup=25, rep=100, timeout=60, supply="auto", check_fn=allclose
+    )
+    A, B = matrices()
+    artifact = tuner.run(A, B)
+    assert artifact.best_config in blocks(32, 64)
+    assert artifact.time_ms == min(trial.time_ms for trial in artifact.trials if trial.outcome is Outcome.OK) > 0
+    np.testing.assert_allclose(artifact.fn(A, B), A @ B, rtol=1e-4, atol=1e-4)
+
+
+KINDS = {
+    "auto": lambda A: (jnp.abs(A) <= 1).all() & (A.std() > 0.1),
+    "integer": lambda A: (A == jnp.round(A)).all(),
+    "uniform": lambda A: (jnp.abs(A) <= 1).all() & (A.std() > 0.1),
+    "normal": lambda A: (jnp.abs(A) > 1).any(),
+    "randn": lambda A: (jnp.abs(A) > 1).any(),
+    "zeros": lambda A: (A == 0).all(),
+    "ones": lambda A: (A == 1).all(),
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "a function"])
+def test_tilelangs_inputs_are_of_the_kind_that_supply_says_or_from_a_function(kind: str) -> None:
+    is_right = KINDS.get(kind, lambda A: (A == 7).all())
+
+    def supply_prog(signature: Any) -> list[Any]:
+        return [jnp.full(param.shape, 7, param.dtype) for param in signature]
+
+    @jax.jit(static_argnames=["block"])
+    def doubled(A: Any, block: int = 1) -> Any:
+        return A * 2
+
+    tuner = quarantune.AutoTuner(
+        doubled,
+        [{"block": 1}],
+        supply=supply_prog if kind == "a function" else kind,
+        check_fn=lambda C, _, A: bool(is_right(A)),
+        **QUICK,
+    )
+    assert tuner.run(jax.ShapeDtypeStruct((32, 32), jnp.float32)).best_config == {"block": 1}
+
+
+def drifting() -> Callable[..., Any]:
+    """Returns a kernel that is off in one element of a hundred by `drift`."""
+
+    @jax.jit(static_argnames=["drift"])
+    def shifted(A: Any, drift: float = 0.0) -> Any:
+        return A.at[0].add(drift)
+
+    return shifted
+
+
+CHECKS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "ref_prog": ({"ref_fn": lambda A: A, "max_mismatched_ratio": 0}, ["ok", "ok", "wrong"]),
+    "max_mismatched_ratio": ({"ref_fn": lambda A: A, "max_mismatched_ratio": 0.01}, ["ok", "ok", "ok"]),
+    "rtol and atol": (
+        {"ref_fn": lambda A: A, "max_mismatched_ratio": 0, "rtol": 0, "atol": 1e-4},
+        ["ok", "wrong", "wrong"],
+    ),
+    "manual_check_prog": ({"check_fn": lambda C, _, A: bool((C == A).all())}, ["ok", "wrong", "wrong"]),
+    "skip_check": ({}, ["ok", "ok", "ok"]),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_tilelangs_checks_keep_wrong_results_from_winning(check: str) -> None:
+    options, outcomes = CHECKS[check]
+    result = quarantune.AutoTuner(drifting(), {"drift": [0.0, 1e-3, 1.0]}, **options, **QUICK).run(jnp.ones(100))
+    assert ["wrong" if trial.outcome is Outcome.WRONG else "ok" for trial in result.trials] == outcomes
+    assert not any(trial.outcome.is_failure for trial in result.trials if trial.outcome is not Outcome.WRONG)
+
+
+def test_tilelangs_check_may_raise_where_a_result_is_wrong() -> None:
+    def manual_check_prog(C: Any, _: Any, A: Any) -> None:
+        np.testing.assert_array_equal(C, A)
+
+    options = {"check_fn": manual_check_prog, **QUICK}
+    result = quarantune.AutoTuner(drifting(), {"drift": [1.0, 0.0]}, **options).run(jnp.ones(100))
+    assert result.best_config == {"drift": 0.0}
+    assert result.failures == {"wrong": 1}
+
+
+def test_tilelangs_par_compile_gives_kernels_in_the_order_of_the_configs() -> None:
+    cfgs = blocks(64, 48, 32)  # 64 is no multiple of 48
+    A, B = matrices()
+    impl = tilelang_kernel()
+
+    @jax.jit(static_argnames=["block_M", "block_N"])
+    def factory(A: Any, B: Any, block_M: int = 64, block_N: int = 64) -> Any:
+        if A.shape[0] % block_M:
+            raise ValueError("blocks must divide")
+        return impl(A, B, block_M=block_M, block_N=block_N) + block_M
+
+    with pytest.warns(UserWarning, match=r"'block_M': 48.* did not compile: error: .*blocks must divide"):
+        kernels = quarantune.compile_configs(factory, cfgs, A, B, num_workers=2)
+    assert kernels[1] is None
+    for size, kernel in ((64, kernels[0]), (32, kernels[2])):
+        assert kernel is not None
+        np.testing.assert_allclose(kernel(A, B), A @ B + size, rtol=1e-4, atol=1e-4)
+
+
+def test_tilelangs_artifact_is_saved_for_people_and_programs_and_loaded_again(tmp_path: Path) -> None:
+    A, B = matrices()
+    artifact = quarantune.AutoTuner(tilelang_kernel(), blocks(32, 64), **QUICK).run(A, B)
+    save_dir = tmp_path / "out" / "best" / "matmul_64"
+    artifact.save(save_dir)
+    said = json.loads((save_dir / "result.json").read_text())
+    assert (said["best_config"], said["time_ms"]) == (artifact.best_config, artifact.time_ms)
+
+    restored = quarantune.TuningResult.load(save_dir, trusted=True)
+    assert restored == artifact
+    np.testing.assert_allclose(restored.fn(A, B), A @ B, rtol=1e-4, atol=1e-4)
+    with pytest.raises(quarantune.SavedResultError, match="trusted=True"):
+        quarantune.TuningResult.load(save_dir).fn(A, B)
+
+
+# --- TritonAutoTuner ------------------------------------------------------------------------------------------
+
+
+def test_triton_auto_tuners_example_tunes_a_plain_function_and_its_cache_is_read_by_kernel_size_and_device(
+    cache_dir: Path,
+) -> None:
+    def dummy_kernel(x: Any, BLOCK_SIZE: int = 64, num_warps: int = 4) -> Any:
+        return x * 2
+
+    tuner = quarantune.AutoTuner(
+        dummy_kernel,
+        {
+            "BLOCK_SIZE": [64, 128],
+            "num_warps": [4, 8],
+        },
+        name="dummy",
+        key_fn=lambda x: x.shape,
+        warmup=2,
+        rep=5,
+    )
+    x = np.ones(1024, np.float32)
+    result = tuner.run(x)
+
+    assert result.best_config in spaces.generate_configs({"BLOCK_SIZE": [64, 128], "num_warps": [4, 8]})
+    assert len(result.trials) == 4
+    assert result.metrics(bytes=2 * x.nbytes).bandwidth_gbps == pytest.approx(2 * x.nbytes / result.time_ms / 1e6)
+    assert quarantune.TuningCache(cache_dir).get("dummy", result.key, result.device) == result.best_config
+    assert tuner.run(x).from_cache
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_triton_auto_tuners_config_cache_gets_puts_lists_and_clears(on_disk: bool, tmp_path: Path) -> None:
+    with quarantune.settings(disable_cache=not on_disk):
+        cache = quarantune.TuningCache(tmp_path / "configs" if on_disk else None)
+        cache.put("gated_mlp", (1024, 4096), "cuda:0", {"BLOCK_M": 64})
+        cache.put("gated_mlp", (1024, 4096), "cuda:1", {"BLOCK_M": 32})
+        assert cache.get("gated_mlp", (1024, 4096), "cuda:0") == {"BLOCK_M": 64}
+        assert cache.get("gated_mlp", (1024, 4096), "cuda:1") == {"BLOCK_M": 32}
+        assert cache.get("gated_mlp", (2048, 4096), "cuda:0") is None
+        assert [(key.kernel_type, key.device) for key in cache.keys()] == [
+            ("gated_mlp", "cuda:0"),
+            ("gated_mlp", "cuda:1"),
+        ]
+        assert bool(list(tmp_path.glob("configs/*.json"))) == on_disk
+        cache.clear()
+        assert cache.keys() == []
+        assert cache.get("gated_mlp", (1024, 4096), "cuda:0") is None
+
+
+def test_triton_auto_tuner_fails_with_an_error_where_no_config_succeeds() -> None:
+    def broken_kernel(x: Any, BLOCK_SIZE: int = 64) -> Any:
+        raise ArithmeticError(f"no luck with {BLOCK_SIZE}")
+
+    with pytest.raises(quarantune.TuningFailedError, match="no luck with 64") as caught:
+        quarantune.AutoTuner(broken_kernel, {"BLOCK_SIZE": [64, 128]}, **QUICK).run(np.ones(8))
+    assert [trial.outcome for trial in caught.value.trials] == [Outcome.ERROR] * 2
+
+
+def test_triton_auto_tuners_spaces_and_metric_helpers_have_their_names() -> None:
+    for kernel_type in ("rmsnorm_rope", "gated_mlp", "fp8_gemm"):
+        space = getattr(spaces, f"{kernel_type.upper()}_CONFIGS")
+        configs = spaces.generate_configs(space)
+        assert len(configs) == math.prod(map(len, space.values()))
+        assert spaces.get_default_config(kernel_type) in configs
+    valid = spaces.filter_valid_configs(configs, hidden_dim=None, intermediate_dim=None, M=32, N=4096, K=4096)
+    assert {config["BLOCK_M"] for config in valid} == {64}
+    gemm = metrics.compute_gemm_metrics(1024, 1024, 1024, 1.0)
+    assert gemm.tflops == pytest.approx(2 * 1024**3 / 1e9)
+    assert metrics.compute_elementwise_metrics(10**6, 1.0).bandwidth_gbps == pytest.approx(4.0)
+    assert isinstance(gemm, metrics.KernelMetrics)
+
+
+# --- Triton-distributed ---------------------------------------------------------------------------------------
+
+
+def gemm_function() -> quarantune.Autotuned:
+    """Returns the function-level example: its configs by name, keyed and pruned by functions of the arguments."""
+    pallas_matmul = tiled_matmul()
+
+    def get_config_space() -> list[dict[str, int]]:
+        return [{"BLOCK_SIZE_M": BM, "BLOCK_SIZE_K": BK} for BM in [32, 64] for BK in [32, 64]]
+
+    def key_fn(A: Any, B: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (A.shape[0] <= 128, B.shape, str(A.dtype))
+
+    def prune_fn(config: Any, A: Any, B: Any, *args: Any, **kwargs: Any) -> bool:
+        shared_mem = config["BLOCK_SIZE_M"] * config["BLOCK_SIZE_K"] * A.dtype.itemsize
+        return bool(shared_mem < 12 * 1024)
+
+    @quarantune.autotune(get_config_space(), key_fn=key_fn, prune_fn=prune_fn, name="my_gemm_function", **QUICK)
+    @functools.partial(jax.jit, static_argnames=["BLOCK_SIZE_M", "BLOCK_SIZE_K"])
+    def my_gemm_function(A: Any, B: Any, BLOCK_SIZE_M: int = 32, BLOCK_SIZE_K: int = 32) -> Any:
+        return pallas_matmul(A, B, BM=BLOCK_SIZE_M, BN=32)
+
+    return my_gemm_function
+
+
+def test_triton_distributeds_space_is_pruned_and_calls_with_one_key_share_a_sweep(
+    sweeps: list[list[Any]], cache_dir: Path
+) -> None:
+    my_gemm_function = gemm_function()
+    for rows in (64, 128):
+        A, B = matrices(m=rows)
+        np.testing.assert_allclose(my_gemm_function(A, B), A @ B, rtol=1e-4, atol=1e-4)
+    assert sweeps == [[{"BLOCK_SIZE_M": BM, "BLOCK_SIZE_K": BK} for BM, BK in ((32, 32), (32, 64), (64, 32))]]
+    (entry,) = entries(cache_dir)
+    assert entry["key_values"] == {"key_fn": [True, [32, 64], "float32"]}
+    assert entry["trials"]["pruned"] == 1
+
+
+def test_triton_distributeds_environment_forces_another_sweep_and_checks_versions(
+    sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = resolve.versions()
+    with monkeypatch.context() as then:
+        then.setattr(resolve, "versions", lambda: {**now, "jax": "0.0.1"})
+        gemm_function()(*matrices())
+    assert len(sweeps) == 1
+    with monkeypatch.context() as strict:
+        strict.setenv("QUARANTUNE_VERSION_CHECK", "1")
+        gemm_function()(*matrices())
+        assert len(sweeps) == 2
+        gemm_function()(*matrices())
+        assert len(sweeps) == 2
+    monkeypatch.setenv("QUARANTUNE_ALWAYS_TUNE", "1")
+    gemm_function()(*matrices())
+    assert len(sweeps) == 3
+
+
+def test_triton_distributeds_per_call_switches_run_untuned_and_tell_more(
+    sweeps: list[list[Any]], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    my_gemm_function = gemm_function()
+    A, B = matrices()
+    np.testing.assert_allclose(my_gemm_function.default(A, B), A @ B, rtol=1e-4, atol=1e-4)
+    assert sweeps == []
+    with quarantune.settings(progress=1), caplog.at_level(logging.INFO, logger="quarantune"):
+        np.testing.assert_allclose(my_gemm_function(A, B), A @ B, rtol=1e-4, atol=1e-4)
+    assert "my_gemm_function: 4/4, best " in capsys.readouterr().err
+    assert "my_gemm_function: BLOCK_SIZE_M=32 BLOCK_SIZE_K=32: ok " in caplog.text
+
+
+def test_triton_distributeds_contextual_example_tunes_every_kernel_within_the_function(
+    sweeps: list[list[Any]],
+) -> None:
+    pallas_matmul = tiled_matmul()
+
+    @quarantune.autotune([{"BLOCK": 8}, {"BLOCK": 16}], name="gather")
+    @jax.jit(static_argnames=["BLOCK"])
+    def copy_and_gather(a: Any, BLOCK: int = 8) -> Any:
+        return jnp.concatenate([a[start : start + BLOCK] for start in range(0, a.shape[0], BLOCK)])
+
+    @quarantune.autotune([{"BM": 32, "BN": 32}, {"BM": 32, "BN": 64}, {"BM": 64, "BN": 64}], name="consumer")
+    @jax.jit(static_argnames=["BM", "BN"])
+    def kernel_consumer_gemm(a: Any, b: Any, BM: int = 32, BN: int = 32) -> Any:
+        return pallas_matmul(a, b, BM=BM, BN=BN)
+
+    @quarantune.contextual_autotune(n_warmup=1, n_repeat=3)
+    def run_ag_gemm(a: Any, b: Any) -> Any:
+        return kernel_consumer_gemm(copy_and_gather(a), b)
+
+    A, B = matrices()
+    for _ in range(2):
+        np.testing.assert_allclose(run_ag_gemm(A, B), A @ B, rtol=1e-4, atol=1e-4)
+    swept = len(sweeps)
+    result = run_ag_gemm.tune(A, B)
+    assert [kernel.name for kernel in result.kernels] == ["gather", "consumer"]
+    assert [len(kernel.result.trials) for kernel in result.kernels] == [2, 3]
+    assert result.kernels[0].config in ({"BLOCK": 8}, {"BLOCK": 16})
+    assert "consumer" in result.table()
+    assert len(sweeps) == 2 * swept > 0
