@@ -30,7 +30,7 @@ from quarantune.outcomes import SandboxError
 from quarantune.sandbox import pool, spool, template
 from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
 
-OPTIONS = sweep._worker_options("cpu", Options(warmup=0, rep=1), flush=None)
+OPTIONS = sweep._worker_options("cpu", Options(warmup=0, rep=1))
 SOURCES = str(Path(quarantune.__file__).parents[1])
 PATIENCE_S = 20.0
 """For what should take milliseconds, on a machine that may be busy."""
@@ -635,7 +635,7 @@ from quarantune.sandbox import pool, spool, template
 import workload
 
 TASK = {"do": "compile", "trial": 0, "config": {}, "target": None, "last": True,
-        "options": sweep._worker_options("cpu", Options(), flush=None)}
+        "options": sweep._worker_options("cpu", Options())}
 
 def one_sweep(sandbox):
     number = sandbox.start(TASK)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 import quarantune
 from quarantune import Outcome, metrics, resolve, spaces, sweep
 
-QUICK = {"warmup": 1, "rep": 3}
+QUICK: dict[str, Any] = {"warmup": 1, "rep": 3}
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     return started
 
 
-def tiled_matmul() -> Callable[..., Any]:
+def tiled_matmul() -> Callable[..., jax.Array]:
     """Returns a Pallas matmul; a function within a function, so that workers need not import this module."""
 
     def tile(a_ref: Any, b_ref: Any, out_ref: Any) -> None:
@@ -119,7 +119,7 @@ def test_tonnos_sweep_inside_a_trace_bakes_the_winner_into_the_program(transform
         return a * BM
 
     a = jnp.ones((2, 8))
-    calls = {
+    calls: dict[str, Callable[..., Any]] = {
         "jit": jax.jit(lambda a: scaled(a) + 0),
         "grad": jax.jit(jax.grad(lambda a: scaled(a).sum())),
         "vmap": jax.vmap(scaled),
@@ -154,7 +154,7 @@ def test_tilelangs_decorator_takes_a_space_made_for_the_problem_and_inputs_set_f
         large = min(M, N, K) >= 32
         for BM in [64] if large else [16, 32]:
             for BN in [32, 64]:
-                yield dict(block_M=BM, block_N=BN)
+                yield {"block_M": BM, "block_N": BN}
 
     given = jnp.full((64, 16), 2.0)
 
@@ -179,19 +179,32 @@ def test_tilelangs_programmatic_tuner_gives_the_best_kernel_its_latency_and_its_
     def allclose(C: Any, _: Any, A: Any, B: Any) -> bool:
         return bool(jnp.allclose(C, (A @ B).astype(C.dtype), rtol=1e-2, atol=1e-2))
 
+    phases: list[tuple[int, str]] = []
     tuner = quarantune.AutoTuner(
-        tilelang_kernel(), blocks(32, 64), warmup=25, rep=100, timeout=60, supply="auto", check_fn=allclose
+        tilelang_kernel(),
+        blocks(32, 64),
+        warmup=25,
+        rep=100,
+        timeout=60,
+        supply="auto",
+        check_fn=allclose,
+        on_progress=lambda index, phase: phases.append((index, phase)),
     )
     A, B = matrices()
     artifact = tuner.run(A, B)
-    assert artifact.best_config in blocks(32, 64)
-    assert artifact.time_ms == min(trial.time_ms for trial in artifact.trials if trial.outcome is Outcome.OK) > 0
+    (winner,) = [trial for trial in artifact.trials if trial.config == artifact.best_config]
+    assert winner.outcome is Outcome.OK
+    assert winner.time_ms == artifact.time_ms > 0
+    assert [trial.config for trial in artifact.trials] == blocks(32, 64)
+    for config in (0, 1):
+        entered = dict.fromkeys(phase for index, phase in phases if index == config)
+        assert [*entered] == ["load", "compile", "check", "measure", "end"]
     np.testing.assert_allclose(artifact.fn(A, B), A @ B, rtol=1e-4, atol=1e-4)
 
 
-KINDS = {
+KINDS: dict[str, Callable[[Any], Any]] = {
     "auto": lambda A: (jnp.abs(A) <= 1).all() & (A.std() > 0.1),
-    "integer": lambda A: (A == jnp.round(A)).all(),
+    "integer": lambda A: (jnp.round(A) == A).all(),
     "uniform": lambda A: (jnp.abs(A) <= 1).all() & (A.std() > 0.1),
     "normal": lambda A: (jnp.abs(A) > 1).any(),
     "randn": lambda A: (jnp.abs(A) > 1).any(),
@@ -255,8 +268,8 @@ def test_tilelangs_check_may_raise_where_a_result_is_wrong() -> None:
     def manual_check_prog(C: Any, _: Any, A: Any) -> None:
         np.testing.assert_array_equal(C, A)
 
-    options = {"check_fn": manual_check_prog, **QUICK}
-    result = quarantune.AutoTuner(drifting(), {"drift": [1.0, 0.0]}, **options).run(jnp.ones(100))
+    tuner = quarantune.AutoTuner(drifting(), {"drift": [1.0, 0.0]}, check_fn=manual_check_prog, **QUICK)
+    result = tuner.run(jnp.ones(100))
     assert result.best_config == {"drift": 0.0}
     assert result.failures == {"wrong": 1}
 
@@ -280,19 +293,29 @@ def test_tilelangs_par_compile_gives_kernels_in_the_order_of_the_configs() -> No
         np.testing.assert_allclose(kernel(A, B), A @ B + size, rtol=1e-4, atol=1e-4)
 
 
-def test_tilelangs_artifact_is_saved_for_people_and_programs_and_loaded_again(tmp_path: Path) -> None:
-    A, B = matrices()
-    artifact = quarantune.AutoTuner(tilelang_kernel(), blocks(32, 64), **QUICK).run(A, B)
-    save_dir = tmp_path / "out" / "best" / "matmul_64"
+def test_tilelangs_artifact_is_saved_for_people_and_loaded_without_compiling(tmp_path: Path) -> None:
+    traced = tmp_path / "traced"
+
+    @jax.jit(static_argnames=["block"])
+    def doubled(A: Any, block: int = 1) -> Any:
+        with traced.open("a", encoding="utf-8") as file:
+            file.write("traced\n")
+        return A * 2
+
+    A = jnp.arange(64.0)
+    artifact = quarantune.AutoTuner(doubled, {"block": [1, 2]}, **QUICK).run(A)
+    save_dir = tmp_path / "out" / "best" / "doubled_64"
     artifact.save(save_dir)
     said = json.loads((save_dir / "result.json").read_text())
     assert (said["best_config"], said["time_ms"]) == (artifact.best_config, artifact.time_ms)
 
+    before = traced.read_text()
     restored = quarantune.TuningResult.load(save_dir, trusted=True)
     assert restored == artifact
-    np.testing.assert_allclose(restored.fn(A, B), A @ B, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(restored.fn(A), A * 2)
+    assert traced.read_text() == before
     with pytest.raises(quarantune.SavedResultError, match="trusted=True"):
-        quarantune.TuningResult.load(save_dir).fn(A, B)
+        quarantune.TuningResult.load(save_dir).fn(A)
 
 
 # --- TritonAutoTuner ------------------------------------------------------------------------------------------
@@ -334,7 +357,7 @@ def test_triton_auto_tuners_config_cache_gets_puts_lists_and_clears(on_disk: boo
         assert cache.get("gated_mlp", (1024, 4096), "cuda:0") == {"BLOCK_M": 64}
         assert cache.get("gated_mlp", (1024, 4096), "cuda:1") == {"BLOCK_M": 32}
         assert cache.get("gated_mlp", (2048, 4096), "cuda:0") is None
-        assert [(key.kernel_type, key.device) for key in cache.keys()] == [
+        assert [(key.kernel_type, key.device) for key in sorted(cache.keys())] == [
             ("gated_mlp", "cuda:0"),
             ("gated_mlp", "cuda:1"),
         ]
@@ -403,6 +426,24 @@ def test_triton_distributeds_space_is_pruned_and_calls_with_one_key_share_a_swee
     (entry,) = entries(cache_dir)
     assert entry["key_values"] == {"key_fn": [True, [32, 64], "float32"]}
     assert entry["trials"]["pruned"] == 1
+
+
+def test_triton_distributeds_function_is_a_plain_one_whose_tunables_need_no_default(cache_dir: Path) -> None:
+    def my_gemm_function(A: Any, B: Any, gemm_config: Any, straggler_option: Any = None) -> Any:
+        BLOCK_SIZE_M, _ = gemm_config
+        rows = range(0, len(A), BLOCK_SIZE_M)
+        return np.concatenate([A[start : start + BLOCK_SIZE_M] @ B for start in rows])
+
+    tuner = quarantune.AutoTuner(my_gemm_function, {"gemm_config": [(16, "x"), (32, "y")]}, **QUICK)
+    A, B = map(np.asarray, matrices())
+    result = tuner.run(A, B)
+    assert [trial.config["gemm_config"] for trial in result.trials] == [(16, "x"), (32, "y")]
+    np.testing.assert_allclose(result.fn(A, B), A @ B, rtol=1e-4, atol=1e-4)
+    assert tuner.run(A, B, straggler_option=None).from_cache
+    assert not tuner.run(A, B, straggler_option=3).from_cache
+    assert not tuner.run(A, B, straggler_option=4).from_cache
+    with pytest.raises(TypeError, match="'B'"):
+        tuner.run(A)
 
 
 def test_triton_distributeds_environment_forces_another_sweep_and_checks_versions(

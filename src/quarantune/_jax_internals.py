@@ -10,7 +10,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -267,19 +267,18 @@ def _closure(function: Any) -> Mapping[str, Any]:
 
 
 def as_weak(array: jax.Array) -> jax.Array:
-    """Returns the same buffer as a weakly typed array.
+    """Returns the same buffers as a weakly typed array.
 
     Private because the public ways to a weakly typed array that is not a scalar compile a program for it.
 
     Args:
-        array: an array on one device.
+        array: an array, all of it in this process.
     """
     from jax._src.array import ArrayImpl
 
-    buffer: Any = array
-    weak: jax.Array = ArrayImpl(
-        buffer.aval.update(weak_type=True), buffer.sharding, [buffer], committed=buffer.committed
-    )
+    whole: Any = array
+    buffers = [shard.data for shard in whole.addressable_shards] if len(whole.sharding.device_set) > 1 else [whole]
+    weak: jax.Array = ArrayImpl(whole.aval.update(weak_type=True), whole.sharding, buffers, committed=whole.committed)
     return weak
 
 
@@ -500,3 +499,21 @@ def is_tracing() -> bool:
     from jax._src import core
 
     return not core.trace_state_clean()
+
+
+def target_config(devices: Sequence[Any]) -> str | None:
+    """Returns what XLA's compiler must know of a GPU to compile for it without having it; None where it cannot be had.
+
+    The public `jax.experimental.topologies` takes such a description and gives none; the client's own topology has it.
+
+    Args:
+        devices: this process's devices.
+    """
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+    if devices[0].platform != "gpu":
+        return None
+    try:
+        return str(xla_client.get_topology_for_devices(list(devices)).target_config)
+    except (AttributeError, RuntimeError, TypeError):
+        return None

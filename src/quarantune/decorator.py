@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from quarantune import _jax_internals, naming, payload, space
+from quarantune import _jax_internals, assignments, naming, payload, space
 from quarantune.options import Options, checked_options
 from quarantune.outcomes import Config
 from quarantune.result import TuningResult
@@ -92,7 +92,9 @@ class Autotuned:
         self._configs = listed
         self._options = options
         self._array_type = _jax_internals.array_type()
-        self._memo: dict[Any, Callable[..., Any]] = {}
+        self._own_memo: dict[Any, Callable[..., Any]] = {}
+        self._memo = self._own_memo
+        assignments.register(self)
 
     @functools.cached_property
     def _resolver(self) -> Resolver:
@@ -128,7 +130,7 @@ class Autotuned:
         try:
             return self._resolver.tune(args, kwargs)
         finally:
-            self._memo.clear()
+            self._own_memo.clear()
 
     def lookup(self, *args: Any, **kwargs: Any) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
@@ -157,7 +159,7 @@ class Autotuned:
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds to an instance, as a function does."""
-        return self if instance is None else _Bound(self, instance)
+        return self if instance is None else Bound(self, instance)
 
     def __repr__(self) -> str:
         """Says what is tuned."""
@@ -168,7 +170,8 @@ class Autotuned:
         if payload.travels_by_name(self):
             return self.__qualname__
         self._jit_options.check_can_travel(_name_of(self))
-        return _rebuild, (self._jitted.__wrapped__, self._jit_options, self._configs, self._options)
+        options = dataclasses.replace(self._options, name=self.name)  # a worker's `__main__` is another
+        return _rebuild, (self._jitted.__wrapped__, self._jit_options, self._configs, options)
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
         """Returns the config to add to a call: none where it has one of its own, or is to run untuned."""
@@ -178,7 +181,9 @@ class Autotuned:
 
     def _call_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = self._memo_key(args, kwargs)
-        if key is not None and (bound := self._memo.get(key)) is not None:
+        assignment = assignments.current()
+        memo = self._own_memo if assignment is None else assignment.memo(self)
+        if key is not None and (bound := memo.get(key)) is not None:
             return bound(*args, **kwargs)
         if self._resolver.tunables_given(args, kwargs):
             bound = self.__wrapped__
@@ -188,9 +193,14 @@ class Autotuned:
                 return self.__wrapped__(*args, **kwargs)  # untuned for now: another job may tune it any time
             bound = functools.partial(self.__wrapped__, **config)
         if key is not None:
-            self._memo[key] = bound
+            memo[key] = bound
+            self._memo = memo
         with self._resolver.lending():
             return bound(*args, **kwargs)
+
+    def _switch_memo(self, memo: dict[Any, Callable[..., Any]] | None) -> None:
+        """Looks for bound functions in another memo from now on, or in its own again."""
+        self._memo = self._own_memo if memo is None else memo
 
     def _memo_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns what tells this call from others within the process; None where that takes a closer look."""
@@ -222,7 +232,7 @@ class Autotuned:
         return (structure, *[self._token(leaf, False) for leaf in leaves])
 
 
-class _Bound:
+class Bound:
     """An autotuned function bound to an instance, as a method is."""
 
     def __init__(self, function: Autotuned, instance: object) -> None:

@@ -1,4 +1,4 @@
-"""Which devices a sweep may use, what a worker must be told to see one of them, and leases on them."""
+"""Which devices a sweep may use, what a worker must be told to see some of them, and leases on them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quarantune import host
@@ -24,12 +24,12 @@ _YIELD_S = 0.12
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One device that can be measured on.
+    """One device that can be measured on, or several that are one trial's.
 
     Attributes:
         platform: `cpu`, `cuda`, `rocm` or `tpu`.
         kind: what the cache calls it, such as `NVIDIA H200`; for a CPU the processor's model and the cores available.
-        token: what names it in the platform's visibility variable; empty for a CPU.
+        token: what names it in the platform's visibility variable, several with commas between; empty for a CPU.
     """
 
     platform: str
@@ -42,8 +42,13 @@ class Device:
         return f"{self.platform}:{self.token}" if self.token else self.platform
 
     @property
+    def members(self) -> tuple[Device, ...]:
+        """The single devices it is made of."""
+        return tuple(dataclasses.replace(self, token=token) for token in self.token.split(","))
+
+    @property
     def environ(self) -> dict[str, str]:
-        """The environment variables that make it the only device a process sees."""
+        """The environment variables that make it all that a process sees."""
         variable = _VISIBLE.get(self.platform)
         return {} if variable is None else {variable: self.token}
 
@@ -82,6 +87,32 @@ def visible_devices(
     return devices if allowed is None else _select(devices, allowed)
 
 
+def grouped(devices: Sequence[Device], size: int) -> list[Device]:
+    """Returns devices joined into groups for trials that need several.
+
+    Args:
+        devices: single devices of one kind.
+        size: how many make a group.
+
+    Returns:
+        The groups, in order; devices that are too few for one more are left out.
+
+    Raises:
+        ValueError: there is not one group.
+    """
+    if len(devices) < size:
+        there = ", ".join(device.name for device in devices)
+        raise ValueError(
+            f"devices_per_trial={size} needs {size} devices of one kind, and there are {len(devices)} to use ({there}): "
+            "make more visible, or ask for fewer"
+        )
+    starts = range(0, len(devices) - size + 1, size)
+    return [
+        dataclasses.replace(devices[start], token=",".join(device.token for device in devices[start : start + size]))
+        for start in starts
+    ]
+
+
 def _select(devices: list[Device], allowed: Sequence[str]) -> list[Device]:
     selected = []
     for name in allowed:
@@ -99,6 +130,7 @@ def _select(devices: list[Device], allowed: Sequence[str]) -> list[Device]:
 class Lease:
     """The machine-wide right to measure on a device: other tuners, in any process or thread, wait for it.
 
+    That of a group is the right to every device in it, taken whole or not at all, so that no two wait for each other.
     It is a name in Linux's abstract socket namespace: the kernel frees it with its holder, whatever that dies of, and there
     is no file to be left behind. A second name says that somebody waits, so that a busy tuner lets others have a turn.
     Where there are no such names every tuner has its way at once.
@@ -107,8 +139,8 @@ class Lease:
     def __init__(self, device: Device) -> None:
         """Args: device: the device."""
         self._device = device
-        self._held: socket.socket | None = None
-        self._waiting: socket.socket | None = None
+        self._held: list[socket.socket] = []
+        self._waiting: dict[str, socket.socket] = {}
         self._waits_since: float | None = None
         self._had_turn = False
         self._not_before = 0.0
@@ -123,19 +155,20 @@ class Lease:
         Returns:
             Whether it is held now. After a minute of refusals it counts as held, with a warning.
         """
-        if self._held is not None or self._unlocked or sys.platform != "linux":
+        if self._held or self._unlocked or sys.platform != "linux":
             return True
         if self._had_turn:
             self._had_turn = False
             self._not_before = now + _YIELD_S if self._somebody_waits() else now
         if now < self._not_before:
             return False
-        self._held = _bind(self._name("lease"))
-        if self._held is not None:
+        self._held = _bind_all(self._names("lease"))
+        if self._held:
             self._stop_waiting()
             return True
-        if self._waiting is None:
-            self._waiting = _bind(self._name("queue"))
+        for name in self._names("queue"):
+            if name not in self._waiting and (place := _bind(name)) is not None:
+                self._waiting[name] = place
         if self._waits_since is None:
             self._waits_since = now
             _logger.info("waiting for %s: another tuner is measuring on it", self._device.name)
@@ -151,25 +184,23 @@ class Lease:
         """Gives the lease up; one that is not held is no harm."""
         self._stop_waiting()
         self._unlocked = False
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        if self._held:
+            _close_all(self._held)
+            self._held = []
             self._had_turn = True
 
     def _somebody_waits(self) -> bool:
-        probe = _bind(self._name("queue"))
-        if probe is not None:
-            probe.close()
-        return probe is None
+        probes = _bind_all(self._names("queue"))
+        _close_all(probes)
+        return not probes
 
     def _stop_waiting(self) -> None:
         self._waits_since = None
-        if self._waiting is not None:
-            self._waiting.close()
-            self._waiting = None
+        _close_all(self._waiting.values())
+        self._waiting.clear()
 
-    def _name(self, role: str) -> str:
-        return f"\0quarantune-{role}-{self._device.name}"
+    def _names(self, role: str) -> list[str]:
+        return [f"\0quarantune-{role}-{device.name}" for device in self._device.members]
 
 
 def _bind(name: str) -> socket.socket | None:
@@ -182,6 +213,22 @@ def _bind(name: str) -> socket.socket | None:
         return None
     _claimed.add(claimed)
     return claimed
+
+
+def _bind_all(names: Sequence[str]) -> list[socket.socket]:
+    """Returns sockets that own all the names, or none where another one owns any."""
+    bound: list[socket.socket] = []
+    for name in names:
+        if (claimed := _bind(name)) is None:
+            _close_all(bound)
+            return []
+        bound.append(claimed)
+    return bound
+
+
+def _close_all(sockets: Iterable[socket.socket]) -> None:
+    for claimed in sockets:
+        claimed.close()
 
 
 _claimed: weakref.WeakSet[socket.socket] = weakref.WeakSet()

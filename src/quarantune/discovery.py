@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from quarantune import _jax_internals, trial
-from quarantune.devices import Device, cpu_device, visible_devices
+from quarantune.devices import Device, cpu_device, grouped, visible_devices
 from quarantune.environment import Settings
 from quarantune.outcomes import SandboxError
 from quarantune.sandbox import pool, template
@@ -37,7 +37,7 @@ def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
         return platform, kind
     if platform_hint == "cpu" or (platform_hint is None and _only_cpu()):
         return "cpu", cpu_device().kind
-    described = _described_devices(platform_hint)
+    described = _describe(platform_hint)["devices"]
     if described[0]["platform"] == "cpu":
         return "cpu", cpu_device().kind
     return described[0]["platform"], described[0]["kind"]
@@ -52,30 +52,38 @@ def _only_cpu() -> bool:
     return not importlib.metadata.entry_points(group="jax_plugins")
 
 
-def _described_devices(platform: str | None) -> list[dict[str, Any]]:
-    if _jax_internals.backends_initialized():
-        return trial.describe_devices(jax.local_devices(backend=platform))
-    return list(_probe(_visibility())["devices"])
+def _describe(platform: str | None) -> dict[str, Any]:
+    """Returns what `trial.probe` does: from this process where it knows already, else from a worker."""
+    if not _jax_internals.backends_initialized():
+        return _probe(_visibility())
+    devices = jax.local_devices(backend=platform)
+    return {"devices": trial.describe_devices(devices), "config_text": _jax_internals.target_config(devices)}
 
 
-def devices_and_target(platform: str, settings: Settings) -> tuple[list[Device], dict[str, Any] | None, str | None]:
-    """Returns where to measure, what a compiler must be told that has no device, and a cache flush for a GPU's clock."""
+def devices_and_target(
+    platform: str, settings: Settings, devices_per_trial: int = 1
+) -> tuple[list[Device], dict[str, Any] | None]:
+    """Returns where to measure, and what a compiler must be told that has no device.
+
+    Raises:
+        ValueError: the settings name a device that is not there, or there are fewer than a trial needs.
+    """
     if platform == "cpu":
-        return [cpu_device()], None, None
-    probed = _probe(_visibility())
-    allowed = visible_devices(probed["devices"], environ=os.environ, allowed=settings.devices)
+        return [cpu_device()], None
+    described = _describe(platform)
+    allowed = visible_devices(described["devices"], environ=os.environ, allowed=settings.devices)
     kinds = [device.kind for device in allowed]
-    devices = [device for device in allowed if device.kind == kinds[0]]
-    if probed["config_text"] is None or platform not in ("cuda", "rocm"):
-        return devices, None, probed["flush"]
-    about = next(entry for entry in probed["devices"] if entry["kind"] == kinds[0])
+    devices = grouped([device for device in allowed if device.kind == kinds[0]], devices_per_trial)
+    if described["config_text"] is None or platform not in ("cuda", "rocm"):
+        return devices, None
+    about = next(entry for entry in described["devices"] if entry["kind"] == kinds[0])
     target = {
         "platform": platform,
-        "config_text": probed["config_text"],
+        "config_text": described["config_text"],
         "device_kind": about["kind"],
         "num_cores": about["num_cores"],
     }
-    return devices, target, probed["flush"]
+    return devices, target
 
 
 def _visibility() -> tuple[str | None, ...]:

@@ -87,6 +87,34 @@ def decide(rounds: Mapping[int, Sequence[float]], *, default: int | None) -> Ver
     return Verdict(winner, tuple(index for index in level if index != winner))
 
 
+def conclude(
+    trials: Mapping[int, Trial], rounds_ms: Mapping[int, Sequence[float]], *, default: int | None
+) -> tuple[dict[int, Trial], Verdict]:
+    """Settles a sweep.
+
+    Args:
+        trials: its trials by index, of which at least one is `ok`.
+        rounds_ms: each finalist's samples in milliseconds, one per round, by index; empty where there was no final.
+        default: as for `decide`.
+
+    Returns:
+        The trials, with what finalists showed in the final, and the verdict.
+    """
+    usable = {
+        index: trial
+        for index, trial in sorted(trials.items())
+        if trial.outcome is Outcome.OK and trial.time_ms is not None
+    }
+    fastest = min(usable, key=lambda index: usable[index].time_ms or 0.0)
+    rounds = with_twins(rounds_ms or {fastest: usable[fastest].samples_ms}, usable)
+    settled = dict(trials)
+    for index, samples_ms in rounds.items():
+        settled[index] = dataclasses.replace(
+            trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms)
+        )
+    return settled, decide(rounds, default=default)
+
+
 def play(
     contenders: Sequence[Callable[[int], Sequence[float]]], *, clock: Callable[[], float] = time.perf_counter
 ) -> list[list[float]]:

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from quarantune import _jax_internals
-from quarantune.payload import ArrayRef, ArraySpec, Call, dtype_from_name, is_key_dtype, restore_array
+from quarantune.payload import ArrayRef, ArraySpec, Call, MeshSpec, dtype_from_name, is_key_dtype, restore_array
 
 KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 
@@ -39,16 +40,20 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> tuple[
         numpy arrays are writable copies.
 
     Raises:
-        ValueError: the spool is shorter than the call says.
+        ValueError: the spool is shorter than the call says, or there are fewer devices than it needs.
     """
     spool = _map_spool(call, fd)
 
     def array(spec: ArraySpec) -> Any:
         if spec.made:
             dtype = spec.dtype if spec.key_impl is None else _jax_internals.key_dtype(spec.key_impl)
-            return make(spec.shape, dtype, spec.weak_type, kind=kind, seed=seed, index=spec.index)
+            return make(
+                spec.shape, dtype, spec.weak_type, kind=kind, seed=seed, index=spec.index, sharding=_sharding(spec)
+            )
         data = _view(spool, spec)
-        return data.copy() if spec.kind == "numpy" else restore_array(data, spec.weak_type, spec.key_impl)
+        if spec.kind == "numpy":
+            return data.copy()
+        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(spec))
 
     # Nobody closes the mapping: it goes with the last view of it.
     return _replace_refs(call, array)
@@ -59,16 +64,41 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> tuple[tuple[Any, ...
 
     Args:
         call: the call, from `payload.unpack_call`.
-        sharding: the sharding of every array; None leaves it open.
+        sharding: the sharding of every array; None leaves open that of all but those laid out over several devices.
+
+    Raises:
+        ValueError: there are fewer devices than the call needs.
     """
 
     def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
         dtype = dtype_from_name(spec.dtype) if spec.key_impl is None else _jax_internals.key_dtype(spec.key_impl)
         if spec.kind == "numpy":
             dtype = jax.dtypes.canonicalize_dtype(dtype)
-        return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding)
+        return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding or _sharding(spec))
 
     return _replace_refs(call, struct)
+
+
+def mesh_like(spec: MeshSpec) -> Mesh:
+    """Returns a mesh of this process's first devices; equal descriptions give one and the same.
+
+    Raises:
+        ValueError: there are fewer devices than it needs.
+    """
+    devices = jax.devices()[: spec.size]
+    if len(devices) < spec.size:
+        raise ValueError(
+            f"the arguments are laid out over a mesh of {spec.size} devices, and a trial has {len(devices)}: "
+            f"set devices_per_trial={spec.size}"
+        )
+    axis_types = tuple(AxisType[name] for name in spec.axis_types)
+    return Mesh(np.array(devices).reshape(spec.shape), spec.axis_names, axis_types=axis_types)
+
+
+def _sharding(spec: ArraySpec) -> NamedSharding | None:
+    if spec.sharding is None:
+        return None
+    return NamedSharding(mesh_like(spec.sharding.mesh), PartitionSpec(*spec.sharding.partitions))
 
 
 def make(
@@ -79,6 +109,7 @@ def make(
     kind: str = "auto",
     seed: int,
     index: int = 0,
+    sharding: Sharding | None = None,
 ) -> jax.Array:
     """Returns an array made from its shape and dtype, without compiling anything.
 
@@ -95,6 +126,7 @@ def make(
         kind: one of `KINDS`.
         seed: the seed of the sweep.
         index: the number of the argument, so that arguments of one shape differ.
+        sharding: where it goes; None for the default device.
 
     Raises:
         ValueError: `kind` is not one of `KINDS`.
@@ -105,12 +137,12 @@ def make(
     if is_key_dtype(dtype):
         impl = _jax_internals.key_impl(dtype)
         data_shape = shape + _jax_internals.key_data_shape(impl)
-        return restore_array(generator.integers(0, 2**32, data_shape, dtype=np.uint32), False, impl)
+        return restore_array(generator.integers(0, 2**32, data_shape, dtype=np.uint32), False, impl, sharding)
     dtype = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     if kind in ("zeros", "ones"):
-        return restore_array(np.full(shape, kind == "ones", dtype), weak_type, None)
+        return restore_array(np.full(shape, kind == "ones", dtype), weak_type, None, sharding)
     tile = _tile(generator, shape, dtype, kind, elements=min(math.prod(shape), _TILE_ELEMENTS))
-    return restore_array(np.resize(tile, shape), weak_type, None)
+    return restore_array(np.resize(tile, shape), weak_type, None, sharding)
 
 
 def _tile(

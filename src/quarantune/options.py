@@ -37,6 +37,8 @@ class Options:
         atol: allowed difference of an element, on top of that.
         max_mismatched_ratio: the share of an output's elements that may differ by more than that.
         check_grad: whether the gradients must agree with those of `ref_fn` too.
+        devices_per_trial: how many accelerators one trial is given; arguments laid out over n of them need n. On a CPU
+            it has no effect: there a worker has as many devices as this process, or as the arguments need.
     """
 
     name: str | None = None
@@ -54,6 +56,7 @@ class Options:
     atol: float = 1e-2
     max_mismatched_ratio: float = 0.01
     check_grad: bool = False
+    devices_per_trial: int = 1
 
     def __post_init__(self) -> None:
         if self.name is not None and (not isinstance(self.name, str) or not self.name.strip()):
@@ -62,7 +65,7 @@ class Options:
             value = getattr(self, field)
             if value is not None and not callable(value):
                 raise TypeError(f"{field}={value!r} is not callable: give a function, or leave it out")
-        for field, least in (("warmup", 0), ("rep", 1)):
+        for field, least in (("warmup", 0), ("rep", 1), ("devices_per_trial", 1)):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{field}={value!r} is not valid: give a whole number of at least {least}")
@@ -84,7 +87,8 @@ class Options:
 
     def deciding(self) -> dict[str, Any]:
         """Returns the options that decide which config wins: results found under others are not theirs."""
-        names = ("supply", "ref_fn", "check_fn", "rtol", "atol", "max_mismatched_ratio", "check_grad")
+        judging = ("ref_fn", "check_fn", "rtol", "atol", "max_mismatched_ratio", "check_grad")
+        names = ("supply", *judging, "devices_per_trial")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
 

@@ -7,9 +7,11 @@ import dataclasses
 import functools
 import importlib
 import io
+import math
 import operator
 import os
 import pickle
+import re
 import sys
 import threading
 import types
@@ -365,20 +367,33 @@ def module_globals(module: str) -> dict[str, Any]:
     return vars(importlib.import_module(module))
 
 
-def restore_array(data: np.ndarray[Any, Any], weak_type: bool, impl: str | None) -> jax.Array:
+def restore_array(
+    data: np.ndarray[Any, Any], weak_type: bool, impl: str | None, sharding: jax.sharding.Sharding | None = None
+) -> jax.Array:
     """Returns numpy data as the JAX array it was.
 
     Args:
         data: the elements; the key data of a PRNG key array.
         weak_type: whether the array is weakly typed.
         impl: the PRNG implementation of a key array; None for any other.
+        sharding: where it goes; None for the default device.
     """
     wide = data.dtype.itemsize == 8 or data.dtype == np.complex128
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        array: jax.Array = jax.device_put(_off_alignment(data)).block_until_ready()
+        array: jax.Array = _put(data, sharding).block_until_ready()
     if impl is not None:
         return cast("jax.Array", jax.random.wrap_key_data(array, impl=impl))
     return _jax_internals.as_weak(array) if weak_type else array
+
+
+def _put(data: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(_off_alignment(data))
+    # Shard by shard: the whole may be too large for one device.
+    array: jax.Array = jax.make_array_from_callback(
+        data.shape, sharding, lambda index: _off_alignment(np.ascontiguousarray(data[index]))
+    )
+    return array
 
 
 def _make_function(
@@ -510,6 +525,76 @@ def _short(obj: object) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
+# --- shardings ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshSpec:
+    """A mesh of devices, whichever they are.
+
+    Attributes:
+        shape: the size of each axis.
+        axis_names: their names.
+        axis_types: the names of their `jax.sharding.AxisType`.
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    axis_types: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingSpec:
+    """How an array is laid out over a mesh.
+
+    Attributes:
+        mesh: the mesh.
+        partitions: for each axis of the array the mesh axes it is split over: None, a name, or several.
+    """
+
+    mesh: MeshSpec
+    partitions: tuple[str | tuple[str, ...] | None, ...]
+
+
+def sharding_of(array: Any) -> ShardingSpec | None:
+    """Returns how an array is laid out over several devices; None where it is not, or JAX does not say.
+
+    Args:
+        array: an array, a `jax.ShapeDtypeStruct`, or a tracer: of one only what is explicit is known, and inside
+            `shard_map` it is one shard, which is on one device.
+    """
+    is_tracer = isinstance(array, jax.core.Tracer)
+    sharding: Any = getattr(jax.typeof(array) if is_tracer else array, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return None
+    if is_tracer and jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    mesh = _describe_mesh(sharding.mesh)
+    return ShardingSpec(mesh=mesh, partitions=tuple(sharding.spec)) if mesh.size > 1 else None
+
+
+def _describe_mesh(mesh: Any) -> MeshSpec:
+    """Describes a mesh without its manual axes: inside `shard_map`, they are not the function's business."""
+    axes = [
+        (size, name, kind.name)
+        for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
+        if kind is not jax.sharding.AxisType.Manual
+    ]
+    shape, names, kinds = zip(*axes, strict=True) if axes else ((), (), ())
+    return MeshSpec(shape=shape, axis_names=names, axis_types=kinds)
+
+
+def _context_mesh(specs: tuple[ArraySpec, ...]) -> MeshSpec | None:
+    """Returns the mesh that `jax.set_mesh` has set, where it is that of an argument too."""
+    mesh = _describe_mesh(jax.sharding.get_abstract_mesh())
+    return mesh if any(spec.sharding is not None and spec.sharding.mesh == mesh for spec in specs) else None
+
+
 # --- a whole call -------------------------------------------------------------------------------------------
 
 
@@ -527,6 +612,7 @@ class ArraySpec:
         offset: where its bytes start in the spool.
         nbytes: how many they are; 0 where it is made.
         made: whether there is no concrete value, so that the worker makes one.
+        sharding: how it is laid out over several devices; None where it is on one.
     """
 
     index: int
@@ -538,6 +624,7 @@ class ArraySpec:
     offset: int = 0
     nbytes: int = 0
     made: bool = False
+    sharding: ShardingSpec | None = None
 
     @property
     def data_shape(self) -> tuple[int, ...]:
@@ -580,6 +667,11 @@ class PackedCall:
     spool_bytes: int
     sources: tuple[Any, ...] = dataclasses.field(repr=False, compare=False)
 
+    @property
+    def devices_needed(self) -> int:
+        """How many devices the arrays are laid out over."""
+        return _devices_needed(self.arrays)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
@@ -591,6 +683,7 @@ class Call:
         kwargs: keyword arguments, likewise.
         specs: the arrays the references point to.
         companions: functions that judge the function's output, by name.
+        context_mesh: the mesh that the worker is to set, as the caller has; None for none.
     """
 
     fn: Callable[..., Any]
@@ -598,6 +691,7 @@ class Call:
     kwargs: dict[str, Any]
     specs: tuple[ArraySpec, ...]
     companions: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    context_mesh: MeshSpec | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -635,7 +729,7 @@ def pack_call(
     path = [os.path.abspath(entry) for entry in sys.path]  # "" means where this process stands
     specs = tuple(packer.specs)
     return PackedCall(
-        blob=pickle.dumps((path, _travelling_config(), specs, dumps(root))),
+        blob=pickle.dumps((path, _travelling_config(), specs, _context_mesh(specs), dumps(root))),
         call=Call(fn=fn, args=root.args, kwargs=root.kwargs, specs=specs, companions=root.companions),
         arrays=specs,
         spool_bytes=packer.spool_bytes,
@@ -649,11 +743,19 @@ def unpack_call(blob: bytes) -> Call:
     Args:
         blob: `PackedCall.blob`.
     """
-    path, config, specs, inner = pickle.loads(blob)
+    path, config, specs, context_mesh, inner = pickle.loads(blob)
     _adopt_path(path)
     _adopt_config(config)
+    _have_cpu_devices(_devices_needed(specs))
     root = loads(inner)
-    return Call(fn=root.fn, args=root.args, kwargs=root.kwargs, specs=specs, companions=root.companions)
+    return Call(
+        fn=root.fn,
+        args=root.args,
+        kwargs=root.kwargs,
+        specs=specs,
+        companions=root.companions,
+        context_mesh=context_mesh,
+    )
 
 
 def write_arrays(packed: PackedCall, fd: int) -> None:
@@ -739,6 +841,7 @@ def _describe(array: Any, *, index: int, offset: int) -> ArraySpec:
         kind="key" if impl else "jax",
         key_impl=impl,
         made=made,
+        sharding=sharding_of(array) if getattr(array, "is_fully_addressable", True) else None,
     )
     if spec.made:
         return spec
@@ -793,6 +896,18 @@ def _adopt_config(config: Mapping[str, Any]) -> None:
     for name, value in config.items():
         if here.get(name) != value:
             jax.config.update(name, value)
+
+
+def _devices_needed(specs: tuple[ArraySpec, ...]) -> int:
+    return max((spec.sharding.mesh.size for spec in specs if spec.sharding is not None), default=1)
+
+
+def _have_cpu_devices(count: int) -> None:
+    """Has JAX make at least so many devices of this process's CPU, where the caller's arrays may be on none of them."""
+    forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    option = jax.config.values["jax_num_cpu_devices"]
+    if count > (option if option >= 0 else int(forced[-1]) if forced else 1):
+        jax.config.update("jax_num_cpu_devices", count)
 
 
 def _adopt_path(path: list[str]) -> None:

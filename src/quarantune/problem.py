@@ -79,10 +79,10 @@ def describe_call(
             process would agree on.
     """
     static, tunable = frozenset(static_names), frozenset(tunable_names)
-    bound = signature.bind(*args, **kwargs)
+    bound = _bind(signature, tunable, args, kwargs)
     given = tunable.intersection(bound.arguments)
     bound.apply_defaults()
-    values = {name: value for name, value in _named(bound) if name not in tunable}
+    values = {name: value for name, value in named(bound) if name not in tunable}
     key_values = {
         name: describe_static(value) if name in static else _describe_dynamic(value) for name, value in values.items()
     }
@@ -95,7 +95,18 @@ def describe_call(
     )
 
 
-def _named(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
+def _bind(
+    signature: inspect.Signature, tunables: frozenset[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """Binds a call, in which tunables may be missing whether they have a default or not."""
+    missing = tunables & signature.parameters.keys() - signature.bind_partial(*args, **kwargs).arguments.keys()
+    bound = signature.bind(*args, **kwargs, **dict.fromkeys(missing))
+    for name in missing:
+        del bound.arguments[name]
+    return bound
+
+
+def named(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
     """Yields the arguments by name, those that `**kwargs` takes in by their own."""
     for name, value in bound.arguments.items():
         if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -172,20 +183,16 @@ def _describe_array(array: Any) -> dict[str, Any]:
 
 def _describe_sharding(array: Any) -> Any:
     """Returns how an array is laid out over devices; None where that is neither explicit nor over several."""
-    if not isinstance(array, jax.Array):
+    if (named := payload.sharding_of(array)) is not None:
+        mesh = dict(zip(named.mesh.axis_names, named.mesh.shape, strict=True))
+        # An explicit axis makes another program of the function, or none.
+        kinds = zip(named.mesh.axis_names, named.mesh.axis_types, strict=True)
+        explicit = [name for name, kind in kinds if kind == "Explicit"]
+        described = {"spec": _describe_spec(named.partitions), "mesh": mesh}
+        return described | ({"explicit": explicit} if explicit else {})
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) == 1:
         return None
-    if isinstance(array, jax.core.Tracer):
-        sharding: Any = getattr(jax.typeof(array), "sharding", None)
-        axis_types = getattr(getattr(sharding, "mesh", None), "axis_types", None) or ()
-        if jax.sharding.AxisType.Explicit not in axis_types:
-            return None
-    else:
-        sharding = array.sharding
-        if len(sharding.device_set) == 1:
-            return None
-    if not hasattr(sharding, "spec"):
-        return {"type": type(sharding).__name__, "devices": len(sharding.device_set)}
-    return {"spec": _describe_spec(sharding.spec), "mesh": dict(sharding.mesh.shape)}
+    return {"type": type(array.sharding).__name__, "devices": len(array.sharding.device_set)}
 
 
 def _describe_spec(spec: Any) -> list[Any]:

@@ -10,7 +10,6 @@ import inspect
 import logging
 import math
 import os
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ import jax
 import jaxlib.version
 import numpy as np
 
-from quarantune import _jax_internals, cache, discovery, environment, finals, measure, report, space, sweep
+from quarantune import _jax_internals, assignments, cache, discovery, environment, finals, measure, report, space, sweep
 from quarantune._version import __version__
 from quarantune.cache import CacheWriteError, Claim, Entry, Fingerprint, Journal, Store
 from quarantune.environment import Settings
@@ -35,7 +34,7 @@ from quarantune.outcomes import (
     count_outcomes,
     freeze,
 )
-from quarantune.problem import CallDescription, as_structs, describe_call
+from quarantune.problem import CallDescription, as_structs, describe_call, named
 from quarantune.progress import Progress
 from quarantune.result import TuningResult
 from quarantune.sandbox import template
@@ -119,6 +118,11 @@ class Resolver:
             CacheMissError: nothing is remembered and `ON_MISS` is `error`.
         """
         _, key = self._describe(args, kwargs)
+        if (assignment := assignments.current()) is not None:
+            slot = assignments.Slot(self.name, cache.canonical_json(key.values))
+            is_said, config = assignment.find(slot, lambda: self._seen(args, kwargs))
+            if is_said:
+                return config
         known = (key.device, key.text)
         # Of the threads that miss together one tunes; by process, because a fork lacks the thread that holds a lock.
         with self._turns.setdefault((os.getpid(), known), threading.RLock()):
@@ -143,7 +147,7 @@ class Resolver:
                 if settings.on_miss != "tune" and not must_tune:
                     raise CacheMissError(self._explain_miss(key, self.expand(args, kwargs), settings))
                 return self._tune(key, args, kwargs, settings, start_over=must_tune)
-            run = _Run(self, key, args, dict(kwargs), [config], settings, start_over=False)
+            run = self._run_for(key, args, dict(kwargs), [config], settings, start_over=False)
             return run.remembered(config, self._times_ms[known])
 
     def compile(
@@ -226,6 +230,13 @@ class Resolver:
         self.check(configs)
         return configs
 
+    def _seen(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> assignments.Seen:
+        """Returns what the function that tunes this one for itself must know of a call."""
+        configs = self.expand(args, kwargs)
+        prune_fn, (struct_args, struct_kwargs) = self.options.prune_fn, as_structs(args, kwargs)
+        kept = [config for config in configs if not prune_fn or prune_fn(dict(config), *struct_args, **struct_kwargs)]
+        return assignments.Seen(kept, space_of(configs))
+
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where a config's keys are not what the function can take."""
         if self._static_names is None:
@@ -256,8 +267,9 @@ class Resolver:
         """Returns the parameters of a call that count by value."""
         if self._static_names is not None:
             return self._static_names
-        bound = self._signature.bind(*args, **kwargs).arguments
-        return frozenset(name for name, value in bound.items() if not any(map(_is_array, jax.tree.leaves(value))))
+        bound = self._signature.bind_partial(*args, **kwargs)  # without the tunables, which need not have a default
+        bound.apply_defaults()
+        return frozenset(name for name, value in named(bound) if not any(map(_is_array, jax.tree.leaves(value))))
 
     # Remembering
 
@@ -314,17 +326,21 @@ class Resolver:
                 "it is not used"
             )
             return None
-        if entry.get("space") != _space_of(configs):
+        if entry.get("space") != space_of(configs):
             return None  # what is new must be measured; the journal knows the rest
+        return config if self._versions_serve(entry, settings) else None
+
+    def _versions_serve(self, entry: Entry, settings: Settings) -> bool:
+        """Returns whether an entry may be used under the versions of now."""
         if was := _changed_versions(entry):
             if settings.version_check:
                 _logger.info("%s: the cached result was made under %s; tuning again", self.name, was)
-                return None
+                return False
             cache.report_once(
                 f"{self.name}: using results made under {was}; set QUARANTUNE_VERSION_CHECK=1 to tune again "
                 "whenever versions change, or QUARANTUNE_ALWAYS_TUNE=1 to tune again now"
             )
-        return config
+        return True
 
     def _do_without(self, key: _Key, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: Settings) -> None:
         if settings.on_miss == "error":
@@ -362,7 +378,7 @@ class Resolver:
         parts = entry.get("fingerprint")
         if isinstance(parts, dict) and (changed := self._fingerprint.differences(parts)):
             differences.append(f"the function's {', '.join(changed)}")
-        if entry.get("space") != (wanted := _space_of(configs)):
+        if entry.get("space") != (wanted := space_of(configs)):
             then = _dict(entry.get("space")).get("configs", "unknown")
             differences.append(f"the list of configs ({then} then, {wanted['configs']} now)")
         if settings.version_check and (changed_versions := _changed_versions(entry)):
@@ -384,10 +400,9 @@ class Resolver:
         start_over: bool,
     ) -> TuningResult:
         configs = self.expand(args, kwargs)
-        run = _Run(self, key, args, dict(kwargs), configs, settings, start_over=start_over)
         known = (key.device, key.text)
         try:
-            result = run.run()
+            result = self._run_for(key, args, dict(kwargs), configs, settings, start_over=start_over).run()
         except TuningFailedError as error:
             self._failed[known] = _afresh(error)
             self._tuned.add(known)
@@ -397,6 +412,10 @@ class Resolver:
         self._times_ms[known] = result.time_ms
         self._tuned.add(known)
         return result
+
+    def _run_for(self, *problem: Any, start_over: bool) -> _Run:
+        """Returns what tunes a problem."""
+        return _Run(self, *problem, start_over=start_over)
 
     def answer(self, key: _Key, configs: Sequence[Config], settings: Settings) -> Entry | None:
         """Returns the usable cache entry for a problem, or None."""
@@ -611,12 +630,8 @@ class _Run:
             cache.report_once(str(self._unsaved))
 
     def _conclude(self, swept: sweep.Swept) -> TuningResult:
-        times_ms = {
-            index: trial.time_ms
-            for index, trial in sorted(self._trials.items())
-            if trial.outcome is Outcome.OK and trial.time_ms is not None
-        }
-        if not times_ms:
+        usable = [trial for trial in self._trials.values() if trial.outcome is Outcome.OK and trial.time_ms is not None]
+        if not usable:
             trials = tuple(self._trials[index] for index in range(len(self._configs)))
             if self._directory is not None:
                 # Another process may find the machine in a better state.
@@ -624,15 +639,8 @@ class _Run:
                     self._journal.discard()
             message = report.failure_message(self._resolver.name, trials)
             raise TuningFailedError(message, trials=trials, key=self._key.text)
-        fastest = min(times_ms, key=times_ms.__getitem__)
-        usable = {index: self._trials[index] for index in times_ms}
-        rounds = finals.with_twins(swept.rounds_ms or {fastest: usable[fastest].samples_ms}, usable)
-        for index, samples_ms in rounds.items():
-            self._trials[index] = dataclasses.replace(
-                self._trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms)
-            )
+        self._trials, verdict = finals.conclude(self._trials, swept.rounds_ms, default=self._default_index())
         trials = tuple(self._trials[index] for index in range(len(self._configs)))
-        verdict = finals.decide(rounds, default=self._default_index())
         best, tie = trials[verdict.winner], tuple(trials[index].config for index in verdict.tie)
         _logger.info(
             "%s: best of %d is %s: %.4g ms%s",
@@ -642,7 +650,7 @@ class _Run:
             best.time_ms,
             f", level with {' and '.join(map(report.format_config, tie))}" if tie else "",
         )
-        if (scatter := measure.typical_spread([*usable.values()])) > measure.BUSY[best.clock or "wall"]:
+        if (scatter := measure.typical_spread(usable)) > measure.BUSY[best.clock or "wall"]:
             _logger.warning(
                 "%s: the samples scatter by %.0f%%, far above the usual: %s was busy or its clock throttled",
                 self._resolver.name,
@@ -671,7 +679,7 @@ class _Run:
             "time_ms": best.time_ms,
             "key_values": self._key.values,
             "fingerprint": self._resolver._fingerprint.parts,
-            "space": _space_of(self._configs),
+            "space": space_of(self._configs),
             "versions": versions(),
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "trials": count_outcomes(trials),
@@ -741,7 +749,7 @@ def _changed_versions(entry: Entry) -> str:
     return ", ".join(f"{name} {made_under.get(name)} (now {now})" for name, now in changed.items())
 
 
-def _space_of(configs: Sequence[Config]) -> dict[str, Any]:
+def space_of(configs: Sequence[Config]) -> dict[str, Any]:
     """Returns what tells one config space from another, whatever its order."""
     texts = sorted(map(cache.canonical_json, configs))
     return {"configs": len(texts), "hash": cache.short_hash("\n".join(texts))}

@@ -123,7 +123,7 @@ def run(
     packed = payload.pack_call(problem.fn, args, kwargs, {name: fn for name, fn in judges.items() if fn is not None})
     with _spooled(packed) as (payload_fd, arrays_fd):
         if settings.isolation == "none":
-            worker_options = _worker_options(None, options, flush=None)
+            worker_options = _worker_options(None, options)
             in_process.run(packed.call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish)
             return Swept(in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options))
         if problem.platform == "tpu":
@@ -131,10 +131,16 @@ def run(
                 "a TPU belongs to the process that uses it, so workers cannot measure on it: "
                 "set QUARANTUNE_ISOLATION=none to tune in this process"
             )
+        if problem.platform != "cpu" and packed.devices_needed > options.devices_per_trial:
+            raise ValueError(
+                f"{problem.name}: its arguments are laid out over {packed.devices_needed} devices, and "
+                f"devices_per_trial={options.devices_per_trial}: set devices_per_trial={packed.devices_needed}"
+            )
         method = settings.start_method or ("fork" if sys.platform == "linux" else "spawn")
         environ = discovery.telling(problem.platform, problem.device_kind)
         with pool.Sandbox(payload_fd=payload_fd, arrays_fd=arrays_fd, method=method, environ=environ) as sandbox:
-            sweep = _Sweep(sandbox, problem, options, settings, finish, on_tick, on_phase, troubled)
+            many = max(packed.devices_needed, options.devices_per_trial) > 1
+            sweep = _Sweep(sandbox, problem, options, settings, finish, on_tick, on_phase, troubled, many)
             return sweep.compile(dict(configs)) if compile_only else sweep.run(dict(configs), measured)
 
 
@@ -151,6 +157,7 @@ class _Sweep:
         on_tick: Callable[[], None],
         on_phase: Callable[[int, str], None],
         troubled: Collection[int],
+        on_many_devices: bool,
     ) -> None:
         self._sandbox = sandbox
         self._problem = problem
@@ -164,9 +171,12 @@ class _Sweep:
         self._expected_fd = -1
         self._schedulers = contextlib.ExitStack()
         self._troubled = troubled
+        self._on_many_devices = on_many_devices
         self._on_cpu = problem.platform == "cpu"
         self._compile_timeout_s = settings.compile_timeout or float(options.compile_timeout)
-        self._devices, self._target, self._flush = discovery.devices_and_target(problem.platform, settings)
+        self._devices, self._target = discovery.devices_and_target(
+            problem.platform, settings, options.devices_per_trial
+        )
         self._slots = host.compile_slots(
             utilization=settings.cpu_utilization,
             count=settings.cpu_count,
@@ -198,7 +208,7 @@ class _Sweep:
             return Swept({})
         with contextlib.ExitStack() as self._schedulers:
             left = configs
-            if self._on_cpu or self._can_part():
+            if (self._on_cpu and not self._on_many_devices) or self._can_part():
                 leftovers = self._run_route(configs, Route.APART, self._finish)
                 assert self._scheduler is not None
                 executables |= self._scheduler.compiled()[0]
@@ -238,6 +248,8 @@ class _Sweep:
 
     def _can_part(self) -> bool:
         """Whether compiling and measuring are to be done by different workers."""
+        if self._on_many_devices:
+            return False  # what compiles without the device compiles for one
         if self._on_cpu:
             # A CPU worker is cheap, and carrying an executable from one to another is not quicker.
             return self._configs_per_worker() > 1 and _jax_internals.is_jitted(self._problem.fn)
@@ -271,7 +283,7 @@ class _Sweep:
         workers = parked if exclusive else self._slots + len(self._devices)
         plan = Plan(
             route=route,
-            options=_worker_options(self._problem.platform, self._options, flush=self._flush),
+            options=_worker_options(self._problem.platform, self._options),
             target=self._target if route is Route.APART else None,
             slots=self._slots,
             devices=tuple(self._devices),
@@ -322,7 +334,7 @@ class _Sweep:
             self._finish(index, trial, log)
 
 
-def _worker_options(platform: str | None, options: Options, *, flush: str | None) -> dict[str, Any]:
+def _worker_options(platform: str | None, options: Options) -> dict[str, Any]:
     return {
         "platform": platform,
         "warmup": options.warmup,
@@ -336,7 +348,6 @@ def _worker_options(platform: str | None, options: Options, *, flush: str | None
         "check_grad": options.check_grad,
         # On a GPU, XLA itself would write there, and a killed worker would leave torn files.
         "compilation_cache": jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
-        "flush": flush,
     }
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import dataclasses
 import functools
-import glob
 import hashlib
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -17,10 +14,10 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import serialize_executable, topologies
+from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from quarantune import _jax_internals, check, clocks, finals, inputs, measure, payload
+from quarantune import _jax_internals, assignments, check, clocks, executable, finals, inputs, measure, payload
 from quarantune.outcomes import Config, Outcome, freeze
 from quarantune.sandbox import spool
 
@@ -62,8 +59,7 @@ class Bench:
         Args:
             call: the loaded payload.
             arrays_fd: the file that holds the concrete arrays' bytes; -1 for none.
-            options: `platform`, `compilation_cache`, the directory of the caller's or None, `warmup`, `rep`, `supply`, `tolerance`, `check_grad`, and `flush`, a program for the
-                device's clock or None.
+            options: `platform`, `compilation_cache`, the directory of the caller's or None, `warmup`, `rep`, `supply`, `tolerance` and `check_grad`.
         """
         self._call = call
         self._jitted: Any = call.fn
@@ -79,10 +75,14 @@ class Bench:
             self._may_write = bool(self._jit.donate_argnums or self._jit.donate_argnames)
         if options["platform"] == "cpu":
             jax.config.update("jax_platforms", "cpu")  # no context on a device that this worker has no use for
+        if call.context_mesh is not None:
+            jax.set_mesh(inputs.mesh_like(call.context_mesh))
 
     def prepare(self) -> None:
         """Takes the device and makes the arguments, ahead of the first config."""
         jax.block_until_ready(self.arguments())
+        if self._has_own_clock():
+            self._flusher()
 
     def compile(
         self,
@@ -124,8 +124,11 @@ class Bench:
         Raises:
             NeedsDeviceError: it cannot leave this process.
         """
+        if isinstance(self._call.fn, assignments.Runner):
+            spool.write_parts(fd, [self._call.fn.report(program.config), b"", b""])  # what it ran says more than it is
+            return
         try:
-            blob = payload.dumps(serialize_executable.serialize(program.call))  # type: ignore[arg-type]
+            blob = executable.dumps(program.call)
         except Exception as error:
             raise NeedsDeviceError(f"its executable cannot be serialised: {error}") from error
         key, value = next(iter(program.for_cache.items()), ("", b""))
@@ -133,8 +136,10 @@ class Bench:
 
     def load(self, config: Config, fd: int) -> Program:
         """Loads a config's program that another worker compiled."""
+        if self._jit is None:
+            return self.compile(config, target=None)
         config = {name: freeze(value) for name, value in config.items()}
-        return Program(config, serialize_executable.deserialize_and_load(*payload.loads(spool.read_parts(fd)[0])), 0.0)
+        return Program(config, executable.loads(spool.read_parts(fd)[0]), 0.0)
 
     def run(self, program: Program) -> Any:
         """Runs a program once, to its end, on pristine arguments, and returns its output."""
@@ -204,9 +209,10 @@ class Bench:
         def dispatch() -> object:
             return call(*args, **kwargs)
 
-        if self._options["platform"] in ("cuda", "rocm"):
+        if self._has_own_clock():
             with contextlib.suppress(clocks.NoDeviceClockError):
                 return clocks.DeviceClock(dispatch, self._flusher())
+        if self._options["platform"] in ("cuda", "rocm"):
             return clocks.QueuedClock(dispatch)
         return clocks.WallClock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
 
@@ -264,6 +270,10 @@ class Bench:
             self._arguments = self._materialize()
         return self._arguments
 
+    def _has_own_clock(self) -> bool:
+        # Of several devices it would add up the times, also that which one waits for another.
+        return self._options["platform"] in ("cuda", "rocm") and jax.local_device_count() == 1
+
     def _materialize(self) -> Arguments:
         args, kwargs = inputs.materialize(self._call, self._arrays_fd, seed=_SEED, kind=self._options["supply"])
         if self._jit is None:
@@ -276,11 +286,10 @@ class Bench:
         )
         return on_device[0], on_device[1]
 
-    def _flusher(self) -> Callable[[], object] | None:
-        """Returns what flushes the device's cache, loaded once; None where that was not to be had."""
-        if self._flush is None and self._options["flush"] is not None:
-            blob = base64.b64decode(self._options["flush"])
-            self._flush = serialize_executable.deserialize_and_load(*payload.loads(blob))
+    def _flusher(self) -> Callable[[], object]:
+        """Returns what writes more than the device's cache holds."""
+        if self._flush is None:
+            self._flush = jax.jit(lambda: jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)).lower().compile()
         return self._flush
 
     def _compile_deviceless(
@@ -388,33 +397,11 @@ def probe(platforms: str | None) -> dict[str, Any]:
 
     Returns:
         `devices`, each with `platform`, `kind`, `index`, `num_cores`, and `config_text`, what a compiler without the device
-        must be told of it (None where JAX cannot say), and `flush`, a program for `clocks.DeviceClock` (None off GPUs).
+        must be told of it (None where JAX cannot say).
     """
     jax.config.update("jax_platforms", platforms)
-    with tempfile.TemporaryDirectory(prefix="quarantune-probe-") as directory:
-        if platforms != "cpu":
-            flags = os.environ.get("XLA_FLAGS", "")
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_dump_to={directory} --xla_dump_hlo_as_text"
-        devices = jax.local_devices()
-        flush = None
-        if devices[0].platform == "gpu":
-            flush = _make_flush()
-        texts = sorted(glob.glob(os.path.join(directory, "*gpu_target_config.pbtxt")))
-        config_text = None
-        if texts:
-            with open(texts[0], encoding="utf-8") as file:
-                config_text = file.read()
-    return {"devices": describe_devices(devices), "config_text": config_text, "flush": flush}
-
-
-def _make_flush() -> str:
-    """Returns a program that writes more than the device's cache holds, compiled here once for all workers."""
-
-    def flush() -> jax.Array:
-        return jnp.zeros(_FLUSH_BYTES // 4, jnp.int32)
-
-    compiled = jax.jit(flush).lower().compile()
-    return base64.b64encode(payload.dumps(serialize_executable.serialize(compiled))).decode()
+    devices = jax.local_devices()
+    return {"devices": describe_devices(devices), "config_text": _jax_internals.target_config(devices)}
 
 
 def describe_devices(devices: Sequence[Any]) -> list[dict[str, Any]]:

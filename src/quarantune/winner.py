@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
 
-from quarantune import _jax_internals, payload
+from quarantune import _jax_internals, executable
 from quarantune.outcomes import Config
 
 
@@ -24,7 +23,7 @@ class Winner:
         self,
         fn: Callable[..., Any],
         config: Config,
-        executable: bytes,
+        compiled: bytes,
         *,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -34,7 +33,7 @@ class Winner:
         Args:
             fn: the jitted function.
             config: the config.
-            executable: what a worker wrote of its program; it is unpickled, so it must be trusted.
+            compiled: what a worker wrote of its program; it is unpickled, so it must be trusted.
             args: the positional arguments it was compiled for; of arrays only the place counts.
             kwargs: the keyword arguments, likewise.
         """
@@ -43,7 +42,7 @@ class Winner:
         self._bound = functools.partial(fn, **config)
         self._jit = _jax_internals.jit_options(fn)
         self._statics = self._split(args, kwargs)[1]
-        self._call = serialize_executable.deserialize_and_load(*payload.loads(executable))
+        self._call = executable.loads(compiled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the executable, or the function where the call is another one."""

@@ -17,6 +17,8 @@ from quarantune.sandbox import spool, template, wire
 from quarantune.sandbox.wire import Connection, Message
 
 _CLOSE_WAIT_S = 0.7
+_SLOW_S = 5.0
+"""How long a template may take to read: it forks one worker after another, and a stopped one is as good as dead."""
 _STARTUP_DEADLINE_S = 120.0
 _MAX_REVIVALS = 3
 _SWEEP = 0
@@ -176,7 +178,7 @@ class Sandbox:
         }
         forker = self._forker()
         try:
-            forker.send(order, [theirs.fileno(), log_fd, *fds])
+            forker.send(order, [theirs.fileno(), log_fd, *fds], within_s=_SLOW_S)
         except wire.WireError:
             self._lose_forker(forker)
         finally:
@@ -197,7 +199,7 @@ class Sandbox:
         forker = self._forker()
         self._wake_templates()
         try:
-            forker.send({"op": "kill", "number": number})
+            forker.send({"op": "kill", "number": number}, within_s=_SLOW_S)
         except wire.WireError:
             self._lose_forker(forker)
 
@@ -229,7 +231,7 @@ class Sandbox:
         for connection in (self._manager, self._sweep):
             if new and connection is not None:
                 try:
-                    connection.send({"op": "import", "modules": new})
+                    connection.send({"op": "import", "modules": new}, within_s=_SLOW_S)
                 except wire.WireError:
                     self._lose_forker(connection)
 
@@ -298,6 +300,7 @@ class Sandbox:
             self._manager.send(
                 {"op": "sweep", "number": _SWEEP, "environ": self._environ, "cwd": _cwd()},
                 [theirs.fileno(), self._payload_fd, self._arrays_fd, self._sweep_log_fd],
+                within_s=_SLOW_S,
             )
         except wire.WireError as error:
             connection.hang_up()

@@ -10,6 +10,7 @@ import array
 import contextlib
 import json
 import os
+import select
 import socket
 import struct
 import time
@@ -109,19 +110,36 @@ class Connection:
         """Returns the socket's descriptor, for a selector."""
         return self._socket.fileno()
 
-    def send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
-        """Sends a message and descriptors; never waits on a non-blocking socket.
+    def send(self, message: Mapping[str, Any], fds: Sequence[int] = (), *, within_s: float = 0.0) -> None:
+        """Sends a message and descriptors.
+
+        Args:
+            message: the message.
+            fds: descriptors that go with it.
+            within_s: how long a non-blocking socket may wait for an end that is slow to read; one that may be hostile is
+                given no time.
 
         Raises:
-            WireClosedError: the other end is gone, or its buffer is full because it does not read.
+            WireClosedError: the other end is gone, or its buffer stays full because it does not read.
         """
         frame = encode({**message, "fds": len(fds)} if fds else message)
-        try:
-            sent = socket.send_fds(self._socket, [frame], list(fds)) if fds else self._socket.send(frame)
-            while sent < len(frame):
-                sent += self._socket.send(frame[sent:])
-        except OSError as error:
-            raise WireClosedError(f"cannot send: {error.strerror or error}") from error
+        deadline = time.monotonic() + within_s
+        sent = 0
+        while sent < len(frame):
+            try:
+                if fds and not sent:
+                    sent = socket.send_fds(self._socket, [frame], list(fds))
+                else:
+                    sent += self._socket.send(frame[sent:])
+            except BlockingIOError as error:
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise WireClosedError("cannot send: the other end does not read") from error
+                waiting = select.poll()  # select() cannot take descriptors above 1023
+                waiting.register(self._socket, select.POLLOUT)
+                waiting.poll(1e3 * left_s)
+            except OSError as error:
+                raise WireClosedError(f"cannot send: {error.strerror or error}") from error
 
     def receive(self) -> list[tuple[Message, list[int]]]:
         """Returns the messages that have arrived, each with its descriptors.

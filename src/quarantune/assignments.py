@@ -1,0 +1,220 @@
+"""Which kernel of a function is to use which config: assignments, in force for a thread and a block of code."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from quarantune.outcomes import Config, freeze
+
+if TYPE_CHECKING:
+    from quarantune.decorator import Autotuned
+
+KEY = "kernel configs"
+"""The keyword by which a runner is given its assignment: no parameter of a function can be called that."""
+
+FIRST, DEFAULT, OWN = "first", "default", "own"
+"""What a kernel without a config in the assignment uses: the first of its list, its defaults, what it finds itself."""
+
+
+class Slot(NamedTuple):
+    """One kernel called in one way: calls with other shapes are another slot.
+
+    Attributes:
+        name: the kernel's name in the cache.
+        key: what tells its call from others, as canonical JSON.
+    """
+
+    name: str
+    key: str
+
+
+class Seen(NamedTuple):
+    """What a slot said of itself as it was asked.
+
+    Attributes:
+        configs: those it has to choose from.
+        space: stands for its whole list of configs, as in the cache.
+    """
+
+    configs: list[Config]
+    space: dict[str, Any]
+
+
+class Assignment:
+    """Configs for some slots, and a rule for the others; a context manager that puts them in force in this thread."""
+
+    def __init__(self, text: str) -> None:
+        """Makes an assignment of what `encode` wrote."""
+        data = json.loads(text)
+        self.text = text
+        self.others: str = data["others"]
+        self.chosen = chosen_from(data["chosen"])
+        self.seen: dict[Slot, Seen] = {}
+        self._memos: weakref.WeakKeyDictionary[Autotuned, dict[Any, Any]] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    def find(self, slot: Slot, look: Callable[[], Seen]) -> tuple[bool, Config | None]:
+        """Returns whether the assignment says what a slot is to use, and that: None for its defaults.
+
+        Args:
+            slot: the slot.
+            look: returns what there is to know of it.
+        """
+        if self.others != OWN and slot not in self.seen:
+            self.seen[slot] = look()
+        if slot in self.chosen:
+            return True, self.chosen[slot]
+        if self.others == FIRST and self.seen[slot].configs:
+            return True, self.seen[slot].configs[0]
+        return self.others != OWN, None
+
+    def memo(self, kernel: Autotuned) -> dict[Any, Any]:
+        """Returns what a kernel remembers of its calls while the assignment is in force."""
+        with self._lock:
+            return self._memos.setdefault(kernel, {})
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Puts the assignment in force in this thread; programs traced meanwhile are found only under it again."""
+        outer = current()
+        _stack.entered.append(self)
+        try:
+            self._switch(self)
+            with context()(self.text):
+                yield
+        finally:
+            _stack.entered.pop()
+            self._switch(outer)
+
+    def _switch(self, assignment: Assignment | None) -> None:
+        """Makes the kernels concerned remember their calls under an assignment, or under none.
+
+        Another thread that calls one of them may find a config of this one's: that costs time, and never a wrong result.
+        """
+        with self._lock:
+            concerned = set(self._memos)
+        for kernel in concerned.union(*(kernels(slot.name) for slot in self.chosen)):
+            kernel._switch_memo(None if assignment is None else assignment.memo(kernel))
+
+
+class Runner:
+    """Calls a function under an assignment: what the tuner takes for a callable with one tunable."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        """Makes a runner of a function."""
+        self._fn = fn
+        self._assignments: dict[str, Assignment] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function under the assignment given as `KEY`."""
+        with self.assignment(kwargs.pop(KEY)).in_force():
+            return self._fn(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Travels as the function alone."""
+        return Runner, (self._fn,)
+
+    def assignment(self, text: str) -> Assignment:
+        """Returns the assignment for a text, the same one each time."""
+        if (found := self._assignments.get(text)) is None:
+            found = self._assignments.setdefault(text, Assignment(text))
+        return found
+
+    def report(self, config: Mapping[str, Any]) -> bytes:
+        """Returns the slots that were asked for under an assignment, in order, for `read_report`."""
+        seen = self.assignment(config[KEY]).seen
+        return json.dumps([[*slot, *about] for slot, about in seen.items()]).encode()
+
+
+def read_report(report: bytes) -> dict[Slot, Seen]:
+    """Returns what a runner reported, which a config may have forged.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
+    try:
+        return {
+            Slot(str(name), str(key)): Seen([_config(config) for config in configs], dict(space))
+            for name, key, configs, space in json.loads(report)
+        }
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"no report of a runner: {error}") from error
+
+
+def encode(chosen: Mapping[Slot, Config], *, others: str) -> str:
+    """Returns an assignment as text.
+
+    Args:
+        chosen: the configs of some slots.
+        others: the rule for the other slots: `FIRST`, `DEFAULT` or `OWN`.
+    """
+    return json.dumps({"others": others, "chosen": nested(chosen)}, sort_keys=True)
+
+
+def nested(chosen: Mapping[Slot, Config]) -> dict[str, dict[str, Config]]:
+    """Returns configs by the kernels' names, then by keys, as JSON can hold them."""
+    by_name: dict[str, dict[str, Config]] = {}
+    for slot, config in chosen.items():
+        by_name.setdefault(slot.name, {})[slot.key] = config
+    return by_name
+
+
+def chosen_from(data: Any) -> dict[Slot, Config]:
+    """Returns the configs that `nested` arranged.
+
+    Raises:
+        ValueError: the data is something else.
+    """
+    try:
+        return {Slot(name, key): _config(config) for name, calls in data.items() for key, config in calls.items()}
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{data!r} does not say which kernel is to use which config") from error
+
+
+def _config(data: Mapping[str, Any]) -> Config:
+    return {name: freeze(value) for name, value in data.items()}
+
+
+class _Stack(threading.local):
+    """The assignments in force in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.entered: list[Assignment] = []
+
+
+_stack = _Stack()
+
+
+def current() -> Assignment | None:
+    """Returns the assignment in force in this thread, or None."""
+    return _stack.entered[-1] if _stack.entered else None
+
+
+_kernels: dict[str, weakref.WeakSet[Autotuned]] = {}
+
+
+def register(kernel: Autotuned) -> None:
+    """Makes a kernel known by its name."""
+    _kernels.setdefault(kernel.name, weakref.WeakSet()).add(kernel)
+
+
+def kernels(name: str) -> Sequence[Autotuned]:
+    """Returns the autotuned functions of a name; a factory may have made several."""
+    return list(_kernels.get(name, ()))
+
+
+@functools.cache
+def context() -> Any:
+    """Returns the value by which JAX tells the programs of one assignment from those of another.
+
+    Made with the first contextual function and not before, as JAX then compiles anew what it had compiled.
+    """
+    return jax.make_user_context(None)

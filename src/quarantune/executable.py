@@ -1,0 +1,49 @@
+"""A compiled program as bytes: written by the process that compiled it, loaded by another onto the same devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from quarantune import payload
+
+
+def dumps(compiled: Any) -> bytes:
+    """Returns a compiled program as bytes for `loads`.
+
+    Args:
+        compiled: what `lower(...).compile()` returned.
+
+    Raises:
+        Exception: it cannot leave this process.
+    """
+    return payload.dumps((*serialize_executable.serialize(compiled), _device_ids(compiled)))
+
+
+def loads(blob: bytes) -> Any:
+    """Returns the program, ready to run on this process's devices of the same numbers.
+
+    Args:
+        blob: bytes from `dumps`, from a process that may run code in this one.
+
+    Raises:
+        ValueError: this process lacks one of the devices.
+    """
+    serialized, in_tree, out_tree, device_ids = payload.loads(blob)
+    here = {device.id: device for device in jax.devices()}
+    if missing := [number for number in device_ids if number not in here]:
+        raise ValueError(f"it was compiled for the devices {device_ids}, of which {missing} are not there")
+    # Loaded onto all there are, as JAX would by itself, it ends the process where it was compiled for some of them.
+    devices = [here[number] for number in device_ids]
+    return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
+
+
+def _device_ids(compiled: Any) -> list[int]:
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    ids = {device.id for sharding in shardings for device in sharding.device_set}
+    if len(ids) < 2:
+        return sorted(ids) or [0]
+    # In the order of the mesh; a program that was compiled without its device has no runtime to ask, but only one.
+    return [device.id for device in compiled.runtime_executable().local_devices()]
