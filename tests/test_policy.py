@@ -612,6 +612,18 @@ def test_progress_is_shown_on_stderr_if_wanted(
     assert re.fullmatch(rf"quarantune: {name}: 2/2, 1 failed, best \S+ ms \(n=2\)\n", lines[2])
 
 
+def test_progress_counts_what_an_earlier_sweep_finished(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scaled(name)(X)
+    monkeypatch.setenv("QUARANTUNE_PROGRESS", "1")
+    scaled(name, [*CONFIGS, {"n": 3}])(X)
+    _, *lines = capsys.readouterr().err.split("\r\x1b[K")
+    assert lines[0].startswith(f"quarantune: {name}: 2/3, 1 failed, best ")
+    assert lines[-1].startswith(f"quarantune: {name}: 3/3, 2 failed, best ")
+    assert lines[-1].endswith("\n")
+
+
 def test_the_logger_tells_of_every_config_and_the_winner(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="quarantune"):
         scaled(name)(X)

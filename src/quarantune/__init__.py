@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from quarantune._version import __version__
+from quarantune.contextual import Contextual, contextual_autotune
+from quarantune.contextual_result import ContextualResult, KernelChoice
 from quarantune.decorator import Autotuned, autotune
 from quarantune.environment import settings
 from quarantune.outcomes import (
@@ -29,6 +31,9 @@ __all__ = [
     "CacheMissError",
     "CacheWarning",
     "CacheWriteError",
+    "Contextual",
+    "ContextualResult",
+    "KernelChoice",
     "Outcome",
     "Phase",
     "ReferenceFailedError",
@@ -42,6 +47,7 @@ __all__ = [
     "__version__",
     "autotune",
     "compile_configs",
+    "contextual_autotune",
     "grid",
     "set_autotune_inputs",
     "settings",

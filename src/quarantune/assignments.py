@@ -70,7 +70,7 @@ class Assignment:
         """
         if self.others != OWN and slot not in self.seen:
             self.seen[slot] = look()
-        if slot in self.chosen:
+        if slot in self.chosen and (self.others != OWN or self.chosen[slot] in look().configs):
             return True, self.chosen[slot]
         if self.others == FIRST and self.seen[slot].configs:
             return True, self.seen[slot].configs[0]
@@ -97,7 +97,7 @@ class Assignment:
     def _switch(self, assignment: Assignment | None) -> None:
         """Makes the kernels concerned remember their calls under an assignment, or under none.
 
-        Another thread that calls one of them may find a config of this one's: that costs time, and never a wrong result.
+        Another thread that calls one of them may find a config of this one's, which costs time and changes no result.
         """
         with self._lock:
             concerned = set(self._memos)

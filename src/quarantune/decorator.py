@@ -233,9 +233,9 @@ class Autotuned:
 
 
 class Bound:
-    """An autotuned function bound to an instance, as a method is."""
+    """A tuned function bound to an instance, as a method is."""
 
-    def __init__(self, function: Autotuned, instance: object) -> None:
+    def __init__(self, function: Callable[..., Any], instance: object) -> None:
         functools.update_wrapper(self, function)
         self._instance = instance
 

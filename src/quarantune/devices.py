@@ -103,8 +103,8 @@ def grouped(devices: Sequence[Device], size: int) -> list[Device]:
     if len(devices) < size:
         there = ", ".join(device.name for device in devices)
         raise ValueError(
-            f"devices_per_trial={size} needs {size} devices of one kind, and there are {len(devices)} to use ({there}): "
-            "make more visible, or ask for fewer"
+            f"devices_per_trial={size} needs {size} devices of one kind, and there are {len(devices)} to use "
+            f"({there}): make more visible, or ask for fewer"
         )
     starts = range(0, len(devices) - size + 1, size)
     return [

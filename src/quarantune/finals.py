@@ -17,8 +17,8 @@ _PER_ROUND = 3
 _LONG_MS = 5.0
 """A run of this length is a sample by itself: what disturbs single samples are interruptions much shorter."""
 _MIN_ROUNDS = 5
-_MAX_ROUNDS = 15
-_BUDGET_S = 1.5
+_MAX_ROUNDS = 100
+_BUDGET_S = 0.8
 _SIGMAS = 3.0
 _CLEAR_SIGMAS = 5.0
 """Stopping early takes more: who looks after every round finds equals apart by `_SIGMAS` now and then."""

@@ -88,8 +88,8 @@ def mesh_like(spec: MeshSpec) -> Mesh:
     devices = jax.devices()[: spec.size]
     if len(devices) < spec.size:
         raise ValueError(
-            f"the arguments are laid out over a mesh of {spec.size} devices, and a trial has {len(devices)}: "
-            f"set devices_per_trial={spec.size}"
+            f"the arguments are laid out over {spec.size} devices, and this trial has {len(devices)}: "
+            f"set devices_per_trial={spec.size} and have as many visible"
         )
     axis_types = tuple(AxisType[name] for name in spec.axis_types)
     return Mesh(np.array(devices).reshape(spec.shape), spec.axis_names, axis_types=axis_types)

@@ -388,12 +388,12 @@ def restore_array(
 
 def _put(data: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
     if sharding is None:
-        return jax.device_put(_off_alignment(data))
-    # Shard by shard: the whole may be too large for one device.
-    array: jax.Array = jax.make_array_from_callback(
-        data.shape, sharding, lambda index: _off_alignment(np.ascontiguousarray(data[index]))
-    )
-    return array
+        return cast("jax.Array", jax.device_put(_off_alignment(data)))
+
+    def shard(index: Any) -> np.ndarray[Any, Any]:
+        return _off_alignment(np.ascontiguousarray(data[index]))
+
+    return jax.make_array_from_callback(data.shape, sharding, shard)  # the whole may be too large for one device
 
 
 def _make_function(

@@ -1,0 +1,235 @@
+"""Tunes the kernels of one function, one after another, each with the others at their best so far."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quarantune import assignments, cache, finals, report, sweep
+from quarantune.assignments import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
+from quarantune.cache import Entry
+from quarantune.contextual_result import ContextualResult, KernelChoice, labels
+from quarantune.environment import Settings
+from quarantune.options import Options
+from quarantune.outcomes import Config, Outcome, SandboxError, Trial, TuningFailedError
+from quarantune.progress import Progress
+from quarantune.resolve import Resolver, _Run, space_of
+
+_logger = logging.getLogger("quarantune")
+
+
+class ContextResolver(Resolver):
+    """Finds, or finds out, the best assignment for each call of one function; its configs hold it under `KEY`."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        name: str,
+        signature: inspect.Signature,
+        static_names: frozenset[str] | None,
+        options: Options,
+    ) -> None:
+        """Sets up a resolver, as `Resolver` does; which kernels there are to choose for shows with a call."""
+        space = [{KEY: assignments.encode({}, others=OWN)}]
+        super().__init__(fn, space, name=name, signature=signature, static_names=static_names, options=options)
+        self.runner = Runner(fn)
+
+    def _config_of(self, entry: Entry, configs: Sequence[Config], settings: Settings) -> Config | None:
+        try:
+            chosen = assignments.chosen_from(entry["config"]["assignment"])
+            offered = [_is_offered(str(kernel["name"]), kernel["space"]) for kernel in entry["kernels"]]
+        except (KeyError, TypeError, ValueError):
+            cache.report_once(f"{self.name}: the cached entry does not say what each kernel is to use: it is not used")
+            return None
+        if not all(offered) or not self._versions_serve(entry, settings):
+            return None
+        return {KEY: assignments.encode(chosen, others=OWN)}
+
+    def _run_for(self, *problem: Any, start_over: bool) -> _Run:
+        return _Descent(self, *problem, start_over=start_over)
+
+
+def _is_offered(name: str, space: Any) -> bool:
+    """Returns whether a kernel still has the configs it had: one that is made later, or makes its configs, is trusted."""
+    listed = [kernel._configs for kernel in assignments.kernels(name) if not callable(kernel._configs)]
+    return not listed or any(space_of(configs) == space for configs in listed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One sweep over the whole function: its trials, who won, who tied with it, and what the winner asked for."""
+
+    trials: tuple[Trial, ...]
+    winner: int
+    tie: tuple[int, ...]
+    slots: dict[Slot, Seen]
+
+    @property
+    def time_ms(self) -> float:
+        time_ms = self.trials[self.winner].time_ms
+        assert time_ms is not None
+        return time_ms
+
+
+class _Descent(_Run):
+    """One call whose kernels are being tuned by this process, or waited for while another does."""
+
+    _resolver: ContextResolver
+
+    def run(self) -> ContextualResult:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._tell_what_was_not_saved)
+            if self._directory is not None:
+                progress = Progress(self._resolver.name, 0, shown=self._settings.progress)
+                stack.callback(progress.close)
+                if (answer := self._take_claim(progress, self._directory, stack)) is not None:
+                    return self._result_of(answer)
+            return self._descend()
+
+    def _descend(self) -> ContextualResult:
+        others, step = self._begin()
+        baseline_ms = step.time_ms if others == FIRST else None
+        slots, time_ms = step.slots, step.time_ms
+        choices: dict[Slot, KernelChoice] = {}
+        tries: list[tuple[dict[Slot, Config], Trial]] = []
+        # One at a time, because what a kernel is asked for may depend on the config of the one that calls it.
+        while slot := next((slot for slot, seen in slots.items() if seen.configs and slot not in choices), None):
+            chosen = {settled: choice.config for settled, choice in choices.items()}
+            step = self._settle(slot, slots[slot], chosen, others)
+            best = step.trials[step.winner]
+            tie = tuple(step.trials[index].config for index in step.tie)
+            choices[slot] = KernelChoice(
+                name=slot.name, key=slot.key, config=best.config, time_ms=step.time_ms, trials=step.trials, tie=tie
+            )
+            first = {other: seen.configs[0] for other, seen in slots.items() if seen.configs} if others == FIRST else {}
+            tries += [(first | chosen | {slot: trial.config}, trial) for trial in step.trials]
+            slots, time_ms = slots | step.slots, step.time_ms
+        _logger.info("%s: %.4g ms with %d kernels tuned", self._resolver.name, time_ms, len(choices))
+        result = self._conclude_descent(choices, slots, tries, time_ms, baseline_ms)
+        return result
+
+    def _begin(self) -> tuple[str, _Step]:
+        """Runs the function once as it comes, to see which kernels it calls and how long it takes.
+
+        Returns:
+            What kernels use that have no config yet: the first of theirs, or their defaults where that fails.
+        """
+        try:
+            return FIRST, self._try(
+                [assignments.encode({}, others=FIRST)], [{"kernels": "first configs"}], "all kernels"
+            )
+        except TuningFailedError as error:
+            _logger.info("%s: starting from the kernels' defaults: %s", self._resolver.name, error)
+        return DEFAULT, self._try([assignments.encode({}, others=DEFAULT)], [{"kernels": "defaults"}], "all kernels")
+
+    def _settle(self, slot: Slot, seen: Seen, chosen: Mapping[Slot, Config], others: str) -> _Step:
+        """Tries every config of one kernel."""
+        texts = [assignments.encode({**chosen, slot: config}, others=others) for config in seen.configs]
+        step = self._try(texts, seen.configs, slot.name)
+        best = report.format_config(step.trials[step.winner].config)
+        _logger.info("%s: %s is best with %s: %.4g ms", self._resolver.name, slot.name, best, step.time_ms)
+        return step
+
+    def _try(self, texts: Sequence[str], shown: Sequence[Config], kernel: str) -> _Step:
+        """Runs the whole function under each assignment.
+
+        Args:
+            texts: the assignments.
+            shown: what to call each in trials and messages.
+            kernel: the kernel in which they differ.
+
+        Raises:
+            TuningFailedError: it failed under every one.
+        """
+        trials: dict[int, Trial] = {}
+        label = f"{self._resolver.name} ({kernel})"
+        progress = Progress(label, len(texts), shown=self._settings.progress)
+
+        def on_trial(index: int, trial: Trial) -> None:
+            trials[index] = dataclasses.replace(trial, config=dict(shown[index]))
+            self._show_life()
+            progress.step(trials[index])
+
+        with contextlib.closing(progress):
+            swept = sweep.run(
+                dataclasses.replace(self.problem(), fn=self._resolver.runner),
+                {index: {KEY: text} for index, text in enumerate(texts)},
+                options=self._resolver.options,
+                # The function compiles as it first runs.
+                settings=dataclasses.replace(self._settings, timeout=sum(self._limits().values())),
+                on_trial=on_trial,
+                on_tick=self._show_life,
+            )
+        if not any(trial.outcome is Outcome.OK for trial in trials.values()):
+            ordered = [trials[index] for index in range(len(texts))]
+            raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.text)
+        settled, verdict = finals.conclude(trials, swept.rounds_ms, default=0)
+        slots = self._slots(swept, verdict.winner, texts[verdict.winner])
+        return _Step(tuple(settled[index] for index in range(len(texts))), verdict.winner, verdict.tie, slots)
+
+    def _slots(self, swept: sweep.Swept, winner: int, text: str) -> dict[Slot, Seen]:
+        """Returns what was asked for under the winning assignment."""
+        if self._settings.isolation == "none":
+            return assignments.read_report(self._resolver.runner.report({KEY: text}))
+        try:
+            return assignments.read_report(swept.executables[winner])
+        except (KeyError, ValueError) as error:
+            raise SandboxError(
+                f"{self._resolver.name}: its worker did not say which kernels were called: {error!r}"
+            ) from error
+
+    def _conclude_descent(
+        self,
+        choices: Mapping[Slot, KernelChoice],
+        slots: Mapping[Slot, Seen],
+        tries: Sequence[tuple[dict[Slot, Config], Trial]],
+        time_ms: float,
+        baseline_ms: float | None,
+    ) -> ContextualResult:
+        """Remembers what was found, and returns it."""
+        names = dict(zip(choices, labels([slot.name for slot in choices]), strict=True))
+        trials = [
+            dataclasses.replace(
+                trial,
+                config={name: report.format_config(used[slot]) if slot in used else "" for slot, name in names.items()},
+            )
+            for used, trial in tries
+        ]
+        chosen = {slot: choice.config for slot, choice in choices.items()}
+        config: Config = {KEY: assignments.encode(chosen, others=OWN)}
+        if self._directory is not None:
+            best = Trial(config=config, outcome=Outcome.OK, time_ms=time_ms)
+            kernels = [
+                {**slot._asdict(), "config": choice.config, "time_ms": choice.time_ms, "space": slots[slot].space}
+                for slot, choice in choices.items()
+            ]
+            entry = self._entry(best, trials) | {
+                "config": {"assignment": assignments.nested(chosen)},
+                "kernels": kernels,
+                "baseline_ms": baseline_ms,
+            }
+            with self._saving():
+                store = self._resolver._store(self._settings)
+                store.put(self._resolver.name, self._key.device, self._key.text, entry)
+        return self._contextual(self._result(config, time_ms, tuple(trials)), [*choices.values()], baseline_ms)
+
+    def _result_of(self, entry: Entry) -> ContextualResult:
+        config = self._resolver._config_of(entry, self._configs, self._settings)
+        assert config is not None  # or it would not have been an answer
+        kernels = [
+            KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=float(entry["time_ms"]))
+            for slot, chosen in assignments.Assignment(str(config[KEY])).chosen.items()
+        ]
+        time_ms, baseline_ms = float(entry["time_ms"]), entry.get("baseline_ms")
+        return self._contextual(self._result(config, time_ms, (), from_cache=True), kernels, baseline_ms)
+
+    def _contextual(self, result: Any, kernels: Sequence[KernelChoice], baseline_ms: float | None) -> ContextualResult:
+        fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+        fields["fn"] = functools.partial(self._resolver.runner, **result.best_config)
+        return ContextualResult(**fields, kernels=tuple(kernels), baseline_ms=baseline_ms)
