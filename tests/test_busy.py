@@ -13,17 +13,21 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import psutil
+import pytest
 
 import quarantune
 from quarantune import TuningResult
 from quarantune.outcomes import Config
 
-# So small that XLA gives no part of it to another thread: what waits for one has another rank beside a busy core.
+# So small that every config runs on one thread: its CPU time was measured to be its wall-clock time.
 HEADS, LENGTH, DEPTH = 1, 128, 16
 SPACE = {"q_chunk": [8, 32, 64], "k_chunk": [8, 128]}
 SWEEPS = 3
 REGRET = 0.1
 ATTEMPTS = 2
+QUIET_PERCENT = 30.0
+"""More than this, and it is not our one busy core that a sweep has to cope with."""
 
 
 @quarantune.autotune(SPACE, rep=10)
@@ -91,6 +95,8 @@ def is_good(result: TuningResult, regrets: dict[tuple[int, int], float]) -> bool
 
 
 def test_beside_a_busy_core_three_sweeps_choose_a_config_that_is_about_the_best_or_level_with_it() -> None:
+    if (busy := psutil.cpu_percent(interval=0.5)) > QUIET_PERCENT:
+        pytest.skip(f"the machine is {busy:.0f}% busy already, and this is about one core that is")
     generator = np.random.default_rng(0)
     q, k, v = (jnp.asarray(generator.standard_normal((HEADS, LENGTH, DEPTH), np.float32)) for _ in range(3))
     told = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -35,7 +36,7 @@ def contextual_autotune(
         n_warmup: untimed runs of the function per config.
         n_repeat: at most this many timed runs per config.
         **options: the fields of `Options`, of which `warmup` and `rep` go by the names above and `prune_fn` belongs to
-            the kernels. `compile_timeout` and `timeout` together bound one config, as the function compiles while it runs.
+            the kernels. `compile_timeout` and `timeout` together bound one config: the function compiles as it runs.
 
     Returns:
         A `Contextual`, or a decorator that makes one.
@@ -151,7 +152,7 @@ class Contextual:
 
         if payload.travels_by_name(self):
             return self.__wrapped__.__qualname__
-        return Contextual, (self.__wrapped__, self._options)
+        return Contextual, (self.__wrapped__, dataclasses.replace(self._options, name=self.name))
 
     def _memo_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what tells this call from others within the process; None where that takes a closer look."""

@@ -56,7 +56,7 @@ class ContextResolver(Resolver):
 
 
 def _is_offered(name: str, space: Any) -> bool:
-    """Returns whether a kernel still has the configs it had: one that is made later, or makes its configs, is trusted."""
+    """Returns whether a kernel still has the configs it had; one not made yet, or that makes its configs, has."""
     listed = [kernel._configs for kernel in assignments.kernels(name) if not callable(kernel._configs)]
     return not listed or any(space_of(configs) == space for configs in listed)
 
@@ -97,6 +97,7 @@ class _Descent(_Run):
         baseline_ms = step.time_ms if others == FIRST else None
         slots, time_ms = step.slots, step.time_ms
         choices: dict[Slot, KernelChoice] = {}
+        spaces: list[dict[str, Any]] = []
         tries: list[tuple[dict[Slot, Config], Trial]] = []
         # One at a time, because what a kernel is asked for may depend on the config of the one that calls it.
         while slot := next((slot for slot, seen in slots.items() if seen.configs and slot not in choices), None):
@@ -109,10 +110,10 @@ class _Descent(_Run):
             )
             first = {other: seen.configs[0] for other, seen in slots.items() if seen.configs} if others == FIRST else {}
             tries += [(first | chosen | {slot: trial.config}, trial) for trial in step.trials]
-            slots, time_ms = slots | step.slots, step.time_ms
+            spaces.append(slots[slot].space)
+            slots, time_ms = step.slots, step.time_ms
         _logger.info("%s: %.4g ms with %d kernels tuned", self._resolver.name, time_ms, len(choices))
-        result = self._conclude_descent(choices, slots, tries, time_ms, baseline_ms)
-        return result
+        return self._conclude_descent(choices, spaces, tries, time_ms, baseline_ms)
 
     def _begin(self) -> tuple[str, _Step]:
         """Runs the function once as it comes, to see which kernels it calls and how long it takes.
@@ -121,12 +122,10 @@ class _Descent(_Run):
             What kernels use that have no config yet: the first of theirs, or their defaults where that fails.
         """
         try:
-            return FIRST, self._try(
-                [assignments.encode({}, others=FIRST)], [{"kernels": "first configs"}], "all kernels"
-            )
+            return FIRST, self._try([assignments.encode({}, others=FIRST)], [{"configs": "first"}], "all kernels")
         except TuningFailedError as error:
             _logger.info("%s: starting from the kernels' defaults: %s", self._resolver.name, error)
-        return DEFAULT, self._try([assignments.encode({}, others=DEFAULT)], [{"kernels": "defaults"}], "all kernels")
+        return DEFAULT, self._try([assignments.encode({}, others=DEFAULT)], [{"configs": "default"}], "all kernels")
 
     def _settle(self, slot: Slot, seen: Seen, chosen: Mapping[Slot, Config], others: str) -> _Step:
         """Tries every config of one kernel."""
@@ -187,7 +186,7 @@ class _Descent(_Run):
     def _conclude_descent(
         self,
         choices: Mapping[Slot, KernelChoice],
-        slots: Mapping[Slot, Seen],
+        spaces: Sequence[dict[str, Any]],
         tries: Sequence[tuple[dict[Slot, Config], Trial]],
         time_ms: float,
         baseline_ms: float | None,
@@ -206,8 +205,8 @@ class _Descent(_Run):
         if self._directory is not None:
             best = Trial(config=config, outcome=Outcome.OK, time_ms=time_ms)
             kernels = [
-                {**slot._asdict(), "config": choice.config, "time_ms": choice.time_ms, "space": slots[slot].space}
-                for slot, choice in choices.items()
+                {**slot._asdict(), "config": choice.config, "time_ms": choice.time_ms, "space": space}
+                for (slot, choice), space in zip(choices.items(), spaces, strict=True)
             ]
             entry = self._entry(best, trials) | {
                 "config": {"assignment": assignments.nested(chosen)},

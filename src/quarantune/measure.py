@@ -20,8 +20,8 @@ _SOFT_BUDGET_S = 0.25
 _COLD = 2.0
 """How many times slower than the next ones a first sample may be for the cold alone."""
 _HICCUP_MS = 50.0
-"""Other work on the machine holds up a run for as long as this: beside a busy core, one 0.1 ms run in sixty took over 3
-times its due, so that a single sample below this says nothing, and three more of them cost nothing."""
+"""A single sample shorter than this may be an interruption, and three more cost little: on a 2-core machine with other
+work, one 0.1 ms run in sixty took over three times the median."""
 _LONGEST_MS = 1e8
 """Longer samples are the clock's error, not the kernel's: a device clock was seen to answer with nearly 2^64 ns."""
 BUSY = {"device": 0.05, "queued": 0.15, "wall": 0.25}

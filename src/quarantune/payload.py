@@ -841,7 +841,7 @@ def _describe(array: Any, *, index: int, offset: int) -> ArraySpec:
         kind="key" if impl else "jax",
         key_impl=impl,
         made=made,
-        sharding=sharding_of(array) if getattr(array, "is_fully_addressable", True) else None,
+        sharding=sharding_of(array) if _is_abstract(array) or not made else None,  # not of one that is elsewhere too
     )
     if spec.made:
         return spec
@@ -854,8 +854,12 @@ def _dtype_name(dtype: np.dtype[Any], *, made: bool) -> str:
     return str((jax.dtypes.canonicalize_dtype(dtype) if made else dtype).name)
 
 
+def _is_abstract(array: Any) -> bool:
+    return isinstance(array, (jax.ShapeDtypeStruct, jax.core.Tracer))
+
+
 def _has_value(array: Any) -> bool:
-    if isinstance(array, (jax.ShapeDtypeStruct, jax.core.Tracer)):
+    if _is_abstract(array):
         return False
     if array.is_deleted():
         raise ValueError(

@@ -28,6 +28,7 @@ STARTUP_DEADLINE_S = 120.0
 _KILL_DEADLINE_S = 10.0
 """How long after SIGKILL a worker is believed to be dying; after that its device is withdrawn."""
 _TICK_S = 0.05
+_LOOK_S = 0.1
 _CLOSE_LOOK_S = 0.25
 _FAST_BYTES = 64 << 20
 _MEMORY_FLOOR_BYTES = 256 << 20
@@ -204,6 +205,7 @@ class Scheduler:
         self._bursting = False
         self._unfinished = 0
         self._next_tick = 0.0
+        self._next_look = 0.0
         self._next_close_look = 0.0
         self._last_total = 0
         self._oom_kills = host.oom_kills()
@@ -785,7 +787,9 @@ class Scheduler:
             self._next_tick = now + _TICK_S
             self._on_tick()
             self._sandbox.trim_logs()
-            self._watch_memory(now)
+            if now >= self._next_look:
+                self._next_look = now + _LOOK_S
+                self._watch_memory(now)
 
     def _patience(self, worker: _Worker, allowed_s: float) -> float:
         is_troubled = worker.job is not None and worker.job.index in self._plan.troubled

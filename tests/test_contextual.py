@@ -1,0 +1,366 @@
+"""Kernels tuned inside the function that calls them: tried in order, timed together, remembered for that function."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quarantune
+from quarantune import Outcome, assignments, in_process, sweep
+
+SOURCE = Path(quarantune.__file__).parents[1]
+X = np.zeros(4, np.float32)
+
+
+def pause(x: Any, ms: float, then: Any = None) -> Any:
+    """Returns x after a time that is the device's, as a kernel's would be."""
+
+    def host(value: Any) -> Any:
+        time.sleep(ms / 1000)
+        return value
+
+    return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential")
+
+
+def kernel(name: str, configs: Any, body: Any = lambda x, ms: pause(x, ms)) -> quarantune.Autotuned:
+    """Makes an autotuned kernel with the one tunable `ms`."""
+
+    def run(x: Any, ms: Any = 1) -> Any:
+        return body(x, ms)
+
+    run.__qualname__ = name
+    return quarantune.autotune(configs)(functools.partial(jax.jit, static_argnames=["ms"])(run))
+
+
+@pytest.fixture
+def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes the function of every sweep that starts."""
+    started: list[str] = []
+    run = sweep.run
+
+    def noting(problem: sweep.Problem, *args: Any, **kwargs: Any) -> Any:
+        started.append(problem.name)
+        return run(problem, *args, **kwargs)
+
+    monkeypatch.setattr(sweep, "run", noting)
+    return started
+
+
+def chosen(result: quarantune.ContextualResult) -> dict[str, Any]:
+    return {name: choice.config["ms"] for name, choice in zip(result.labels, result.kernels, strict=True)}
+
+
+def test_each_kernel_is_tried_with_those_before_it_at_their_best_and_those_after_it_at_their_first() -> None:
+    first, second = kernel("first", {"ms": [15, 3]}), kernel("second", {"ms": [12, 20, 2]})
+
+    @quarantune.contextual_autotune(n_repeat=2)
+    def both(x: Any) -> Any:
+        return second(first(x))
+
+    result = both.tune(X)
+    assert [tuple(trial.config.values()) for trial in result.trials] == [
+        ("ms=15", "ms=12"),
+        ("ms=3", "ms=12"),
+        ("ms=3", "ms=12"),
+        ("ms=3", "ms=20"),
+        ("ms=3", "ms=2"),
+    ]
+    assert chosen(result) == {"first": 3, "second": 2}
+    assert result.baseline_ms is not None
+    assert result.baseline_ms >= 27 > result.time_ms >= 5
+    # Every time is that of the whole function.
+    assert [min(trial.samples_ms) >= least for trial, least in zip(result.trials, (27, 15, 15, 23, 5), strict=True)]
+    assert [len(choice.trials) for choice in result.kernels] == [2, 3]
+
+
+def test_what_wins_alone_may_lose_in_its_context_and_stays_the_winner_elsewhere() -> None:
+    # The kernel is quick with ms=0, but leaves data that its successor takes long over.
+    maker = kernel("maker", {"ms": [0, 5]}, lambda x, ms: pause(x, ms) + (1 if ms == 0 else 0))
+    taker = kernel("taker", {"ms": [40]}, lambda x, ms: jax.lax.cond(x[0] > 0, lambda x: pause(x, ms), lambda x: x, x))
+
+    @quarantune.contextual_autotune(n_repeat=2)
+    def both(x: Any) -> Any:
+        return taker(maker(x))
+
+    assert maker(X)[0] == 1
+    assert both(X)[0] == 0
+    assert maker(X)[0] == 1, "what is best within the function must not leak out of it"
+    assert both(X)[0] == 0, "what is best alone must not leak into it"
+
+
+def test_calls_of_one_kernel_with_two_shapes_are_tuned_apart_and_equal_calls_together() -> None:
+    # Each shape has a config of its own that is quick.
+    shaped = kernel("shaped", {"ms": [4, 8]}, lambda x, ms: pause(x, 1 if x.size == ms else 15))
+
+    @quarantune.contextual_autotune(n_repeat=2)
+    def twice(x: Any) -> Any:
+        return shaped(shaped(x)), shaped(jnp.concatenate([x, x]))
+
+    result = twice.tune(X)
+    assert chosen(result) == {"shaped #1": 4, "shaped #2": 8}
+    shapes = [json.loads(choice.key)["x"]["shape"] for choice in result.kernels]
+    assert shapes == [[4], [8]]
+
+
+def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_that_the_outer_ones_config_gives_it() -> None:
+    inner = kernel("inner", {"ms": [10, 1]})
+    outer = kernel("outer", {"ms": [2, 4]}, lambda x, ms: inner(x.reshape(ms, -1)).ravel() + pause(x, 40 / ms))
+
+    @quarantune.contextual_autotune(n_repeat=2)
+    def nested(x: Any) -> Any:
+        return outer(x) + 0
+
+    result = nested.tune(X)
+    by_shape = {
+        (c.name.rpartition(".")[2], str(json.loads(c.key)["x"]["shape"])): c.config["ms"] for c in result.kernels
+    }
+    assert by_shape[("outer", "[4]")] == 4
+    assert by_shape[("inner", "[4, 1]")] == 1, "the outer one's winner calls it with this shape"
+    assert len(by_shape) == 2, "and with no other"
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_winners_are_what_runs_in_a_plain_function_and_in_a_jitted_one(jitted: bool) -> None:
+    slow, quick = kernel("left", {"ms": [15, 1]}, lambda x, ms: pause(x, ms) + ms), kernel("right", {"ms": [1, 15]})
+
+    def add(x: Any, *, offset: int) -> Any:
+        return jax.jit(lambda x: quick(slow(x)))(x) + offset  # what an inner jit has traced must not stick either
+
+    tuned = quarantune.contextual_autotune(n_repeat=2)(
+        functools.partial(jax.jit, static_argnames=["offset"])(add) if jitted else add
+    )
+    assert tuned.default(X, offset=100)[0] == 101
+    assert tuned.lookup(X, offset=100) is None
+    assert tuned(X, offset=100)[0] == 101
+    assert {slot.name.rpartition(".")[2]: config for slot, config in tuned.lookup(X, offset=100).items()} == {
+        "left": {"ms": 1},
+        "right": {"ms": 1},
+    }
+    assert tuned.default(X, offset=100)[0] == 101
+    assert (tuned.__name__, tuned.__wrapped__.__name__) == ("add", "add")
+
+
+def test_untuned_a_function_runs_with_its_kernels_own_defaults() -> None:
+    only = kernel("only", {"ms": [7, 8]}, lambda x, ms: x + ms)
+
+    @quarantune.contextual_autotune
+    def shifted(x: Any) -> Any:
+        return only(x)
+
+    assert shifted.default(X)[0] == 1
+    with quarantune.settings(on_miss="default"), pytest.warns(quarantune.CacheWarning, match="not tuned for this call"):
+        assert shifted(X)[0] == 1
+
+
+def test_a_config_that_crashes_in_its_context_is_contained_even_if_it_is_the_first() -> None:
+    def crash_beside_others(x: Any, ms: float) -> Any:
+        def host(value: Any) -> Any:
+            if ms == 9:
+                os.abort()
+            return value
+
+        return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    fragile = kernel("fragile", {"ms": [9, 2, 3]}, crash_beside_others)
+    sound = kernel("sound", {"ms": [10, 1]})
+
+    @quarantune.contextual_autotune(n_repeat=2)
+    def both(x: Any) -> Any:
+        return sound(fragile(x))
+
+    result = both.tune(X)
+    trials = {choice.name.rpartition(".")[2]: choice.trials for choice in result.kernels}
+    assert [trial.outcome for trial in trials["fragile"]] == [Outcome.CRASHED, Outcome.OK, Outcome.OK]
+    assert "SIGABRT" in trials["fragile"][0].message
+    assert [trial.outcome.is_failure for trial in trials["sound"]] == [False, False]
+    assert chosen(result)["sound"] == 1
+    assert result.baseline_ms is None
+    assert result.failures == {"crashed": 1}
+
+
+def test_if_nothing_works_the_error_names_what_was_tried() -> None:
+    def fail(x: Any, ms: float) -> Any:
+        raise ArithmeticError(f"no {ms}")
+
+    broken = kernel("broken", {"ms": [1, 2]}, fail)
+
+    @quarantune.contextual_autotune
+    def hopeless(x: Any) -> Any:
+        return broken(x)
+
+    with pytest.raises(quarantune.TuningFailedError, match=r"hopeless.*\n.*ArithmeticError: no 1"):
+        hopeless(X)
+
+
+def test_the_result_is_remembered_until_a_kernels_configs_change(
+    cache_dir: Path, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(configs: list[int]) -> quarantune.Contextual:
+        only = kernel("only", {"ms": configs})
+
+        @quarantune.contextual_autotune(name="whole", n_repeat=2)
+        def whole(x: Any) -> Any:
+            return only(x)
+
+        return whole
+
+    make([10, 1])(X)
+    assert len(sweeps) == 2
+    (entry,) = next(iter(json.loads((cache_dir / "whole.json").read_text()).values())).values()
+    ((name, by_key),) = entry["config"]["assignment"].items()
+    assert name.endswith("only")
+    assert list(by_key.values()) == [{"ms": 1}]
+    assert entry["kernels"][0]["config"] == {"ms": 1}
+    assert entry["time_ms"] < entry["baseline_ms"]
+
+    again = make([10, 1])
+    again(X)
+    assert len(sweeps) == 2
+    with quarantune.settings(always_tune=True):
+        fresh = make([10, 1])
+        fresh(X)
+        fresh(X)
+    assert len(sweeps) == 4
+    with quarantune.settings(disable_cache=True):
+        make([10, 1])(X)
+    assert len(sweeps) == 6
+    # Only new kernels are to be found by their name now.
+    monkeypatch.setattr(assignments, "_kernels", {})
+    wider = make([10, 1, 5])
+    assert wider.lookup(X) is None
+
+
+PROGRAM = """
+    import functools, sys, jax, numpy as np, quarantune
+    from quarantune import sweep
+
+    started, run = [], sweep.run
+    sweep.run = lambda *args, **kwargs: (started.append(1), run(*args, **kwargs))[1]
+
+    @quarantune.autotune({"n": [3, 2]})
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def shift(x, n=1):
+        return x + jax.pure_callback(lambda v: (__import__("time").sleep((n == 3) / 50), v)[1], x, x) + n
+
+    @quarantune.contextual_autotune(n_repeat=2)
+    def whole(x):
+        return shift(x)
+
+    print(whole(np.zeros(3, np.float32))[0], len(started))
+"""
+
+
+def test_a_script_without_a_guard_tunes_once_and_a_new_process_remembers(tmp_path: Path, cache_dir: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(textwrap.dedent(PROGRAM))
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
+
+    def run() -> str:
+        done = subprocess.run(
+            [sys.executable, "-W", "error", str(script)], env=environ, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert run() == "2.0 2"
+    assert run() == "2.0 0"
+    assert (cache_dir / "program.whole.json").exists()
+
+
+def test_the_table_shows_each_kernel_with_its_winner_and_what_the_whole_gains() -> None:
+    one, two = kernel("one", {"ms": [10, 1]}), kernel("two", {"ms": [1, 10]})
+
+    @quarantune.contextual_autotune(n_repeat=2)
+    def both(x: Any) -> Any:
+        return two(one(x))
+
+    result = both.tune(X)
+    table = result.table()
+    assert max(map(len, table.splitlines())) <= 80
+    sections = table.split("\n\n")
+    assert [section.splitlines()[0] for section in sections[:2]] == ["one", "two"]
+    assert all(section.count("\n*  1") == 1 for section in sections[:2])
+    assert sections[2].startswith("the whole function: ")
+    assert "with every kernel's first config" in sections[2]
+    assert both.lookup(X) == {(choice.name, choice.key): choice.config for choice in result.kernels}
+    assert np.array_equal(result.fn(X), X)
+
+
+def test_without_a_sandbox_the_same_is_found() -> None:
+    one, two = kernel("one", {"ms": [10, 1]}), kernel("two", {"ms": [1, 10]})
+
+    @quarantune.contextual_autotune(n_repeat=2)
+    def both(x: Any) -> Any:
+        return two(one(x))
+
+    in_process._warn.cache_clear()  # it warns once in a process
+    with quarantune.settings(isolation="none"), pytest.warns(RuntimeWarning, match="configs run in this process"):
+        result = both.tune(X)
+    assert chosen(result) == {"one": 1, "two": 1}
+
+
+def test_inside_an_outer_jit_the_kernels_are_tuned_as_a_whole_and_baked_in(sweeps: list[str]) -> None:
+    only = kernel("only", {"ms": [10, 1]}, lambda x, ms: pause(x, ms) + ms)
+
+    @quarantune.contextual_autotune(n_repeat=2)
+    def whole(x: Any) -> Any:
+        return only(x)
+
+    assert jax.jit(lambda x: whole(x) * 2)(X)[0] == 2
+    assert len(sweeps) == 2
+    assert all(name.endswith("whole") for name in sweeps)
+
+
+def test_kernels_that_a_function_does_not_call_need_no_tuning(sweeps: list[str]) -> None:
+    @quarantune.contextual_autotune
+    def plain(x: Any) -> Any:
+        return x + 1
+
+    assert plain(X)[0] == 1
+    assert plain(X)[0] == 1
+    assert len(sweeps) == 1
+
+
+def test_a_kernels_prune_fn_holds_within_the_function_too() -> None:
+    @quarantune.autotune({"ms": [1, 2]}, prune_fn=lambda config, x: config["ms"] > 1)
+    @functools.partial(jax.jit, static_argnames=["ms"])
+    def picky(x: Any, ms: int = 2) -> Any:
+        return x + ms
+
+    @quarantune.contextual_autotune(n_repeat=1)
+    def whole(x: Any) -> Any:
+        return picky(x)
+
+    assert [trial.config for trial in whole.tune(X).kernels[0].trials] == [{"ms": 2}]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"rep": 3}, TypeError, "use n_repeat"),
+        ({"prune_fn": lambda config: True}, TypeError, "prune_fn of its kernels"),
+        ({"n_repeat": 0}, ValueError, "n_repeat=0 is not valid"),
+        ({"n_warmup": -1}, ValueError, "n_warmup=-1 is not valid"),
+        ({"n_repaet": 2}, TypeError, "no option 'n_repaet'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        quarantune.contextual_autotune(**options)
+
+
+def test_an_autotuned_kernel_itself_is_no_function_to_tune_in_context() -> None:
+    with pytest.raises(TypeError, match="goes on a function that calls autotuned kernels"):
+        quarantune.contextual_autotune(kernel("only", {"ms": [1]}))
