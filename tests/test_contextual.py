@@ -8,7 +8,9 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +366,31 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: 
 def test_an_autotuned_kernel_itself_is_no_function_to_tune_in_context() -> None:
     with pytest.raises(TypeError, match="goes on a function that calls autotuned kernels"):
         quarantune.contextual_autotune(kernel("only", {"ms": [1]}))
+
+
+def test_what_threads_assign_meanwhile_is_neither_lost_nor_left_behind() -> None:
+    only = kernel("only", {"ms": [5, 6]}, lambda x, ms: x + ms)
+    x, (mine, theirs) = jnp.zeros(4), (threading.Event(), threading.Event())
+    slot = assignments.Slot(only.name, '{"x":{"dtype":"float32","shape":[4]}}')
+
+    def assigned(ms: int) -> assignments.Assignment:
+        return assignments.Assignment(assignments.encode({slot: {"ms": ms}}, others=assignments.OWN))
+
+    def other_thread() -> float:
+        with assigned(6).in_force():
+            results = [float(only(x)[0])]
+            theirs.set()
+            assert mine.wait(20)
+            return results[0]
+
+    with quarantune.settings(disable_cache=True, on_miss="default"), ThreadPoolExecutor(1) as pool:
+        with assigned(5).in_force():
+            assert only(x)[0] == 5
+            other = pool.submit(other_thread)
+            assert theirs.wait(20)
+        mine.set()
+        assert other.result() == 6
+        with pytest.warns(quarantune.CacheWarning, match="not tuned for this call"):
+            assert only(x)[0] == 1
+        with assigned(5).in_force():
+            assert only(x)[0] == 5

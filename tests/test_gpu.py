@@ -183,3 +183,36 @@ def spread(x, block: int = 64, warps: int = 4):
         out_specs=spec,
         compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
     )(x)
+
+
+@functools.partial(jax.jit, static_argnames=["chunks"])
+def centred(x, chunks: int = 1):
+    """Subtracts each column's mean, which takes all devices that x is laid out over."""
+    return jnp.concatenate([part - part.mean(axis=0) for part in jnp.split(x, chunks, axis=1)], axis=1)
+
+
+def test_arguments_laid_out_over_two_gpus_are_tuned_on_two():
+    gpus = jax.devices()
+    if len(gpus) < 2:
+        pytest.skip("one GPU")
+    x = jnp.sin(jnp.arange(4096.0 * 64)).reshape(4096, 64)
+    mesh = jax.sharding.Mesh(gpus[:2], ("rows",))
+    laid_out = jax.device_put(x, jax.NamedSharding(mesh, jax.P("rows")))
+
+    def on_two(output, expected, x):
+        return len(x.sharding.device_set) == len(output.sharding.device_set) == jax.device_count() == 2
+
+    configs = {"chunks": [1, 2, 4]}
+    tuned = quarantune.autotune(configs, devices_per_trial=2, ref_fn=centred, check_fn=on_two, rep=5)(centred)
+    result = tuned.tune(laid_out)
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
+    assert {trial.route for trial in result.trials} == {Route.TOGETHER}
+    pairs = {f"cuda:{i},{i + 1}" for i in range(0, len(gpus) - 1, 2)}
+    assert {trial.device for trial in result.trials} <= pairs
+    difference = jnp.abs(jax.device_put(tuned(laid_out), gpus[0]) - centred(x)).max()
+    assert difference < 1e-5
+
+    with pytest.raises(ValueError, match="set devices_per_trial=2"):
+        quarantune.autotune(configs)(centred).tune(laid_out)
+    with pytest.raises(ValueError, match="devices_per_trial=1000 needs 1000 devices"):
+        quarantune.autotune(configs, devices_per_trial=1000)(centred).tune(x)

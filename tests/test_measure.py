@@ -389,7 +389,7 @@ def test_a_final_ends_once_the_fastest_is_clear_and_goes_on_while_it_is_not() ->
     clear = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.5))], clock=lambda: 0.0)
     level = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.0))], clock=lambda: 0.0)
     assert [len(rounds) for rounds in clear] == [5, 5]
-    assert [len(rounds) for rounds in level] == [15, 15]
+    assert len(level[0]) == len(level[1]) > 10
     assert finals.is_clear(dict(enumerate(clear)))
     assert not finals.is_clear(dict(enumerate(level)))
 

@@ -1,5 +1,6 @@
 """quarantune: an autotuner for JAX kernels that tries every config in a process of its own."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from quarantune._version import __version__
@@ -24,6 +25,21 @@ from quarantune.tuner import AutoTuner, compile_configs
 
 if TYPE_CHECKING:
     from quarantune.cache import CacheWarning, CacheWriteError, TuningCache
+    from quarantune.metrics import KernelMetrics, compute_elementwise_metrics, compute_gemm_metrics
+    from quarantune.spaces import filter_valid_configs, generate_configs, get_default_config
+
+_LATER = {
+    "CacheWarning": "cache",
+    "CacheWriteError": "cache",
+    "TuningCache": "cache",
+    "KernelMetrics": "metrics",
+    "compute_elementwise_metrics": "metrics",
+    "compute_gemm_metrics": "metrics",
+    "filter_valid_configs": "spaces",
+    "generate_configs": "spaces",
+    "get_default_config": "spaces",
+}
+"""Imported with their first use: beside JAX, importing this package is to cost little."""
 
 __all__ = [
     "AutoTuner",
@@ -34,6 +50,7 @@ __all__ = [
     "Contextual",
     "ContextualResult",
     "KernelChoice",
+    "KernelMetrics",
     "Outcome",
     "Phase",
     "ReferenceFailedError",
@@ -47,7 +64,12 @@ __all__ = [
     "__version__",
     "autotune",
     "compile_configs",
+    "compute_elementwise_metrics",
+    "compute_gemm_metrics",
     "contextual_autotune",
+    "filter_valid_configs",
+    "generate_configs",
+    "get_default_config",
     "grid",
     "set_autotune_inputs",
     "settings",
@@ -55,9 +77,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The cache is imported when it is first used: together with JAX, importing this package is to cost little more.
-    if name in ("CacheWarning", "CacheWriteError", "TuningCache"):
-        from quarantune import cache
-
-        return getattr(cache, name)
+    if name in _LATER:
+        return getattr(importlib.import_module(f"quarantune.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

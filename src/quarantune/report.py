@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quarantune.outcomes import Config, Outcome, Trial
 
@@ -16,35 +16,62 @@ def format_config(config: Config) -> str:
     return " ".join(f"{name}={_short(value)}" for name, value in config.items())
 
 
-def table(trials: Sequence[Trial], *, best: Config | None = None, width: int = _WIDTH) -> str:
+def table(
+    trials: Sequence[Trial],
+    *,
+    best: Config | None = None,
+    width: int = _WIDTH,
+    flops: float | None = None,
+    moved_bytes: float | None = None,
+) -> str:
     """Returns trials as a table that fits `width` columns: config, outcome, time, and why it failed.
 
     Args:
         trials: in the order to show.
         best: the config to mark with a star.
         width: columns.
+        flops: floating-point operations of one call, for a column of TFLOP/s.
+        moved_bytes: bytes that one call must move, for a column of GB/s.
     """
     names = list(dict.fromkeys(name for trial in trials for name in trial.config))
-    header = ["", *names, "outcome", "ms", "compile s"]
+    figures = _figures(flops, moved_bytes)
+    header = ["", *names, "outcome", *figures]
     rows = [
         [
             "*" if best is not None and trial.config == best else "",
             *(_short(trial.config.get(name)) for name in names),
             trial.outcome.value,
-            "" if trial.time_ms is None else f"{trial.time_ms:.4g}",
-            "" if trial.compile_s is None else f"{trial.compile_s:.2f}",
+            *(figure(trial) for figure in figures.values()),
         ]
         for trial in trials
     ]
     if sum(max(map(len, column)) + 2 for column in zip(header, *rows, strict=True)) > width:
-        header = ["", "config", "outcome", "ms", "compile s"]
-        rows = [[row[0], format_config(trial.config), *row[-3:]] for row, trial in zip(rows, trials, strict=True)]
+        tail = len(figures) + 1
+        header = ["", "config", "outcome", *figures]
+        rows = [[row[0], format_config(trial.config), *row[-tail:]] for row, trial in zip(rows, trials, strict=True)]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     if (over := sum(widths) + 2 * len(widths) - width) > 0:
         widths[1] = max(8, widths[1] - over)
-    lines = [_line(header, widths, "")]
-    lines += [_line(row, widths, _reason(trial)) for row, trial in zip(rows, trials, strict=True)]
+    lines = [_line(header, widths, "", len(figures))]
+    lines += [_line(row, widths, _reason(trial), len(figures)) for row, trial in zip(rows, trials, strict=True)]
     return "\n".join(_cut(line, width).rstrip() for line in lines)
+
+
+def _figures(flops: float | None, moved_bytes: float | None) -> dict[str, Callable[[Trial], str]]:
+    """Returns the table's columns of numbers, by their headings."""
+
+    def rate(amount: float, unit: float) -> Callable[[Trial], str]:
+        return lambda trial: f"{amount / (1e-3 * trial.time_ms) / unit:.4g}" if trial.time_ms else ""
+
+    figures: dict[str, Callable[[Trial], str]] = {
+        "ms": lambda trial: "" if trial.time_ms is None else f"{trial.time_ms:.4g}",
+        "compile s": lambda trial: "" if trial.compile_s is None else f"{trial.compile_s:.2f}",
+    }
+    if flops is not None:
+        figures["TFLOP/s"] = rate(flops, 1e12)
+    if moved_bytes is not None:
+        figures["GB/s"] = rate(moved_bytes, 1e9)
+    return figures
 
 
 def failure_message(name: str, trials: Sequence[Trial]) -> str:
@@ -79,9 +106,9 @@ def _reason(trial: Trial) -> str:
     return " ".join(trial.message.split())
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], reason: str) -> str:
+def _line(cells: Sequence[str], widths: Sequence[int], reason: str, figures: int) -> str:
     padded = [
-        _cut(cell, width).ljust(width) if index < 2 or index < len(cells) - 2 else cell.rjust(width)
+        cell.rjust(width) if index >= len(cells) - figures else _cut(cell, width).ljust(width)
         for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
     return "  ".join([*padded, reason])

@@ -62,20 +62,29 @@ class TuningResult:
         """How many configs ended in each outcome other than `ok`."""
         return {outcome: count for outcome, count in count_outcomes(self.trials).items() if outcome != "ok"}
 
-    def table(self, *, width: int = 80) -> str:
-        """Returns the trials as a table of that many columns, the winner marked with a star."""
-        return report.table(self.trials, best=self.best_config, width=width)
+    def table(self, *, width: int = 80, flops: float | None = None, bytes: float | None = None) -> str:
+        """Returns the trials as a table, the winner marked with a star.
 
-    def metrics(self, *, flops: float | None = None, bytes: float | None = None) -> KernelMetrics:
+        Args:
+            width: columns.
+            flops: floating-point operations of one call, for a column of TFLOP/s.
+            bytes: bytes that one call must move, for a column of GB/s.
+        """
+        return report.table(self.trials, best=self.best_config, width=width, flops=flops, moved_bytes=bytes)
+
+    def metrics(
+        self, *, flops: float | None = None, bytes: float | None = None, dtype: str | None = None
+    ) -> KernelMetrics:
         """Returns what the winner achieves.
 
         Args:
             flops: floating-point operations of one call.
             bytes: bytes that one call must move.
+            dtype: what it computes in, which the device's peak depends on; None leaves the share of the peak open.
         """
         from quarantune import metrics
 
-        return metrics.from_counts(self.time_ms, flops=flops, bytes=bytes, device=self.device)
+        return metrics.from_counts(self.time_ms, flops=flops, bytes=bytes, dtype=dtype, device=self.device)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
