@@ -41,9 +41,8 @@ def loads(blob: bytes) -> Any:
 
 
 def _device_ids(compiled: Any) -> list[int]:
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    ids = {device.id for sharding in shardings for device in sharding.device_set}
-    if len(ids) < 2:
-        return sorted(ids) or [0]
-    # In the order of the mesh; a program that was compiled without its device has no runtime to ask, but only one.
-    return [device.id for device in compiled.runtime_executable().local_devices()]
+    """Returns the numbers of the devices a program runs on, in the order it knows them in."""
+    runtime = compiled.runtime_executable()
+    if not hasattr(runtime, "local_devices"):
+        return [0]  # compiled without its device, of which there is one
+    return [device.id for device in runtime.local_devices()]
