@@ -372,7 +372,7 @@ def test_an_autotuned_kernel_itself_is_no_function_to_tune_in_context() -> None:
 
 
 def test_what_threads_assign_meanwhile_is_neither_lost_nor_left_behind() -> None:
-    only = kernel("only", {"ms": [5, 6]}, lambda x, ms: x + ms)
+    only = kernel("shared", {"ms": [5, 6]}, lambda x, ms: x + ms)
     x, (mine, theirs) = jnp.zeros(4), (threading.Event(), threading.Event())
     slot = assignments.Slot(only.name, '{"x":{"dtype":"float32","shape":[4]}}')
 

@@ -18,7 +18,7 @@ _STEADY = 0.01
 _SOFT_BUDGET_S = 0.25
 """Once this has gone by, `_FIRST_LOOK` samples are enough: a slow config's median is steady with few."""
 _COLD = 2.0
-"""How many times slower than the next ones a first sample may be for the cold alone."""
+"""How many times slower than the next ones a first long sample may be for the cold alone."""
 _HICCUP_MS = 50.0
 """A single sample shorter than this may be an interruption, and three more cost little: on a 2-core machine with other
 work, one 0.1 ms run in sixty took over three times the median."""
@@ -55,16 +55,20 @@ def measure(
     rep: int,
     bar_ms: float | None = None,
     margin: float = math.inf,
+    before_ms: float | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Takes samples until they are steady, or rule the config out.
 
+    The first sample ever taken counts for nothing, as caches and clocks are cold. It counts where runs are so long that the
+    cold is little of them; then the run before it says something too, and a config that is far behind needs no other.
+
     Args:
-        take: takes that many samples and returns them in milliseconds; the first it ever takes counts for nothing, as
-            caches and clocks are cold, unless it is so long that the config is out of the race whatever they cost.
+        take: takes that many samples and returns them in milliseconds.
         rep: at most this many samples.
         bar_ms: the median of the fastest config so far; None for none.
         margin: a config is ruled out when even its fastest sample is this many times slower than that.
+        before_ms: how long the last run before these took by the same clock; None where nobody knows.
         clock: seconds.
 
     Returns:
@@ -74,24 +78,28 @@ def measure(
         ValueError: no plausible sample was taken.
     """
     started = clock()
-    first = plausible(take(1))
-    if first and bar_ms is not None and first[0] > max(_HICCUP_MS, _COLD * margin * bar_ms):
-        return Samples(tuple(first), is_ruled_out=True)
-    samples = plausible(take(min(rep, _FIRST_LOOK)))
+    is_long = before_ms is not None and before_ms > _HICCUP_MS
+    if is_long and bar_ms is not None and before_ms is not None and before_ms > _COLD * margin * bar_ms:
+        return Samples((before_ms,), is_ruled_out=True)
+    samples = plausible(take(1))
+    if samples and bar_ms is not None and samples[0] > max(_HICCUP_MS, _COLD * margin * bar_ms):
+        return Samples(tuple(samples), is_ruled_out=True)
+    enough = 2 if is_long else _FIRST_LOOK
+    samples = plausible(take(1)) + samples if is_long else plausible(take(min(rep, _FIRST_LOOK)))
     while True:
         if samples and bar_ms is not None and min(samples) > margin * bar_ms:
             return Samples(tuple(samples), is_ruled_out=True)
         if len(samples) >= rep or (len(samples) >= _MIN_SAMPLES and standard_error(samples) < _STEADY):
             break
-        if clock() - started > _SOFT_BUDGET_S and len(samples) >= _FIRST_LOOK:
+        if clock() - started > _SOFT_BUDGET_S and len(samples) >= enough:
             break
-        more = plausible(take(min(rep - len(samples), _BATCH)))
+        more = plausible(take(min(rep - len(samples), 1 if is_long else _BATCH)))
         if not more and not samples:
             raise ValueError("the clock gave no plausible sample")
         samples += more
         if not more:
             break
-    return Samples(tuple(samples))
+    return Samples(tuple(samples[:rep]))
 
 
 def plausible(samples_ms: Sequence[float]) -> list[float]:
