@@ -71,7 +71,7 @@ def test_configs_run_on_a_mesh_of_the_same_shape_and_the_fastest_wins(tmp_path: 
                 and len(output.sharding.device_set) == 4
             )
 
-        @quarantune.autotune({"rounds": [-1, 1000, 0, 600]}, check_fn=is_laid_out, rep=3)
+        @quarantune.autotune({"rounds": [-1, 2_000_000, 0]}, check_fn=is_laid_out, rep=3)
         @functools.partial(jax.jit, static_argnames=["rounds"])
         def f(x, y, z, rounds: int = 0):
             if rounds < 0:

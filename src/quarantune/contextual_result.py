@@ -30,10 +30,6 @@ class KernelChoice:
     trials: tuple[Trial, ...] = ()
     tie: tuple[Config, ...] = ()
 
-    def table(self, *, width: int = 80) -> str:
-        """Returns the kernel's trials as a table of that many columns, the chosen one marked with a star."""
-        return report.table(self.trials, best=self.config, width=width)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextualResult(TuningResult):
@@ -50,9 +46,20 @@ class ContextualResult(TuningResult):
     kernels: tuple[KernelChoice, ...] = ()
     baseline_ms: float | None = None
 
-    def table(self, *, width: int = 80) -> str:
-        """Returns each kernel's trials as a table of that many columns, and what the whole function gains."""
-        parts = [f"{name}\n{choice.table(width=width)}" for name, choice in zip(self.labels, self.kernels, strict=True)]
+    def table(self, *, width: int = 80, flops: float | None = None, bytes: float | None = None) -> str:
+        """Returns a table for each kernel, what was chosen marked with a star, and what the whole function gains.
+
+        Args:
+            width: columns.
+            flops: floating-point operations of one call of the whole function, for a column of TFLOP/s.
+            bytes: bytes that one such call must move, for a column of GB/s.
+        """
+        parts = [
+            f"{name}\n{report.table(choice.trials, best=choice.config, width=width, flops=flops, moved_bytes=bytes)}"
+            if choice.trials
+            else f"{name}: {report.format_config(choice.config)}"
+            for name, choice in zip(self.labels, self.kernels, strict=True)
+        ]
         was = "" if self.baseline_ms is None else f", {self.baseline_ms:.4g} ms with every kernel's first config"
         return "\n\n".join([*parts, f"the whole function: {self.time_ms:.4g} ms{was}"])
 

@@ -693,6 +693,11 @@ class Call:
     companions: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     context_mesh: MeshSpec | None = None
 
+    @property
+    def devices_needed(self) -> int:
+        """How many devices the arrays are laid out over."""
+        return _devices_needed(self.specs)
+
 
 @dataclasses.dataclass(frozen=True)
 class _Root:

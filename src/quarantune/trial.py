@@ -230,15 +230,19 @@ class Bench:
         Returns:
             `samples_ms`, `clock`, and `is_slow`, whether sampling stopped because it cannot win any more.
         """
-        for _ in range(self._options["warmup"] - 1):  # to be checked it ran once already
+        # To be checked it ran once already. That tells nothing where something may have been compiled then: by a plain
+        # callable, or by JAX, to carry an argument from one device to all that the others are on.
+        is_warm = self._jit is not None and self._call.devices_needed == 1
+        for _ in range(self._options["warmup"] - is_warm):
             self.run(program)
+            is_warm = True
         clock = self.clock(program)
         samples = measure.measure(
             clock.take,
             rep=self._options["rep"],
             bar_ms=bar_ms,
             margin=clock.margin,
-            before_ms=self._last_run_ms if isinstance(clock, clocks.WallClock) else None,
+            before_ms=self._last_run_ms if is_warm and isinstance(clock, clocks.WallClock) else None,
         )
         return {"samples_ms": list(samples.samples_ms), "clock": clock.name, "is_slow": samples.is_ruled_out}
 
