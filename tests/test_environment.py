@@ -109,9 +109,7 @@ def test_a_block_takes_python_values_and_strings(name: str, value: Any, expected
         assert getattr(current(), name) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("timeout", True), ("cpu_count", False), ("devices", []), ("on_miss", 3)]
-)
+@pytest.mark.parametrize(("name", "value"), [("timeout", True), ("cpu_count", False), ("devices", []), ("on_miss", 3)])
 def test_a_block_refuses_a_bad_value_before_it_is_entered(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         settings(**{name: value})

@@ -32,9 +32,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
     """A child with a child of its own; both end when the pipe to the inner one closes."""
     inner = "import sys; print('up', flush=True); sys.stdin.read()"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
-    with subprocess.Popen(
-        [sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
+    with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         yield process
@@ -146,9 +144,7 @@ V2 = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/cgroup.procs": ""}
             2 * GB,
         ),
         (
-            MEMINFO
-            | V2
-            | {"sys/fs/cgroup/job/memory.max": "max\n", "sys/fs/cgroup/job/memory.current": "1\n"},
+            MEMINFO | V2 | {"sys/fs/cgroup/job/memory.max": "max\n", "sys/fs/cgroup/job/memory.current": "1\n"},
             20_480_000_000,
             10_240_000_000,
         ),
@@ -165,9 +161,7 @@ V2 = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/cgroup.procs": ""}
             1 * GB,
         ),
         (
-            MEMINFO
-            | V2
-            | {"sys/fs/cgroup/job/memory.max": "1000\n", "sys/fs/cgroup/job/memory.current": "2000\n"},
+            MEMINFO | V2 | {"sys/fs/cgroup/job/memory.max": "1000\n", "sys/fs/cgroup/job/memory.current": "2000\n"},
             1000,
             0,
         ),
@@ -206,9 +200,7 @@ def test_no_counter_at_all_counts_nothing(tmp_path: Path) -> None:
 
 
 def test_the_processor_is_named_by_its_model(tmp_path: Path) -> None:
-    write(
-        tmp_path, {"proc/cpuinfo": "processor\t: 0\nmodel name\t: Fast  CPU @ 3 GHz\nmodel name\t: other\n"}
-    )
+    write(tmp_path, {"proc/cpuinfo": "processor\t: 0\nmodel name\t: Fast  CPU @ 3 GHz\nmodel name\t: other\n"})
     assert host.processor_name(root=tmp_path) == "Fast CPU @ 3 GHz"
 
 

@@ -89,9 +89,7 @@ def test_a_numpy_range_is_a_list_of_values() -> None:
         ([{"a": (1.0, np.float32("inf"))}], ValueError, "finite"),
     ],
 )
-def test_what_is_no_config_space_is_refused_with_the_fix(
-    configs: Any, error: type[Exception], says: str
-) -> None:
+def test_what_is_no_config_space_is_refused_with_the_fix(configs: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says) as caught:
         expand(configs, fn_name="matmul")
     assert str(caught.value).startswith("matmul: ")

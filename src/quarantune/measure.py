@@ -15,11 +15,11 @@ _MIN_SAMPLES = 5
 _BATCH = 5
 _STEADY = 0.01
 """Sampling ends once the median's standard error is below this share of it: near enough to name the finalists."""
-_SOFT_BUDGET_S = 0.25
+_SOFT_BUDGET_S = 0.1
 """Once this has gone by, `_FIRST_LOOK` samples are enough: a slow config's median is steady with few."""
-_COLD = 2.0
+COLD = 2.0
 """How many times slower than the next ones a first long sample may be for the cold alone."""
-_HICCUP_MS = 50.0
+LONG_MS = 50.0
 """A single sample shorter than this may be an interruption, and three more cost little: on a 2-core machine with other
 work, one 0.1 ms run in sixty took over three times the median."""
 _LONGEST_MS = 1e8
@@ -78,11 +78,11 @@ def measure(
         ValueError: no plausible sample was taken.
     """
     started = clock()
-    is_long = before_ms is not None and before_ms > _HICCUP_MS
-    if is_long and bar_ms is not None and before_ms is not None and before_ms > _COLD * margin * bar_ms:
+    is_long = before_ms is not None and before_ms > LONG_MS
+    if is_long and bar_ms is not None and before_ms is not None and before_ms > COLD * margin * bar_ms:
         return Samples((before_ms,), is_ruled_out=True)
     samples = plausible(take(1))
-    if samples and bar_ms is not None and samples[0] > max(_HICCUP_MS, _COLD * margin * bar_ms):
+    if samples and bar_ms is not None and samples[0] > max(LONG_MS, COLD * margin * bar_ms):
         return Samples(tuple(samples), is_ruled_out=True)
     enough = 2 if is_long else _FIRST_LOOK
     samples = plausible(take(1)) + samples if is_long else plausible(take(min(rep, _FIRST_LOOK)))

@@ -28,6 +28,8 @@ STARTUP_DEADLINE_S = 120.0
 _KILL_DEADLINE_S = 10.0
 """How long after SIGKILL a worker is believed to be dying; after that its device is withdrawn."""
 _TICK_S = 0.05
+_OUT_OF_THE_RACE = 2.0
+"""A config is not timed any more whose first, long run took this many times longer than the fastest one."""
 _LOOK_S = 0.1
 _CLOSE_LOOK_S = 0.25
 _FAST_BYTES = 64 << 20
@@ -123,6 +125,11 @@ class _Worker:
     """How long it may take for what is no trial, from its first phase on; None for one that runs trials."""
     reply: dict[str, Any] | None = None
     parked: bool = False
+    run_ms: float | None = None
+    """How long its first run took, where that tells something and it waits for its turn to go on."""
+    granted_at: float = 0.0
+    held_s: float = 0.0
+    """How long it has held the device before."""
     used: int = 0
     idle: bool = False
     began: bool = False
@@ -429,14 +436,34 @@ class Scheduler:
                 state.lease.release()
             return
         if self._together:
-            parked = next((w for w in self._workers.values() if w.parked and w.device is state), None)
-            if parked is not None and state.lease.acquire(self._clock()):
-                parked.parked = False
-                self._grant(state, parked)
-            elif parked is None:
-                state.lease.release()
+            self._measure_parked(state)
             return
         self._measure_apart(state)
+
+    def _measure_parked(self, state: _DeviceState) -> None:
+        """Has the next of the parked configs run: all run once, then those go on, fastest first, that may still win."""
+        parked = [worker for worker in self._workers.values() if worker.parked and worker.device is state]
+        if not parked:
+            state.lease.release()
+            return
+        # Those that have run come after those that have not.
+        worker = min(parked, key=lambda worker: worker.run_ms or 0.0)
+        if worker.run_ms is not None and worker.job is not None:
+            fastest_ms = min(ms for ms in (self._bar_ms, worker.run_ms) if ms is not None)
+            if worker.run_ms > _OUT_OF_THE_RACE * fastest_ms:
+                self._rule_out(worker, worker.job, worker.run_ms, fastest_ms)
+                return
+        if state.lease.acquire(self._clock()):
+            worker.parked = False
+            self._grant(state, worker)
+
+    def _rule_out(self, worker: _Worker, job: _Job, run_ms: float, fastest_ms: float) -> None:
+        message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
+        measured = {"time_ms": run_ms, "samples_ms": (run_ms,), "clock": "wall"}
+        self._keep_peak(worker)
+        self._finish(job, worker, Outcome.SLOW, Phase.MEASURE, message, **measured)
+        worker.job, worker.parked = None, False
+        self._retire(worker)
 
     def _measure_apart(self, state: _DeviceState) -> None:
         if not self._ready:
@@ -467,9 +494,11 @@ class Scheduler:
         assert worker.job is not None
         state.measuring = worker
         worker.phase = Phase.CHECK
-        worker.deadline = self._clock() + self._patience(worker, self._plan.timeout_s)
-        last = self._together or worker.used + 1 >= self._plan.configs_per_worker
-        if self._together:
+        worker.granted_at = self._clock()
+        worker.deadline = worker.granted_at + self._patience(worker, self._plan.timeout_s) - worker.held_s
+        # One worker for both halves may be asked to wait between its first run and the others; it is retired in the end.
+        last = not self._together and worker.used + 1 >= self._plan.configs_per_worker
+        if self._together and worker.run_ms is None:
             _close_executable(worker.job)  # of an earlier try
             worker.job.executable_fd = spool.create("executable")
         task = {
@@ -477,6 +506,8 @@ class Scheduler:
             "trial": worker.job.index,
             "config": worker.job.config,
             "load": not self._together,
+            "checked": worker.run_ms is not None,
+            "pause": self._together,
             "bar_ms": self._bar_ms,
             "last": last,
         }
@@ -537,6 +568,10 @@ class Scheduler:
                     worker.deadline = self._clock() + _KILL_DEADLINE_S
             case "lowered" if worker.compiling and worker.job is not None:
                 self._recognise(worker, worker.job, str(message["program"]))
+            case "checked" if self._together and worker.device is not None and worker.device.measuring is worker:
+                worker.run_ms = max(_duration(message["run_ms"]), 1e-9)
+                worker.held_s += self._clock() - worker.granted_at
+                worker.parked, worker.deadline, worker.device.measuring = True, float("inf"), None
             case "measured" if (
                 worker.job is not None and worker.device is not None and worker.device.measuring is worker
             ):

@@ -246,6 +246,13 @@ class Bench:
         )
         return {"samples_ms": list(samples.samples_ms), "clock": clock.name, "is_slow": samples.is_ruled_out}
 
+    def telling_run_ms(self) -> float | None:
+        """Returns how long the last run took, where it was so long that this says something; else None."""
+        is_telling = self._jit is not None and not self._has_own_clock() and self._call.devices_needed == 1
+        if not is_telling or self._last_run_ms is None or self._last_run_ms < measure.LONG_MS:
+            return None
+        return self._last_run_ms
+
     def compare(self, programs: Sequence[Program]) -> list[list[float]]:
         """Times programs in turn, round by round, until the fastest is clear or the rounds run out.
 
