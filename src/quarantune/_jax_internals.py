@@ -71,7 +71,7 @@ class JitOptions:
     cannot_travel: tuple[str, ...] = ()
 
     def is_static_position(self, index: int, count: int) -> bool:
-        """Returns whether positional argument `index` of `count` is static; jit counts negative positions from the end."""
+        """Returns whether positional argument `index` of `count` is static; negative positions count from the end."""
         return index in self.static_argnums or index - count in self.static_argnums
 
     def check_can_travel(self, name: str) -> None:
@@ -344,8 +344,8 @@ def array_type() -> type[Any]:
 def answer_for_device(platform: str, refuse: Callable[[str], None]) -> Iterator[None]:
     """Makes JAX speak for a device that this process does not have, while a program is traced for it.
 
-    A kernel may choose its code by `jax.default_backend()`, which in a process without the device would name the CPU: it
-    must hear of the device it is compiled for. Whoever asks for the devices themselves cannot be answered. JAX's own
+    A kernel may choose its code by `jax.default_backend()`, which in a process without the device would name the CPU:
+    it must hear of the device it is compiled for. Whoever asks for the devices themselves cannot be answered. JAX's own
     calls are left alone. All these public functions, however a module has imported them, get their answer from one
     private one, so that is where they are told apart, by who calls.
 
@@ -379,7 +379,8 @@ def _is_jax(frame: types.FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("jax", "jaxlib")
 
 
-# --- compiled programs that another process compiled --------------------------------------------------------------------
+# --- compiled programs that another process compiled
+# --------------------------------------------------------------------
 
 
 @functools.cache
@@ -438,8 +439,8 @@ def compilation_cache_in_memory(programs: Mapping[str, bytes], *, named: str | N
 
     Args:
         programs: compiled programs by JAX's key.
-        named: the directory that JAX is to believe its cache is in, as some versions make its name part of the key; None
-            leaves it as it is. Nothing is read or written there.
+        named: the directory that JAX is to believe its cache is in, as some versions make its name part of the key;
+            None leaves it as it is. Nothing is read or written there.
 
     Yields:
         The cache: `programs` that it holds, and the keys that were `used`.

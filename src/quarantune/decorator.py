@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,17 +24,18 @@ def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Aut
     """Tunes the static parameters of a jitted function, each config in a process of its own.
 
     Args:
-        configs: a list of dicts; or a dict of lists, which stands for the full grid in order; or a callable that is given
-            a call's arguments (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts.
-        **options: the fields of `Options`: `name`, `prune_fn`, `warmup`, `rep`, `compile_timeout` and `timeout` in seconds,
-            `memory_limit` in bytes or as "8GB".
+        configs: a list of dicts; or a dict of lists, which stands for the full grid in order; or a callable that is
+            given a call's arguments (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts.
+        **options: the fields of `Options`: `name`, `prune_fn`, `warmup`, `rep`, `compile_timeout` and `timeout` in
+            seconds, `memory_limit` in bytes or as "8GB".
 
     Returns:
         A decorator for a function that `jax.jit` has wrapped.
 
     Raises:
         TypeError: the function is not jitted, or the configs are of no usable type.
-        ValueError: the configs are empty, differ in their keys, or name parameters that are not static or have no default.
+        ValueError: the configs are empty, differ in their keys, or name parameters that are not static or have no
+            default.
 
     Example:
         >>> @autotune({"chunk": [16, 64]})
@@ -57,8 +55,8 @@ def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Aut
 class Autotuned:
     """A jitted function whose static parameters choose themselves; made by `autotune`.
 
-    Calling it is calling the function with the best config for the arguments' shapes on their device: found on the first
-    such call, remembered ever after. A call that sets a tunable parameter by hand goes straight through.
+    Calling it is calling the function with the best config for the arguments' shapes on their device: found on the
+    first such call, remembered ever after. A call that sets a tunable parameter by hand goes straight through.
     """
 
     __wrapped__: Callable[..., Any]
@@ -240,6 +238,7 @@ class Bound:
         self._instance = instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method with the best config for these arguments."""
         return self.__wrapped__(self._instance, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -66,7 +66,8 @@ def visible_devices(
     Args:
         probed: `platform`, `kind` and `index` of each device the caller's own JAX would see, in its order.
         environ: the caller's environment, whose visibility variable the indices are relative to.
-        allowed: the operator's `DEVICES`, as indices among `probed` or as the tokens of the visibility variable; None allows all.
+        allowed: the operator's `DEVICES`, as indices among `probed` or as the tokens of the visibility variable; None
+            allows all.
 
     Returns:
         The devices; a CPU counts as one however many JAX makes of it.
@@ -131,9 +132,9 @@ class Lease:
     """The machine-wide right to measure on a device: other tuners, in any process or thread, wait for it.
 
     That of a group is the right to every device in it, taken whole or not at all, so that no two wait for each other.
-    It is a name in Linux's abstract socket namespace: the kernel frees it with its holder, whatever that dies of, and there
-    is no file to be left behind. A second name says that somebody waits, so that a busy tuner lets others have a turn.
-    Where there are no such names every tuner has its way at once.
+    It is a name in Linux's abstract socket namespace: the kernel frees it with its holder, whatever that dies of, and
+    there is no file to be left behind. A second name says that somebody waits, so that a busy tuner lets others have a
+    turn. Where there are no such names every tuner has its way at once.
     """
 
     def __init__(self, device: Device) -> None:

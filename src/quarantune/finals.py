@@ -23,7 +23,7 @@ _SIGMAS = 3.0
 _CLEAR_SIGMAS = 5.0
 """Stopping early takes more: who looks after every round finds equals apart by `_SIGMAS` now and then."""
 _NOISE_FLOOR = 0.002
-"""Two medians closer than this are the same: it is what clocks and frequencies wander between two runs of one program."""
+"""Two medians closer than this are the same: so much do clocks wander between two runs of one program."""
 
 
 def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[int]:
@@ -72,9 +72,9 @@ class Verdict:
 def decide(rounds: Mapping[int, Sequence[float]], *, default: int | None) -> Verdict:
     """Names the winner of a final.
 
-    Samples of one round were taken one right after another, so their ratios are free of what drifts between rounds. Where
-    the median ratio of two is within its own error, they tie; of those that tie with the fastest, the function's own
-    default is preferred, then the first in the list of configs.
+    Samples of one round were taken one right after another, so their ratios are free of what drifts between rounds.
+    Where the median ratio of two is within its own error, they tie; of those that tie with the fastest, the function's
+    own default is preferred, then the first in the list of configs.
 
     Args:
         rounds: each finalist's samples, one per round, in milliseconds, by index.

@@ -60,8 +60,9 @@ def measure(
 ) -> Samples:
     """Takes samples until they are steady, or rule the config out.
 
-    The first sample ever taken counts for nothing, as caches and clocks are cold. It counts where runs are so long that the
-    cold is little of them; then the run before it says something too, and a config that is far behind needs no other.
+    The first sample ever taken counts for nothing, as caches and clocks are cold. It counts where runs are so long that
+    the cold is little of them; then the run before it says something too, and a config that is far behind needs no
+    other.
 
     Args:
         take: takes that many samples and returns them in milliseconds.

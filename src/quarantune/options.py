@@ -28,11 +28,12 @@ class Options:
         timeout: seconds for checking and measuring one config, from the moment it holds the device.
         memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of what is
             free.
-        supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`, `randn`,
-            `zeros`, `ones`, or a callable that is given the call's positional arguments, arrays as
+        supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`,
+            `randn`, `zeros`, `ones`, or a callable that is given the call's positional arguments, arrays as
             `jax.ShapeDtypeStruct`, and returns them with arrays.
         ref_fn: takes the function's arguments without the tunables; configs must agree with what it returns.
-        check_fn: `(output, expected_or_None, *args) -> bool or None`; False or raising means wrong, and its word is final.
+        check_fn: `(output, expected_or_None, *args) -> bool or None`; False or raising means wrong, and its word is
+            final.
         rtol: allowed difference of an element, relative to the expected one.
         atol: allowed difference of an element, on top of that.
         max_mismatched_ratio: the share of an output's elements that may differ by more than that.

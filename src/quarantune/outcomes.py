@@ -7,7 +7,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-ConfigValue: TypeAlias = "int | float | str | bool | None | tuple[ConfigValue, ...]"
+ConfigValue: TypeAlias = "int | float | str | bool | tuple[ConfigValue, ...] | None"
 Config: TypeAlias = dict[str, ConfigValue]
 
 

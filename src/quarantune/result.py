@@ -129,8 +129,9 @@ class TuningResult:
 
         Args:
             directory: the directory.
-            trusted: whether code from the directory may run. Only then is `fn` the function: with the winner's executable
-                under the same versions on the same kind of device, else compiled again, which a warning says.
+            trusted: whether code from the directory may run. Only then is `fn` the function: with the winner's
+                executable under the same versions on the same kind of device, else compiled again, which a warning
+                says.
 
         Returns:
             The result; untrusted, its `fn` raises.

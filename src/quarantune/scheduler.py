@@ -1,7 +1,7 @@
 """One sweep's event loop: slots, leases, deadlines, memory watch, kill. Knows nothing of JAX, search or files.
 
-A job is compiled and then measured. Where one worker does both (`Route.TOGETHER`) it parks between the two; where they are
-apart, a compile worker leaves an executable in a spool file and a measuring worker, which holds a device, loads it.
+A job is compiled and then measured. Where one worker does both (`Route.TOGETHER`) it parks between the two; where they
+are apart, a compile worker leaves an executable in a spool file and a measuring worker, which holds a device, loads it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ _SPARE_WORKERS = 3
 
 
 class SandboxLike(Protocol):
-    """What the scheduler needs of a sandbox."""
+    """What the scheduler needs of a sandbox; `sandbox.pool.Sandbox` says what each does."""
+
+    # ruff: noqa: D102 - they are documented there
 
     @property
     def baseline_bytes(self) -> int: ...
@@ -496,7 +498,8 @@ class Scheduler:
         worker.phase = Phase.CHECK
         worker.granted_at = self._clock()
         worker.deadline = worker.granted_at + self._patience(worker, self._plan.timeout_s) - worker.held_s
-        # One worker for both halves may be asked to wait between its first run and the others; it is retired in the end.
+        # One worker for both halves may be asked to wait between its first run and the others; it is retired in the
+        # end.
         last = not self._together and worker.used + 1 >= self._plan.configs_per_worker
         if self._together and worker.run_ms is None:
             _close_executable(worker.job)  # of an earlier try
@@ -856,8 +859,8 @@ class Scheduler:
     def _watch_memory(self, now: float) -> None:
         """Kills workers that hold too much.
 
-        Workers themselves are looked at with every tick. Looking for their descendants, and at what the machine has left,
-        costs a hundred times more, so it is done now and then, and as soon as memory is being taken fast.
+        Workers themselves are looked at with every tick. Looking for their descendants, and at what the machine has
+        left, costs a hundred times more, so it is done now and then, and as soon as memory is being taken fast.
         """
         baseline = self._sandbox.baseline_bytes
         watched = [worker for worker in self._workers.values() if worker.verdict is None]

@@ -40,8 +40,8 @@ class Program:
         config: the config.
         call: takes the dynamic arguments.
         compile_s: seconds spent tracing, lowering and compiling it here.
-        for_cache: the executable as JAX's compilation cache holds it, by its key there; empty where it would not be found
-            again, as one that was compiled without its device would not.
+        for_cache: the executable as JAX's compilation cache holds it, by its key there; empty where it would not be
+            found again, as one that was compiled without its device would not.
     """
 
     config: Config
@@ -59,7 +59,8 @@ class Bench:
         Args:
             call: the loaded payload.
             arrays_fd: the file that holds the concrete arrays' bytes; -1 for none.
-            options: `platform`, `compilation_cache`, the directory of the caller's or None, `warmup`, `rep`, `supply`, `tolerance` and `check_grad`.
+            options: `platform`, `compilation_cache`, the directory of the caller's or None, `warmup`, `rep`, `supply`,
+                `tolerance` and `check_grad`.
         """
         self._call = call
         self._jitted: Any = call.fn
@@ -345,8 +346,8 @@ def _on_host(tree: Any) -> Any:
 def _abstract_device(target: dict[str, Any]) -> Iterator[SingleDeviceSharding]:
     """Stands in for the accelerator while a program is compiled for it.
 
-    The abstract device keeps Pallas's lowering from asking for the local one, which would make a context on it: a quarter
-    of a second each, one after another.
+    The abstract device keeps Pallas's lowering from asking for the local one, which would make a context on it: a
+    quarter of a second each, one after another.
     """
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     jax.config.update("jax_platforms", "cpu")
@@ -417,8 +418,8 @@ def probe(platforms: str | None) -> dict[str, Any]:
         platforms: the caller's `jax_platforms`; None for JAX's own choice.
 
     Returns:
-        `devices`, each with `platform`, `kind`, `index`, `num_cores`, and `config_text`, what a compiler without the device
-        must be told of it (None where JAX cannot say).
+        `devices`, each with `platform`, `kind`, `index`, `num_cores`, and `config_text`, what a compiler without the
+        device must be told of it (None where JAX cannot say).
     """
     jax.config.update("jax_platforms", platforms)
     devices = jax.local_devices()

@@ -82,8 +82,8 @@ def compile_configs(
         **kwargs: the call's keyword arguments.
 
     Returns:
-        A callable for each config, in order, which runs what the worker compiled; None where that failed, which a warning
-        says.
+        A callable for each config, in order, which runs what the worker compiled; None where that failed, which a
+        warning says.
 
     Raises:
         TypeError: `fn` is not jitted, or something of the call cannot be sent to a worker.

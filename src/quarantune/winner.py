@@ -15,8 +15,8 @@ from quarantune.outcomes import Config
 class Winner:
     """A function with a config bound, and the executable that a worker compiled of the two.
 
-    Called with arguments of the same shapes, dtypes and statics, outside of any trace, it runs the executable. Any other
-    call goes to the function, which JAX compiles as usual.
+    Called with arguments of the same shapes, dtypes and statics, outside of any trace, it runs the executable. Any
+    other call goes to the function, which JAX compiles as usual.
     """
 
     def __init__(

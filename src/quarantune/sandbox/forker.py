@@ -1,7 +1,8 @@
 """The loop inside a template: starts workers by fork or spawn, reaps them, and is the janitor of all they leave behind.
 
-The template runs it, and so does each sweep's template, which is a fork of the template that has loaded a sweep's payload.
-It runs single-threaded and without an initialised JAX backend, because only such a process can be forked safely.
+The template runs it, and so does each sweep's template, which is a fork of the template that has loaded a sweep's
+payload. It runs single-threaded and without an initialised JAX backend, because only such a process can be forked
+safely.
 """
 
 from __future__ import annotations

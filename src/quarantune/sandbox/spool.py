@@ -20,8 +20,8 @@ _LOG_KEPT_BYTES = 16 << 10
 def create(label: str, *, size_bytes: int = 0) -> int:
     """Returns a descriptor of a new nameless file.
 
-    It lies in memory where that has room, else under TMPDIR; either way it has no name, so not even SIGKILL can leave it
-    behind.
+    It lies in memory where that has room, else under TMPDIR; either way it has no name, so not even SIGKILL can leave
+    it behind.
 
     Args:
         label: shown by the system's tools.

@@ -1,6 +1,7 @@
 """The wire between the scheduler, the templates and the workers: checksummed JSON frames, with descriptors beside them.
 
-A frame is a magic word, a length, a CRC-32 and that many bytes of JSON. Nothing is ever unpickled. What does not parse is
+A frame is a magic word, a length, a CRC-32 and that many bytes of JSON. Nothing is ever unpickled. What does not parse
+is
 damage: a config can write anything into any descriptor it finds, this connection included.
 """
 
@@ -96,8 +97,8 @@ def _parse(body: bytes, checksum: int) -> Message:
 class Connection:
     """One end of a socket pair that carries messages and descriptors.
 
-    Descriptors arrive with the first byte of the message that they were sent with, so a queue of them and a count in the
-    message are enough to match them.
+    Descriptors arrive with the first byte of the message that they were sent with, so a queue of them and a count in
+    the message are enough to match them.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -116,8 +117,8 @@ class Connection:
         Args:
             message: the message.
             fds: descriptors that go with it.
-            within_s: how long a non-blocking socket may wait for an end that is slow to read; one that may be hostile is
-                given no time.
+            within_s: how long a non-blocking socket may wait for an end that is slow to read; one that may be hostile
+                is given no time.
 
         Raises:
             WireClosedError: the other end is gone, or its buffer stays full because it does not read.
@@ -192,7 +193,7 @@ class Connection:
         return taken
 
     def hang_up(self) -> None:
-        """Ends the conversation for good: the other end sees it even where a fork of this process holds a copy of ours."""
+        """Ends the conversation for good: the other end sees it even where a fork of this process holds a copy."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self.close()

@@ -1,6 +1,7 @@
 """A worker's main: takes tasks from the scheduler, runs them, and says what happened, phase by phase.
 
-It ends with its first failure, because a process in which something went wrong is not to be trusted with another config.
+It ends with its first failure, because a process in which something went wrong is not to be trusted with another
+config.
 """
 
 from __future__ import annotations
