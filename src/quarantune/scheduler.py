@@ -496,6 +496,8 @@ class Scheduler:
         assert worker.job is not None
         state.measuring = worker
         worker.phase = Phase.CHECK
+        if worker.run_ms is None:
+            self._on_phase(worker.job.index, worker.phase.value)
         worker.granted_at = self._clock()
         worker.deadline = worker.granted_at + self._patience(worker, self._plan.timeout_s) - worker.held_s
         # One worker for both halves may be asked to wait between its first run and the others; it is retired in the

@@ -51,7 +51,12 @@ class Journal:
             CacheWriteError: it could not be written; the message says why.
             TypeError: the record holds what JSON cannot.
         """
-        text = json.dumps(plain(record, finite_only=False), separators=(",", ":"), allow_nan=False).encode("ascii")
+        try:
+            # Nearly every record is plain already, and this is done for every config.
+            text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode("ascii")
+        except (TypeError, ValueError):
+            plainer = plain(record, finite_only=False)
+            text = json.dumps(plainer, separators=(",", ":"), allow_nan=False).encode("ascii")
         path = self.directory / f"{self._stem}.{this_host()}.jsonl"
         try:
             _append_line(path, b"%08x %b\n" % (zlib.crc32(text), text))

@@ -154,7 +154,9 @@ class Forker:
             _serve_sweep(served, parent)
 
         parent = os.getpid()
-        self._fork(client, message["number"], run)
+        number = message["number"]
+        self._fork(client, number, run)
+        self._tell(client, {"event": "started", "number": number, "pid": client.children[number]})
         wire.close_all(fds)
 
     def _start_worker(self, client: _Client, message: Message, fds: list[int]) -> None:
@@ -229,7 +231,6 @@ class Forker:
     def _watch(self, client: _Client, number: int, pid: int) -> None:
         self._children[pid] = _Child(number, pid, client)
         client.children[number] = pid
-        self._tell(client, {"event": "started", "number": number, "pid": pid})
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -374,10 +374,7 @@ class Sandbox:
         events: list[Event] = []
         for message, _ in received:
             number = message["number"]
-            if message["event"] == "started":
-                if number in self._workers:
-                    self._workers[number].pid = message["pid"]
-            elif number != _SWEEP:
+            if message["event"] == "exit" and number != _SWEEP:
                 events += self._bury(number, message["status"])
         return events
 
@@ -447,6 +444,8 @@ class Sandbox:
             said = worker.connection.receive()
             wire.close_all([fd for _, fds in said for fd in fds])  # a worker has no descriptors to give
             if said:
+                if worker.pid is None and isinstance(pid := said[0][0].get("pid"), int):
+                    worker.pid = pid  # told with its first word, before a config has had one
                 self._revivals = 0  # a template whose worker speaks is sound: what it dies of is the config's doing
             return [Said(number, message) for message, _ in said]
         except wire.WireClosedError:

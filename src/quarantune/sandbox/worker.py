@@ -67,6 +67,7 @@ class Worker:
         self._bench: Any = None
         self._program: Any = None
         self._phase = "load"
+        self._has_spoken = False
         self._trial: int | None = None
         self._modules = set(sys.modules)
 
@@ -99,8 +100,10 @@ class Worker:
         if task["do"] == "probe":
             return {"type": "probed", **trial.probe(task["platforms"])}
         if self._bench is None:
-            self._enter("load")
-            call = self._shared.call or load_call(self._shared.payload_fd, self._shared.cwd)
+            call = self._shared.call
+            if call is None:
+                self._enter("load")
+                call = load_call(self._shared.payload_fd, self._shared.cwd)
             self._bench = trial.Bench(call, arrays_fd=self._shared.arrays_fd, options=task["options"])
         bench: trial.Bench = self._bench
         match task["do"]:
@@ -112,7 +115,7 @@ class Worker:
             case "measure":
                 program = bench.load(task["config"], fds[0]) if task["load"] else self._program
                 if not task["checked"]:
-                    self._enter("check")
+                    self._phase = "check"  # since it was told to: nobody needs to hear of it
                     bench.check(program, expected_fd=fds[1] if len(fds) > 1 else None)
                     if task["pause"] and (run_ms := bench.telling_run_ms()) is not None:
                         # It may be out of the race already, which the scheduler knows.
@@ -165,7 +168,11 @@ class Worker:
         self._send({"type": "phase"})
 
     def _send(self, message: Message) -> None:
-        self._connection.send({**message, "trial": self._trial, "phase": self._phase})
+        about = {**message, "trial": self._trial, "phase": self._phase}
+        if not self._has_spoken:
+            about["pid"] = os.getpid()
+            self._has_spoken = True
+        self._connection.send(about)
 
     def _new_modules(self) -> list[str]:
         """Names the modules imported here that the template lacked, so that it can import them for those to come."""
