@@ -29,8 +29,10 @@ GOOD = ("good", "")
 
 # Config 2 leaves a grandchild and config 5 hangs, as long as the file `hang` is there. The log tells what was measured.
 PROGRAM = """
-import functools, logging, os, sys, time
+import functools, logging, os, signal, sys, time
 from pathlib import Path
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have it ignored, as nohup does
 import jax
 import numpy as np
 import psutil
