@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import quarantune
 
 
-@quarantune.autotune({"q_chunk": [16, 64, 256, 1024], "k_chunk": [16, 64, 256, 1024]})
+@quarantune.autotune({"q_chunk": [16, 128, 1024], "k_chunk": [16, 128, 1024]})
 @functools.partial(jax.jit, static_argnames=["q_chunk", "k_chunk"])
-def attention(q, k, v, q_chunk: int = 64, k_chunk: int = 64):
+def attention(q, k, v, q_chunk: int = 128, k_chunk: int = 128):
     """Attends q to k and v, all (heads, length, depth), without ever holding the length x length scores."""
     heads, length, depth = q.shape
 

@@ -19,8 +19,9 @@ class AutoTuner:
     Args:
         fn: a jitted function, or any other callable: numpy code, a C extension, something that starts a program.
         configs: a list of dicts, a dict of lists, or a callable that makes dicts from the call's arguments.
-        on_progress: called in this process with an index into the configs and the phase that config enters (`load`,
-            `compile`, `check`, `measure`), or `end` once its trial is over.
+        on_progress: called in this process with an index into the configs and the phase that config enters (`compile`,
+            `check`, `measure`, before them `load` where the worker loads the function itself), or `end` once its trial is
+            over.
         **options: the fields of `Options`.
 
     Raises:

@@ -71,6 +71,7 @@ class _Worker:
     log_fd: int
     pid: int | None = None
     hears: bool = True
+    ended: bool = False
 
 
 class Sandbox:
@@ -458,8 +459,9 @@ class Sandbox:
     def _bury(self, number: int, status: int | None) -> list[Event]:
         """Hears a dead worker's last words before its end is told."""
         worker = self._workers.get(number)
-        if worker is None:
-            return []
+        if worker is None or worker.ended:
+            return []  # its template's death told of it already
+        worker.ended = True
         events: list[Event] = []
         while worker.hears and (heard := self._hear(number)):
             events += heard

@@ -217,6 +217,14 @@ def describe_error(error: BaseException) -> Message:
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return {
         "error": f"{module}{kind.__qualname__}"[:_MESSAGE_CHARS],
-        "message": text[:_MESSAGE_CHARS],
+        "message": _shorten(text),
         "traceback": "\n".join(trace.splitlines()[-_TRACEBACK_LINES:])[-_MESSAGE_CHARS:],
     }
+
+
+def _shorten(text: str) -> str:
+    """Returns a long text without its middle: a callback's error begins with where it was and ends with what it was."""
+    if len(text) <= _MESSAGE_CHARS:
+        return text
+    half = _MESSAGE_CHARS // 2
+    return f"{text[:half]} [...] {text[-half:]}"
