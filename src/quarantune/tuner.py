@@ -20,8 +20,8 @@ class AutoTuner:
         fn: a jitted function, or any other callable: numpy code, a C extension, something that starts a program.
         configs: a list of dicts, a dict of lists, or a callable that makes dicts from the call's arguments.
         on_progress: called in this process with an index into the configs and the phase that config enters (`compile`,
-            `check`, `measure`, before them `load` where the worker loads the function itself), or `end` once its trial is
-            over.
+            `check`, `measure`, before them `load` where the worker loads the function itself), or `end` once its trial
+            is over.
         **options: the fields of `Options`.
 
     Raises:
