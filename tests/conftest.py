@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,3 +30,19 @@ def _has_cuda() -> bool:
     """Asks the driver and the installed packages, not JAX: that would start a backend in this process."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     return Path("/proc/driver/nvidia/version").exists() and any("cuda" in plugin.name for plugin in plugins)
+
+
+@pytest.fixture
+def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes the function of every sweep that starts."""
+    from quarantune import sweep
+
+    started: list[str] = []
+    run = sweep.run
+
+    def noting(problem: Any, *args: Any, **kwargs: Any) -> Any:
+        started.append(problem.name)
+        return run(problem, *args, **kwargs)
+
+    monkeypatch.setattr(sweep, "run", noting)
+    return started

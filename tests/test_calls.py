@@ -16,21 +16,6 @@ import numpy as np
 import pytest
 
 import quarantune
-from quarantune import sweep
-
-
-@pytest.fixture
-def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Notes the function of every sweep that starts."""
-    started: list[str] = []
-    run = sweep.run
-
-    def noting(problem: sweep.Problem, *args: Any, **kwargs: Any) -> Any:
-        started.append(problem.name)
-        return run(problem, *args, **kwargs)
-
-    monkeypatch.setattr(sweep, "run", noting)
-    return started
 
 
 @pytest.fixture

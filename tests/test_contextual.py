@@ -21,7 +21,7 @@ import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
-from quarantune import Outcome, assignments, in_process, sweep
+from quarantune import Outcome, assignments, in_process
 
 SOURCE = Path(quarantune.__file__).parents[1]
 X = np.zeros(4, np.float32)
@@ -45,20 +45,6 @@ def kernel(name: str, configs: Any, body: Any = lambda x, ms: pause(x, ms)) -> q
 
     run.__qualname__ = name
     return quarantune.autotune(configs)(functools.partial(jax.jit, static_argnames=["ms"])(run))
-
-
-@pytest.fixture
-def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Notes the function of every sweep that starts."""
-    started: list[str] = []
-    run = sweep.run
-
-    def noting(problem: sweep.Problem, *args: Any, **kwargs: Any) -> Any:
-        started.append(problem.name)
-        return run(problem, *args, **kwargs)
-
-    monkeypatch.setattr(sweep, "run", noting)
-    return started
 
 
 def chosen(result: quarantune.ContextualResult) -> dict[str, Any]:

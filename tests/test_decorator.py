@@ -29,24 +29,10 @@ import psutil
 import pytest
 
 import quarantune
-from quarantune import Outcome, sweep
+from quarantune import Outcome
 from quarantune.sandbox import template
 
 X = np.arange(4, dtype=np.float32)
-
-
-@pytest.fixture
-def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Notes the function of every sweep that starts."""
-    started: list[str] = []
-    run = sweep.run
-
-    def noting(problem: sweep.Problem, *args: Any, **kwargs: Any) -> Any:
-        started.append(problem.name)
-        return run(problem, *args, **kwargs)
-
-    monkeypatch.setattr(sweep, "run", noting)
-    return started
 
 
 @pytest.fixture

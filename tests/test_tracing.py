@@ -20,23 +20,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import quarantune
-from quarantune import sweep
 
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
-
-
-@pytest.fixture
-def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Notes the function of every sweep that starts."""
-    started: list[str] = []
-    run = sweep.run
-
-    def noting(problem: sweep.Problem, *args: Any, **kwargs: Any) -> Any:
-        started.append(problem.name)
-        return run(problem, *args, **kwargs)
-
-    monkeypatch.setattr(sweep, "run", noting)
-    return started
 
 
 def square(n: int, x: Any) -> Any:

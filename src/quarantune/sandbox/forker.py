@@ -223,7 +223,7 @@ class Forker:
             process.stdin.write(json.dumps(about).encode())
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
-        process.returncode = 0  # reaped here, through its pidfd, and not by Popen
+        process.returncode = 0  # reaped here, with the other children, and not by Popen
         self._watch(client, message["number"], process.pid)
 
     # Children

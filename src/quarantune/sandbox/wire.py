@@ -156,7 +156,7 @@ class Connection:
             try:
                 data, fds = _receive_with_fds(self._socket)
             except BlockingIOError:
-                self._check_partial()
+                self.check()
                 return []
             except OSError as error:
                 raise WireClosedError(f"cannot receive: {error.strerror or error}") from error
@@ -178,13 +178,10 @@ class Connection:
         elif is_new or self._partial_since is None:
             self._partial_since = time.monotonic()
 
-    def _check_partial(self) -> None:
-        if self._partial_since is not None and time.monotonic() - self._partial_since > FRAME_DEADLINE_S:
-            raise WireError("a frame was begun and never finished")
-
     def check(self) -> None:
         """Raises `WireError` when a frame was begun too long ago and never finished."""
-        self._check_partial()
+        if self._partial_since is not None and time.monotonic() - self._partial_since > FRAME_DEADLINE_S:
+            raise WireError("a frame was begun and never finished")
 
     def _take(self, count: object) -> list[int]:
         if not isinstance(count, int) or not 0 <= count <= len(self._fds):

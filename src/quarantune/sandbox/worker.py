@@ -13,7 +13,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from quarantune.sandbox import wire
+from quarantune.sandbox import spool, wire
 from quarantune.sandbox.wire import Connection, Message
 
 if TYPE_CHECKING:
@@ -187,8 +187,7 @@ def load_call(payload_fd: int, cwd: str | None) -> payload.Call:
 
     if cwd is not None:
         os.chdir(cwd)
-    blob = os.pread(payload_fd, os.fstat(payload_fd).st_size, 0)
-    return payload.unpack_call(blob)
+    return payload.unpack_call(spool.read(payload_fd))
 
 
 def why_fork_is_unsafe() -> str | None:
