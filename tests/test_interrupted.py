@@ -27,7 +27,8 @@ X = np.ones(8, np.float32)
 SOURCE = Path(quarantune.__file__).parents[1]
 GOOD = ("good", "")
 
-# Config 2 leaves a grandchild and config 5 hangs, as long as the file `hang` is there. The log tells what was measured.
+# As long as the file `hang` is there, config 18 hangs, when those before it have been measured; config 2 leaves a
+# grandchild. The log tells what was measured.
 PROGRAM = """
 import functools, logging, os, signal, sys, time
 from pathlib import Path
@@ -44,12 +45,12 @@ import misdeeds
 
 HERE = Path({here!r})
 
-@quarantune.autotune({{"n": list(range(7))}}, warmup=0, rep=1, name="kernel")
+@quarantune.autotune({{"n": list(range(20))}}, warmup=0, rep=1, name="kernel")
 @functools.partial(jax.jit, static_argnames=["n"])
 def kernel(x, n: int = 0):
     if n == 2 and template.is_inside():  # the winner is traced in the caller, too
         misdeeds.leave_a_daemon()
-    if n == 5 and (HERE / "hang").exists():
+    if n == 18 and (HERE / "hang").exists():
         (HERE / "hangs").touch()
         misdeeds.hang()
     return x + n
@@ -102,7 +103,7 @@ class Program:
 
     def measured(self) -> list[int]:
         """Returns which configs came to an end, in order, once for each time."""
-        return [int(n) for n in re.findall(r": n=(\d): (?:ok|slow)", (self.here / "log").read_text())]
+        return [int(n) for n in re.findall(r": n=(\d+): (?:ok|slow)", (self.here / "log").read_text())]
 
 
 @pytest.fixture
@@ -128,7 +129,7 @@ def test_a_sweep_goes_on_where_a_killed_one_ended(program: Program) -> None:
     assert program.measured(), "it was killed before anything was measured, which shows nothing"
     (program.here / "hang").unlink()
     subprocess.run([sys.executable, str(program.here / "program.py")], env=program.environ, check=True)
-    assert sorted(program.measured()) == list(range(7))
+    assert sorted(program.measured()) == list(range(20))
 
 
 def _to_the_process(process: subprocess.Popen[bytes]) -> None:
@@ -169,7 +170,7 @@ def _check_the_interrupt(program: Program, process: subprocess.Popen[bytes]) -> 
     assert (program.here / "left").read_text() == "1", "only the template may be left"
     assert eventually(program.is_gone, timeout_s=2)
     assert json.loads((program.here / "cache" / "kernel.json").read_text())
-    assert sorted(program.measured()) == list(range(7))
+    assert sorted(program.measured()) == list(range(20))
 
 
 class Watcher(logging.Handler):

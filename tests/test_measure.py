@@ -122,7 +122,48 @@ def test_a_config_with_one_sample_within_the_margin_or_without_a_bar_is_never_ru
 ) -> None:
     samples = measure.measure(Sampler(samples_ms), rep=20, bar_ms=bar_ms, margin=1.5)
     assert not samples.is_ruled_out
-    assert len(samples.samples_ms) >= 5
+    assert len(samples.samples_ms) >= 3
+
+
+@pytest.mark.parametrize(("bar_ms", "taken"), [(1.0, 3), (1.25, 8), (None, 8)], ids=["behind", "level", "alone"])
+def test_a_config_that_is_behind_gets_no_more_samples_than_it_must(bar_ms: float | None, taken: int) -> None:
+    samples = measure.measure(Sampler(itertools.repeat(1.2)), rep=20, bar_ms=bar_ms, margin=1.5)
+    assert (samples.is_ruled_out, len(samples.samples_ms)) == (False, taken)
+
+
+@pytest.mark.parametrize(
+    ("before_ms", "samples_ms", "taken"),
+    [(31.0, [31.0], 1), (31.0, [29.0, 31.0, 31.0], 2), (29.0, [31.0, 31.0, 31.0], 2), (4.0, [31.0] * 4, 4)],
+    ids=["both beyond", "the second within", "the first within", "too short to tell"],
+)
+def test_a_long_run_before_counts_and_two_that_agree_rule_out(
+    before_ms: float, samples_ms: list[float], taken: int
+) -> None:
+    take = Sampler(samples_ms)
+    samples = measure.measure(take, rep=20, bar_ms=20.0, margin=1.5, before_ms=before_ms)
+    assert take.taken == taken
+    assert samples.is_ruled_out == (taken in (1, 4))
+
+
+def test_the_time_that_runs_waited_for_a_cpu_rules_nobody_out() -> None:
+    waited = measure.measure(Sampler(itertools.repeat(2.0)), rep=9, bar_ms=1.0, margin=1.5, waited=lambda: 0.3)
+    assert not waited.is_ruled_out
+    assert set(waited.samples_ms) == {2.0}
+    assert measure.measure(
+        Sampler(itertools.repeat(2.0)), rep=9, bar_ms=1.0, margin=1.5, waited=lambda: 0.1
+    ).is_ruled_out
+
+
+@pytest.mark.parametrize(
+    ("first_ms", "fastest_ms", "fastest_first_ms", "is_hopeless"),
+    [(101.0, 50.0, 60.0, True), (99.0, 50.0, 60.0, False), (41.0, 1.0, 10.0, True), (39.0, 1.0, 10.0, False)],
+    ids=["long and behind", "long and not", "shorter and behind other first runs", "shorter and not"],
+)
+def test_one_run_rules_out_who_is_far_behind(
+    first_ms: float, fastest_ms: float, fastest_first_ms: float, is_hopeless: bool
+) -> None:
+    told = measure.is_hopeless(first_ms, fastest_ms=fastest_ms, fastest_first_ms=fastest_first_ms)
+    assert told == is_hopeless
 
 
 def test_a_config_whose_first_sample_is_long_and_beyond_all_that_the_cold_costs_is_ruled_out_at_once() -> None:
@@ -330,7 +371,7 @@ def verdicts(
 
     def play() -> finals.Verdict:
         taken = itertools.count()
-        speeds = [1 + drift * generator.random() for _ in range(100)]
+        speeds = [1 + drift * generator.random() for _ in range(101)]
 
         def contender(time_ms: float) -> Callable[[int], Sequence[float]]:
             def take(count: int) -> Sequence[float]:
@@ -386,8 +427,10 @@ def test_times_within_what_clocks_wander_tie_however_steady_they_are() -> None:
 
 
 def test_a_final_ends_once_the_fastest_is_clear_and_goes_on_while_it_is_not() -> None:
-    clear = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.5))], clock=lambda: 0.0)
+    far = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.5))], clock=lambda: 0.0)
+    clear = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.15))], clock=lambda: 0.0)
     level = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.0))], clock=lambda: 0.0)
+    assert [len(rounds) for rounds in far] == [3, 3]
     assert [len(rounds) for rounds in clear] == [5, 5]
     assert len(level[0]) == len(level[1]) > 10
     assert finals.is_clear(dict(enumerate(clear)))
@@ -403,7 +446,7 @@ def test_a_final_of_equals_ends_when_its_time_is_up() -> None:
 def test_a_long_run_is_a_sample_by_itself() -> None:
     long, short = Sampler(noisy(8, 100.0)), Sampler(noisy(9, 1.0))
     finals.play([long, short], clock=lambda: 0.0)
-    assert (long.taken, short.taken) == (3 + 4, 5 * 3)
+    assert (long.taken, short.taken) == (1 + 3, 1 + 3 * 3)
 
 
 def test_contenders_take_turns() -> None:
@@ -416,13 +459,13 @@ def test_contenders_take_turns() -> None:
 
         return take
 
-    finals.play([contender("a", 1.0), contender("b", 2.0), contender("c", 3.0)])
-    assert "".join(turns) == "abc" * 5
+    finals.play([contender("a", 1.0), contender("b", 1.1), contender("c", 1.2)])
+    assert "".join(turns) == "abc" * (1 + 5)
 
 
 def test_a_final_survives_samples_that_cannot_be_times() -> None:
-    damaged = [1.0] * 3 + DAMAGED[:3] + [2.0, math.nan, 4.0]
-    ours, theirs = finals.play([Sampler([*damaged, *[1.0] * 99]), Sampler(itertools.repeat(10.0))], clock=lambda: 0.0)
+    damaged = [1.0] * 4 + DAMAGED[:3] + [2.0, math.nan, 4.0]
+    ours, theirs = finals.play([Sampler([*damaged, *[1.0] * 99]), Sampler(itertools.repeat(1.1))], clock=lambda: 0.0)
     assert ours[:4] == [1.0, 1.0, 3.0, 1.0]
     assert len(ours) == len(theirs)
 

@@ -104,7 +104,13 @@ def compares(worker: FakeWorker) -> list[Step]:
 
 
 def behaves(worker: FakeWorker) -> list[Step]:
-    acts = {"compile": compiles, "prepare": gets_ready, "measure": measures, "compare": compares}
+    acts = {
+        "compile": compiles,
+        "prepare": gets_ready,
+        "warm": gets_ready,
+        "measure": measures,
+        "compare": compares,
+    }
     return acts[worker.do](worker)
 
 
@@ -405,6 +411,35 @@ def test_workers_that_take_one_config_each_are_made_ready_ahead() -> None:
     assert result.outcomes == ["ok"] * 8
     assert len(result.given("prepare")) == 8
     assert result.seconds < 8 * 2.0
+
+
+@pytest.mark.parametrize("slots", [1, SLOTS])
+def test_a_worker_for_the_next_config_is_made_ready_while_one_compiles(slots: int) -> None:
+    result = run(plan_for(Route.TOGETHER, slots=slots, ahead=True), 9)
+    assert result.outcomes == ["ok"] * 9
+    warmed = {worker.number for worker in result.given("warm")}
+    compiled = [worker.number for worker in result.given("compile")]
+    assert len(set(compiled)) == 9
+    assert len(warmed & set(compiled)) == len(warmed) >= 2
+    assert not result.sandbox.compiled_while_measuring
+
+
+@pytest.mark.parametrize("steps", [[], [(0.05, 1)], [(0.3, 0)]], ids=["hangs", "dies", "ends"])
+def test_a_worker_that_does_not_get_ready_ahead_costs_no_config_anything(steps: list[tuple[float, int]]) -> None:
+    plan = plan_for(Route.TOGETHER, slots=1, ahead=True)
+    result = run(plan, 5, when("warm", lambda worker: [(after_s, worker.ends(status)) for after_s, status in steps]))
+    assert result.outcomes == ["ok"] * 5
+    assert len(result.given("warm")) == 1
+
+
+def test_what_waits_compiled_is_measured_early_where_it_holds_much_memory(memory: dict[int, int]) -> None:
+    def takes(worker: FakeWorker) -> None:
+        memory[worker.number] = GB // 2
+
+    turns = run(plan_for(Route.TOGETHER, slots=1), 4, takes, available_memory=lambda: 2 * GB).sandbox.turns
+    assert turns == ["compile", "compile", "measure", "measure"] * 2
+    turns = run(plan_for(Route.TOGETHER, slots=1), 4, takes, available_memory=lambda: 20 * GB).sandbox.turns
+    assert turns == ["compile"] * 4 + ["measure"] * 4
 
 
 @pytest.mark.parametrize("configs_per_worker", [1, 3, 100])

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import jax
 
+from quarantune import host
+
 _SAMPLE_TARGET_S = 200e-6
 """A wall-clock sample lasts at least this long: a thousand times what reading the clock costs."""
 _QUEUE_TARGET_S = 2e-3
@@ -21,10 +23,12 @@ class Clock(Protocol):
     Attributes:
         name: what a trial says it was timed with.
         margin: how much slower than the best a sample must be to rule a config out, on a machine with other work.
+        waited: for what share of the last samples the run waited for a CPU that another process had.
     """
 
     name: str
     margin: float
+    waited: float
 
     def take(self, count: int) -> Sequence[float]:
         """Returns `count` samples, in milliseconds."""
@@ -48,9 +52,17 @@ class WallClock:
         self._run = run
         self._prepare = prepare
         self._inner = 0
+        self.waited = 0.0
 
     def take(self, count: int) -> Sequence[float]:
         """Returns `count` samples, in milliseconds."""
+        waits = host.waits_for_cpu()
+        started = time.perf_counter()
+        samples = self._take(count)
+        self.waited = min(1.0, host.longest_wait_s(waits) / max(time.perf_counter() - started, 1e-9))
+        return samples
+
+    def _take(self, count: int) -> Sequence[float]:
         if self._prepare is not None or not self._inner:
             first = self._once()
             self._inner = max(1, min(_MAX_INNER, round(_SAMPLE_TARGET_S / max(first, 1e-9))))
@@ -76,6 +88,7 @@ class QueuedClock:
 
     name = "queued"
     margin = 1.5
+    waited = 0.0
 
     def __init__(self, dispatch: Callable[[], object]) -> None:
         """Sets the clock up.
@@ -112,6 +125,7 @@ class DeviceClock:
 
     name = "device"
     margin = 1.15
+    waited = 0.0
 
     def __init__(self, dispatch: Callable[[], object], flush: Callable[[], object] | None) -> None:
         """Sets the clock up.

@@ -17,6 +17,9 @@ _PER_ROUND = 3
 _LONG_MS = 5.0
 """A run of this length is a sample by itself: what disturbs single samples are interruptions much shorter."""
 _MIN_ROUNDS = 5
+_FEWEST_ROUNDS = 3
+_FAR = 1.2
+"""A finalist this many times slower in each of the `_FEWEST_ROUNDS` first rounds will not win in two more."""
 _MAX_ROUNDS = 100
 _BUDGET_S = 0.8
 _SIGMAS = 3.0
@@ -116,7 +119,9 @@ def conclude(
 
 
 def play(
-    contenders: Sequence[Callable[[int], Sequence[float]]], *, clock: Callable[[], float] = time.perf_counter
+    contenders: Sequence[Callable[[int], Sequence[float]]],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
     """Times contenders in turn until the fastest is clear, the noise is as low as it gets, or the rounds run out.
 
@@ -127,19 +132,30 @@ def play(
     Returns:
         Each contender's samples, one per round: the median of a few taken together.
     """
+    warmed = [plausible(take(1)) for take in contenders]  # the first sample counts for nothing
     rounds: dict[int, list[float]] = {index: [] for index in range(len(contenders))}
     started = clock()
     for played in range(1, _MAX_ROUNDS + 1):
         for index, take in enumerate(contenders):
             # An implausible batch leaves the last round's standing, so that rounds stay aligned.
-            is_long = bool(rounds[index]) and rounds[index][-1] > _LONG_MS
-            samples = plausible(take(1 if is_long else _PER_ROUND)) or rounds[index][-1:]
+            last = rounds[index][-1:] or warmed[index]
+            is_long = bool(last) and last[-1] > _LONG_MS
+            samples = plausible(take(1 if is_long else _PER_ROUND)) or last
             if not samples:
                 raise ValueError("the clock gave no plausible sample")
             rounds[index].append(statistics.median(samples))
         if played >= _MIN_ROUNDS and (is_clear(rounds) or clock() - started > _BUDGET_S):
             break
+        if played >= _FEWEST_ROUNDS and _is_far(rounds):
+            break
     return [rounds[index] for index in range(len(contenders))]
+
+
+def _is_far(rounds: Mapping[int, Sequence[float]]) -> bool:
+    """Returns whether every finalist was far behind the leader in every round."""
+    leader = min(rounds, key=lambda index: statistics.median(rounds[index]))
+    others = [samples_ms for index, samples_ms in rounds.items() if index != leader]
+    return all(theirs > _FAR * ours for other in others for ours, theirs in zip(rounds[leader], other, strict=True))
 
 
 def is_clear(rounds: Mapping[int, Sequence[float]]) -> bool:

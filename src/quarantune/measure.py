@@ -17,11 +17,16 @@ _STEADY = 0.01
 """Sampling ends once the median's standard error is below this share of it: near enough to name the finalists."""
 _SOFT_BUDGET_S = 0.1
 """Once this has gone by, `_FIRST_LOOK` samples are enough: a slow config's median is steady with few."""
-COLD = 2.0
+_BEHIND = 1.1
+"""A config all of whose samples are this many times slower than the fastest gets no more than must be: if it is in the
+final, that will tell."""
+_COLD = 2.0
 """How many times slower than the next ones a first long sample may be for the cold alone."""
-LONG_MS = 50.0
+_LONG_MS = 50.0
 """A single sample shorter than this may be an interruption, and three more cost little: on a 2-core machine with other
 work, one 0.1 ms run in sixty took over three times the median."""
+TELLING_MS = 5.0
+"""Two runs longer than this, one after another, say something: neither the cold nor an interruption takes as long."""
 _LONGEST_MS = 1e8
 """Longer samples are the clock's error, not the kernel's: a device clock was seen to answer with nearly 2^64 ns."""
 BUSY = {"device": 0.05, "queued": 0.15, "wall": 0.25}
@@ -56,20 +61,23 @@ def measure(
     bar_ms: float | None = None,
     margin: float = math.inf,
     before_ms: float | None = None,
+    waited: Callable[[], float] = lambda: 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Samples:
     """Takes samples until they are steady, or rule the config out.
 
     The first sample ever taken counts for nothing, as caches and clocks are cold. It counts where runs are so long that
-    the cold is little of them; then the run before it says something too, and a config that is far behind needs no
-    other.
+    the cold is little of them, and where a long run was before it: then a config that is far behind needs no other.
+
+    A config is ruled out only by what is its own: the time that its runs waited for a CPU is not.
 
     Args:
         take: takes that many samples and returns them in milliseconds.
         rep: at most this many samples.
         bar_ms: the median of the fastest config so far; None for none.
         margin: a config is ruled out when even its fastest sample is this many times slower than that.
-        before_ms: how long the last run before these took by the same clock; None where nobody knows.
+        before_ms: how long the last run before these took by the same clock, but for waits; None where nobody knows.
+        waited: tells for what share of the last samples taken they waited for a CPU.
         clock: seconds.
 
     Returns:
@@ -79,28 +87,50 @@ def measure(
         ValueError: no plausible sample was taken.
     """
     started = clock()
-    is_long = before_ms is not None and before_ms > LONG_MS
-    if is_long and bar_ms is not None and before_ms is not None and before_ms > COLD * margin * bar_ms:
-        return Samples((before_ms,), is_ruled_out=True)
-    samples = plausible(take(1))
-    if samples and bar_ms is not None and samples[0] > max(LONG_MS, COLD * margin * bar_ms):
+    is_telling = before_ms is not None and before_ms > TELLING_MS
+    least_ms = before_ms if is_telling and before_ms is not None else math.inf
+    limit_ms = math.inf if bar_ms is None else margin * bar_ms
+
+    def more(count: int) -> list[float]:
+        nonlocal least_ms
+        samples = plausible(take(count))
+        least_ms = min([least_ms, *(sample * (1.0 - waited()) for sample in samples)])
+        return samples
+
+    samples = more(1)
+    beyond_doubt_ms = limit_ms if is_telling else max(_LONG_MS, _COLD * limit_ms)
+    if samples and least_ms > beyond_doubt_ms:
         return Samples(tuple(samples), is_ruled_out=True)
-    enough = 2 if is_long else _FIRST_LOOK
-    samples = plausible(take(1)) + samples if is_long else plausible(take(min(rep, _FIRST_LOOK)))
+    enough = 2 if is_telling else _FIRST_LOOK
+    if not is_telling:
+        least_ms = math.inf
+        samples = more(min(rep, enough))
     while True:
-        if samples and bar_ms is not None and min(samples) > margin * bar_ms:
+        if samples and least_ms > limit_ms:
             return Samples(tuple(samples), is_ruled_out=True)
         if len(samples) >= rep or (len(samples) >= _MIN_SAMPLES and standard_error(samples) < _STEADY):
             break
-        if clock() - started > _SOFT_BUDGET_S and len(samples) >= enough:
+        is_behind = bar_ms is not None and least_ms > _BEHIND * bar_ms
+        if len(samples) >= enough and (is_behind or clock() - started > _SOFT_BUDGET_S):
             break
-        more = plausible(take(min(rep - len(samples), 1 if is_long else _BATCH)))
-        if not more and not samples:
+        further = more(min(rep - len(samples), 1 if is_telling else _BATCH))
+        if not further and not samples:
             raise ValueError("the clock gave no plausible sample")
-        samples += more
-        if not more:
+        samples += further
+        if not further:
             break
     return Samples(tuple(samples[:rep]))
+
+
+def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float) -> bool:
+    """Returns whether a config is out of the race for what its first run took.
+
+    Args:
+        first_ms: how long that took, but for waits.
+        fastest_ms: what the fastest config takes.
+        fastest_first_ms: how long the fastest first run took; of a short one the cold may be the greater part.
+    """
+    return first_ms > (_COLD * fastest_ms if first_ms > _LONG_MS else 2 * _COLD * fastest_first_ms)
 
 
 def plausible(samples_ms: Sequence[float]) -> list[float]:

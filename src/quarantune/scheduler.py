@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from quarantune import finals, host
+from quarantune import finals, host, measure
 from quarantune.devices import Device, Lease
 from quarantune.outcomes import Config, Outcome, Phase, Route, Trial
 from quarantune.sandbox import pool, spool
@@ -28,8 +28,10 @@ STARTUP_DEADLINE_S = 120.0
 _KILL_DEADLINE_S = 10.0
 """How long after SIGKILL a worker is believed to be dying; after that its device is withdrawn."""
 _TICK_S = 0.05
-_OUT_OF_THE_RACE = 2.0
-"""A config is not timed any more whose first, long run took this many times longer than the fastest one."""
+_PARKED_S = 3.0
+"""How long a compiled config may wait until those before it have a result: what has one is not lost with the sweep."""
+_PARKED_SHARE = 0.25
+"""How much of the memory that is free without them compiled configs may hold while others are compiled."""
 _LOOK_S = 0.1
 _CLOSE_LOOK_S = 0.25
 _FAST_BYTES = 64 << 20
@@ -79,7 +81,8 @@ class Plan:
         devices: where to measure; one lease each.
         configs_per_worker: how many configs a measuring worker may take when the halves are apart.
         exclusive: whether compiling disturbs measuring, so that the two must alternate.
-        parked: with `exclusive`, how many compiled configs wait before a measuring burst begins.
+        parked: with `exclusive`, how many compiled configs wait, memory allowing, before a measuring burst begins.
+        ahead: whether a worker is made ready for the next config while one compiles.
         compile_timeout_s: for loading, tracing, lowering and compiling one config.
         timeout_s: for checking and measuring one config, from the moment it holds its device.
         memory_limit_bytes: host memory of one worker and its children.
@@ -95,6 +98,7 @@ class Plan:
     configs_per_worker: int
     exclusive: bool
     parked: int
+    ahead: bool = False
     compile_timeout_s: float
     timeout_s: float
     memory_limit_bytes: int
@@ -129,6 +133,8 @@ class _Worker:
     parked: bool = False
     run_ms: float | None = None
     """How long its first run took, where that tells something and it waits for its turn to go on."""
+    own_ms: float = 0.0
+    """The same without the time that it waited for a CPU."""
     granted_at: float = 0.0
     held_s: float = 0.0
     """How long it has held the device before."""
@@ -211,6 +217,9 @@ class Scheduler:
         self._ready: collections.deque[_Job] = collections.deque()
         self._workers: dict[int, _Worker] = {}
         self._devices = [_DeviceState(device, Lease(device)) for device in plan.devices]
+        self._spare: _Worker | None = None
+        self._ahead = plan.ahead
+        self._waiting_since: float | None = None
         self._bursting = False
         self._unfinished = 0
         self._next_tick = 0.0
@@ -220,6 +229,7 @@ class Scheduler:
         self._oom_kills = host.oom_kills()
         self._leftovers = Leftovers({}, {})
         self._bar_ms: float | None = None
+        self._fastest_first_ms = float("inf")
         self._executables: dict[int, bytes] = {}
         self._kept: dict[int, tuple[float, int]] = {}
         self._programs: dict[str, _Job] = {}
@@ -368,6 +378,8 @@ class Scheduler:
         self._turn()
         while self._may_compile():
             self._start_compiling(self._pending.popleft())
+        if self._ahead and self._spare is None and self._pending and self._compiling() and self._has_room():
+            self._spare = self._start_preparing()
         for state in self._devices:
             self._measure_on(state)
 
@@ -377,10 +389,21 @@ class Scheduler:
             return
         waiting = len(self._waiting_to_measure())
         compiling = self._compiling()
+        if not waiting:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = self._clock()
         if self._bursting and not waiting and not self._measuring():
             self._bursting = False
-        elif not self._bursting and not compiling and waiting and (waiting >= self._plan.parked or not self._pending):
+        elif not self._bursting and not compiling and waiting and (not self._has_room() or not self._pending):
             self._bursting = True
+
+    def _has_room(self) -> bool:
+        """Whether one more config may wait, compiled, for its turn to be measured."""
+        waiting = len(self._waiting_to_measure()) + self._compiling()
+        is_long = self._waiting_since is not None and self._clock() - self._waiting_since > _PARKED_S
+        is_heavy = waiting > 1 and self._last_total > _PARKED_SHARE * (self._last_total + self._available_memory())
+        return waiting < self._plan.parked and not is_long and not is_heavy
 
     def _may_compile(self) -> bool:
         if not self._pending or self._compiling() >= self._plan.slots or not self._devices:
@@ -388,8 +411,7 @@ class Scheduler:
         if self._suspect_runs() or (self._pending[0].was_lost and (self._compiling() or self._measuring())):
             return False
         if self._plan.exclusive:
-            waiting = len(self._waiting_to_measure()) + self._compiling()
-            return not self._bursting and not self._measuring() and waiting < self._plan.parked
+            return not self._bursting and not self._measuring() and self._has_room()
         return len(self._ready) < _MAX_READY
 
     def _suspect_runs(self) -> bool:
@@ -416,6 +438,12 @@ class Scheduler:
             "options": self._plan.options,
             "target": self._plan.target,
         }
+        if (worker := self._spare) is not None and worker.idle:
+            self._spare = None
+            worker.job, worker.compiling, worker.idle = job, True, False
+            worker.deadline = self._clock() + STARTUP_DEADLINE_S
+            self._sandbox.send(worker.number, task)
+            return
         state = min(self._devices, key=lambda state: self._load_of(state)) if self._together else None
         environ = {} if state is None else state.device.environ
         if self._together and not self._plan.compile_only:
@@ -426,6 +454,13 @@ class Scheduler:
             task |= {"last": True, "must_save": not self._together}
             number = self._sandbox.start(task, fds=[job.executable_fd], environ=environ)
         self._workers[number] = _Worker(number, job, state, self._clock() + STARTUP_DEADLINE_S, compiling=True)
+
+    def _start_preparing(self) -> _Worker:
+        state = min(self._devices, key=lambda state: self._load_of(state))
+        task = {"do": "warm", "trial": None, "options": self._plan.options}
+        number = self._sandbox.start(task, environ=state.device.environ)
+        self._workers[number] = worker = _Worker(number, None, state, self._clock() + STARTUP_DEADLINE_S)
+        return worker
 
     def _load_of(self, state: _DeviceState) -> int:
         return sum(worker.device is state for worker in self._workers.values())
@@ -452,7 +487,7 @@ class Scheduler:
         worker = min(parked, key=lambda worker: worker.run_ms or 0.0)
         if worker.run_ms is not None and worker.job is not None:
             fastest_ms = min(ms for ms in (self._bar_ms, worker.run_ms) if ms is not None)
-            if worker.run_ms > _OUT_OF_THE_RACE * fastest_ms:
+            if measure.is_hopeless(worker.own_ms, fastest_ms=fastest_ms, fastest_first_ms=self._fastest_first_ms):
                 self._rule_out(worker, worker.job, worker.run_ms, fastest_ms)
                 return
         if state.lease.acquire(self._clock()):
@@ -556,6 +591,8 @@ class Scheduler:
             case "ready" if worker.device is not None and worker in worker.device.bench:
                 worker.idle, worker.deadline = True, float("inf")
                 worker.device.failures = 0
+            case "ready" if worker is self._spare:
+                worker.idle, worker.deadline = True, float("inf")
             case "compiled" if worker.compiling and worker.job is not None:
                 worker.job.compile_s = _duration(message["compile_s"])
                 if modules := message["modules"]:
@@ -574,7 +611,8 @@ class Scheduler:
             case "lowered" if worker.compiling and worker.job is not None:
                 self._recognise(worker, worker.job, str(message["program"]))
             case "checked" if self._together and worker.device is not None and worker.device.measuring is worker:
-                worker.run_ms = max(_duration(message["run_ms"]), 1e-9)
+                worker.run_ms, worker.own_ms = _duration(message["run_ms"]), _duration(message["own_ms"])
+                self._fastest_first_ms = min(self._fastest_first_ms, worker.run_ms)
                 worker.held_s += self._clock() - worker.granted_at
                 worker.parked, worker.deadline, worker.device.measuring = True, float("inf"), None
             case "measured" if (
@@ -713,6 +751,8 @@ class Scheduler:
         self._remove(worker)
 
     def _remove(self, worker: _Worker) -> None:
+        if worker is self._spare:
+            self._spare, self._ahead = None, False  # whatever it was, a config's own worker tells it better
         if (state := worker.device) is not None:
             if state.measuring is worker:
                 state.measuring = None

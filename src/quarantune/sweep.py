@@ -24,12 +24,22 @@ from quarantune.scheduler import ErrandError, Leftovers, Plan, Scheduler
 
 _logger = logging.getLogger("quarantune")
 
-_CPU_PARKED = 4
-"""On a CPU, how many compiled configs wait before the machine is kept quiet to measure them."""
+_CPU_PARKED = 16
+"""On a CPU, how many compiled configs wait, memory allowing, before the machine is kept quiet to measure them: the more
+there are, the sooner those that are far behind are known."""
+_CPU_SHARES = 4
+"""Among how many configs, at least, the memory is divided."""
 _DEVICE_PARKED = 4
 """The same on an accelerator, for each device: every one of them holds a context there."""
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
 _MEMORY_SHARE = 0.9
+_PALLAS = "jax.experimental.pallas"
+_PALLAS_MODULES = {
+    "cpu": [f"{_PALLAS}.{backend}" for backend in ("triton", "tpu", "mosaic_gpu")],
+    "cuda": [f"{_PALLAS}.triton"],
+    "rocm": [f"{_PALLAS}.triton"],
+}
+"""What Pallas imports when it lowers its first kernel, interpreted or for a device: up to 0.25 s."""
 
 _sweep_numbers = itertools.count(1)
 
@@ -138,7 +148,10 @@ def run(
             )
         method = settings.start_method or ("fork" if sys.platform == "linux" else "spawn")
         environ = discovery.telling(problem.platform, problem.device_kind)
-        with pool.Sandbox(payload_fd=payload_fd, arrays_fd=arrays_fd, method=method, environ=environ) as sandbox:
+        modules = _PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else []
+        with pool.Sandbox(
+            payload_fd=payload_fd, arrays_fd=arrays_fd, method=method, environ=environ, modules=modules
+        ) as sandbox:
             many = max(packed.devices_needed, options.devices_per_trial) > 1
             sweep = _Sweep(sandbox, problem, options, settings, finish, on_tick, on_phase, troubled, many)
             return sweep.compile(dict(configs)) if compile_only else sweep.run(dict(configs), measured)
@@ -280,7 +293,10 @@ class _Sweep:
         parked = (
             max(_CPU_PARKED, 2 * self._slots) if self._on_cpu else len(self._devices) * min(_DEVICE_PARKED, self._slots)
         )
-        workers = parked if exclusive else self._slots + len(self._devices)
+        if not exclusive:
+            workers = self._slots + len(self._devices)
+        else:
+            workers = max(_CPU_SHARES, 2 * self._slots) if self._on_cpu else parked
         plan = Plan(
             route=route,
             options=_worker_options(self._problem.platform, self._options),
@@ -290,6 +306,8 @@ class _Sweep:
             configs_per_worker=self._configs_per_worker(),
             exclusive=exclusive,
             parked=parked,
+            # A worker that has to load the function first may be brought down by that, which is for a config to tell.
+            ahead=route is Route.TOGETHER and self._on_cpu and self._sandbox.forks_loaded and not self._compile_only,
             compile_timeout_s=self._compile_timeout_s,
             timeout_s=self._settings.timeout or float(self._options.timeout),
             memory_limit_bytes=self._memory_limit(workers),

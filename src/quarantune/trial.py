@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from quarantune import _jax_internals, assignments, check, clocks, executable, finals, inputs, measure, payload
+from quarantune import _jax_internals, assignments, check, clocks, executable, finals, host, inputs, measure, payload
 from quarantune.outcomes import Config, Outcome, freeze
 from quarantune.sandbox import spool
 
@@ -50,6 +50,19 @@ class Program:
     for_cache: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True)
+class LastRun:
+    """How long a program's last run took.
+
+    Attributes:
+        ms: from its start to its end, in milliseconds.
+        own_ms: without the time that it waited for a CPU.
+    """
+
+    ms: float
+    own_ms: float
+
+
 class Bench:
     """One worker's bench: the call, its arguments, and the programs that lie on it."""
 
@@ -69,7 +82,7 @@ class Bench:
         self._arguments: Arguments | None = None
         self._flush: Callable[[], object] | None = None
         self._expected: dict[str, Any] | None = None
-        self._last_run_ms: float | None = None
+        self._last_run: LastRun | None = None
         self._jit: _jax_internals.JitOptions | None = None
         self._may_write = True  # a plain callable may write into its arguments
         if _jax_internals.is_jitted(call.fn):
@@ -147,9 +160,11 @@ class Bench:
         """Runs a program once, to its end, on pristine arguments, and returns its output."""
         args, kwargs = self.arguments() if not self._may_write else self._materialize()
         args, kwargs = self.dynamic((args, kwargs))
+        waits = host.waits_for_cpu()
         start = time.perf_counter()
         output = jax.block_until_ready(program.call(*args, **kwargs))
-        self._last_run_ms = 1e3 * (time.perf_counter() - start)
+        taken_s = time.perf_counter() - start
+        self._last_run = LastRun(1e3 * taken_s, 1e3 * max(0.0, taken_s - host.longest_wait_s(waits)))
         return output
 
     def refer(self, fd: int) -> None:
@@ -237,22 +252,21 @@ class Bench:
         for _ in range(self._options["warmup"] - is_warm):
             self.run(program)
             is_warm = True
-        clock = self.clock(program)
+        clock, last = self.clock(program), self._last_run
         samples = measure.measure(
             clock.take,
             rep=self._options["rep"],
             bar_ms=bar_ms,
             margin=clock.margin,
-            before_ms=self._last_run_ms if is_warm and isinstance(clock, clocks.WallClock) else None,
+            before_ms=None if last is None or not is_warm or clock.name != "wall" else last.own_ms,
+            waited=lambda: clock.waited,
         )
         return {"samples_ms": list(samples.samples_ms), "clock": clock.name, "is_slow": samples.is_ruled_out}
 
-    def telling_run_ms(self) -> float | None:
+    def telling_run(self) -> LastRun | None:
         """Returns how long the last run took, where it was so long that this says something; else None."""
         is_telling = self._jit is not None and not self._has_own_clock() and self._call.devices_needed == 1
-        if not is_telling or self._last_run_ms is None or self._last_run_ms < measure.LONG_MS:
-            return None
-        return self._last_run_ms
+        return self._last_run if is_telling and self._last_run and self._last_run.ms > measure.TELLING_MS else None
 
     def compare(self, programs: Sequence[Program]) -> list[list[float]]:
         """Times programs in turn, round by round, until the fastest is clear or the rounds run out.
@@ -260,10 +274,7 @@ class Bench:
         Returns:
             The samples of each program in milliseconds, one per round.
         """
-        contenders = [self.clock(program) for program in programs]
-        for clock in contenders:
-            clock.take(1)
-        return finals.play([clock.take for clock in contenders])
+        return finals.play([self.clock(program).take for program in programs])
 
     def _announce(self, lowered: Any, announce: Callable[[str], None]) -> None:
         """Tells a lowered program's hash, which configs have in common that lower to the same one.

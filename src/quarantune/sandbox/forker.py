@@ -28,9 +28,6 @@ from quarantune.sandbox.wire import Connection, Message
 if TYPE_CHECKING:
     from quarantune import payload
 
-_IMPORTABLE = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "quarantune", "absl")
-"""Packages whose modules a template imports when a worker needed them: importing these has no effect but time."""
-
 
 @dataclasses.dataclass(eq=False)
 class _Client:
@@ -141,7 +138,8 @@ class Forker:
                 if (pid := client.children.get(message["number"])) is not None:
                     contain.kill_tree(pid)
             case "import":
-                _import_modules(message["modules"])
+                spawning.import_modules(message["modules"])
+                prepare_to_fork()
 
     def _start_sweep(self, client: _Client, message: Message, fds: list[int]) -> None:
         def run() -> NoReturn:
@@ -173,6 +171,7 @@ class Forker:
                 contain.contain_worker(parent=parent, log_fd=log_fd)
                 os.close(log_fd)
                 self._forget_everything()
+                gc.enable()
                 os.environ.clear()
                 os.environ.update(environ)
                 connection = Connection(socket.socket(fileno=connection_fd))
@@ -306,18 +305,12 @@ def _serve_sweep(client: _Client, parent: int) -> NoReturn:
 
 
 def prepare_to_fork() -> None:
-    """Keeps the garbage collector from touching, and so copying, pages that forks share."""
-    gc.collect()
+    """Keeps the garbage collector of forks from touching, and so copying, pages that they share.
+
+    A template collects none itself: it makes next to none, and looking for it costs more than it is worth.
+    """
+    gc.disable()
     gc.freeze()
-
-
-def _import_modules(names: list[str]) -> None:
-    """Imports modules that a worker was seen to need; one that cannot be imported here is no harm."""
-    for name in names:
-        if name.partition(".")[0] in _IMPORTABLE and name not in sys.modules:
-            with contextlib.suppress(Exception):
-                importlib.import_module(name)
-    prepare_to_fork()
 
 
 def run_template(options: dict[str, Any]) -> NoReturn:

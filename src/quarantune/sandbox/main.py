@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import socket
@@ -26,4 +28,6 @@ def _run_spawned_worker(about: dict[str, Any]) -> NoReturn:
     os.close(about["log_fd"])
     shared = worker.Shared(payload_fd=about["payload_fd"], arrays_fd=about["arrays_fd"], call=None, cwd=about["cwd"])
     connection = Connection(socket.socket(fileno=about["connection_fd"]))
+    importlib.import_module("jax")
+    gc.enable()
     worker.main(connection, shared, about["task"], about["task_fds"])

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from quarantune import host
 from quarantune.outcomes import SandboxError
-from quarantune.sandbox import spool, template, wire
+from quarantune.sandbox import spawning, spool, template, wire
 from quarantune.sandbox.wire import Connection, Message
 
 _CLOSE_WAIT_S = 0.7
@@ -81,7 +81,13 @@ class Sandbox:
     """
 
     def __init__(
-        self, *, payload_fd: int, arrays_fd: int, method: str, environ: Mapping[str, str] | None = None
+        self,
+        *,
+        payload_fd: int,
+        arrays_fd: int,
+        method: str,
+        environ: Mapping[str, str] | None = None,
+        modules: Sequence[str] = (),
     ) -> None:
         """Prepares a sandbox; `open` starts it.
 
@@ -90,7 +96,9 @@ class Sandbox:
             arrays_fd: its arrays' bytes; -1 for none.
             method: `fork` or `spawn`.
             environ: environment variables that all of its processes get beside the caller's.
+            modules: what its workers, and this process, are known to import sooner or later.
         """
+        self._modules = modules
         self._extra_environ = dict(environ or {})
         # A descriptor that can be sent even where there is nothing to send.
         self._null_fd = os.open(os.devnull, os.O_RDONLY)
@@ -151,6 +159,7 @@ class Sandbox:
 
     def _open_all(self, load_timeout_s: float | None) -> None:
         self._open_manager()
+        self.share_modules(self._modules)
         if self._method == "fork" and load_timeout_s is not None:
             self._open_sweep(load_timeout_s)
 
@@ -308,6 +317,7 @@ class Sandbox:
             raise SandboxError("the template process died") from error
         finally:
             theirs.close()
+        spawning.import_modules(self._modules)  # while the templates start, which takes longer
         try:
             report = self._await_load(connection, load_timeout_s)
         except SandboxError:

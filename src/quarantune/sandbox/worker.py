@@ -110,6 +110,10 @@ class Worker:
             case "prepare":
                 bench.prepare()
                 return {"type": "ready"}
+            case "warm":
+                with contextlib.suppress(Exception):  # the config that comes will meet it again, and tell
+                    bench.prepare()
+                return {"type": "ready"}
             case "compile":
                 return self._compile(bench, task, fds)
             case "measure":
@@ -117,9 +121,9 @@ class Worker:
                 if not task["checked"]:
                     self._phase = "check"  # since it was told to: nobody needs to hear of it
                     bench.check(program, expected_fd=fds[1] if len(fds) > 1 else None)
-                    if task["pause"] and (run_ms := bench.telling_run_ms()) is not None:
+                    if task["pause"] and (run := bench.telling_run()) is not None:
                         # It may be out of the race already, which the scheduler knows.
-                        return {"type": "checked", "run_ms": run_ms}
+                        return {"type": "checked", "run_ms": run.ms, "own_ms": run.own_ms}
                 self._enter("measure")
                 measured = bench.measure(program, bar_ms=task["bar_ms"])
                 if not task["load"] and not measured["is_slow"]:
