@@ -266,7 +266,7 @@ def test_a_sweep_killed_at_five_random_moments_runs_no_finished_trial_twice(
         finished = recorded(cache_dir)
         assert len(finished) == len(set(finished)) < 40
         in_flight = collections.Counter(set(notes(place)) - set(finished))
-        assert len(in_flight) <= 6
+        assert len(in_flight) <= 18  # those that wait to be measured, one that compiles, one that has ended unrecorded
         expected += in_flight
     (member,) = fleet.lend(1)
     member.order(cache_dir, place, [True] * 40)

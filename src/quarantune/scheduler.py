@@ -28,7 +28,7 @@ STARTUP_DEADLINE_S = 120.0
 _KILL_DEADLINE_S = 10.0
 """How long after SIGKILL a worker is believed to be dying; after that its device is withdrawn."""
 _TICK_S = 0.05
-_PARKED_S = 3.0
+_PARKED_S = 5.0
 """How long a compiled config may wait until those before it have a result: what has one is not lost with the sweep."""
 _PARKED_SHARE = 0.25
 """How much of the memory that is free without them compiled configs may hold while others are compiled."""
@@ -226,6 +226,7 @@ class Scheduler:
         self._next_look = 0.0
         self._next_close_look = 0.0
         self._last_total = 0
+        self._last_free = available_memory()
         self._oom_kills = host.oom_kills()
         self._leftovers = Leftovers({}, {})
         self._bar_ms: float | None = None
@@ -388,30 +389,29 @@ class Scheduler:
         if not self._plan.exclusive:
             return
         waiting = len(self._waiting_to_measure())
-        compiling = self._compiling()
         if not waiting:
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = self._clock()
-        if self._bursting and not waiting and not self._measuring():
-            self._bursting = False
-        elif not self._bursting and not compiling and waiting and (not self._has_room() or not self._pending):
-            self._bursting = True
+        if self._bursting:
+            self._bursting = bool(waiting) or self._measuring() > 0
+        elif waiting and not self._compiling():
+            self._bursting = not self._pending or not self._has_room()
 
     def _has_room(self) -> bool:
         """Whether one more config may wait, compiled, for its turn to be measured."""
         waiting = len(self._waiting_to_measure()) + self._compiling()
         is_long = self._waiting_since is not None and self._clock() - self._waiting_since > _PARKED_S
-        is_heavy = waiting > 1 and self._last_total > _PARKED_SHARE * (self._last_total + self._available_memory())
+        is_heavy = waiting > 1 and self._last_total > _PARKED_SHARE * (self._last_total + self._last_free)
         return waiting < self._plan.parked and not is_long and not is_heavy
 
     def _may_compile(self) -> bool:
-        if not self._pending or self._compiling() >= self._plan.slots or not self._devices:
+        if not self._pending or self._bursting or not self._devices or self._compiling() >= self._plan.slots:
             return False
         if self._suspect_runs() or (self._pending[0].was_lost and (self._compiling() or self._measuring())):
             return False
         if self._plan.exclusive:
-            return not self._bursting and not self._measuring() and self._has_room()
+            return not self._measuring() and self._has_room()
         return len(self._ready) < _MAX_READY
 
     def _suspect_runs(self) -> bool:
@@ -901,19 +901,22 @@ class Scheduler:
     def _watch_memory(self, now: float) -> None:
         """Kills workers that hold too much.
 
-        Workers themselves are looked at with every tick. Looking for their descendants, and at what the machine has
-        left, costs a hundred times more, so it is done now and then, and as soon as memory is being taken fast.
+        Workers that are at work are looked at with every tick. Looking at those that wait, for descendants, and at what
+        the machine has left, costs a hundred times more, so it is done now and then, and as soon as memory is being
+        taken fast.
         """
         baseline = self._sandbox.baseline_bytes
         watched = [worker for worker in self._workers.values() if worker.verdict is None]
-        total = self._weigh(watched, baseline)
+        self._weigh([worker for worker in watched if not worker.parked and not worker.idle], baseline)
+        total = sum(worker.used_bytes for worker in watched)
         closely = now >= self._next_close_look or total > self._last_total + _FAST_BYTES
         if closely:
             self._next_close_look = now + _CLOSE_LOOK_S
             for worker in watched:
                 pid = self._sandbox.pid(worker.number)
                 worker.descendants = [] if pid is None else host.descendants(pid)
-            self._last_total = self._weigh(watched, baseline)
+            self._weigh(watched, baseline)
+            self._last_total = sum(worker.used_bytes for worker in watched)
         limit = self._plan.memory_limit_bytes
         for worker in watched:
             if worker.used_bytes > limit:
@@ -921,21 +924,23 @@ class Scheduler:
                 self._condemn(worker, Outcome.OOM, f"it held {used}, over its limit of {_gigabytes(limit)}")
         if any(worker.verdict and worker.verdict[0] is Outcome.OOM for worker in self._workers.values()):
             return  # what is dying has yet to give its memory back
-        if closely and (free := self._available_memory()) < _MEMORY_FLOOR_BYTES:
+        if not closely:
+            return
+        self._last_free = free = self._available_memory()
+        if free < _MEMORY_FLOOR_BYTES:
             largest = max(watched, key=lambda worker: worker.used_bytes, default=None)
             if largest is not None:
                 used = _gigabytes(largest.used_bytes)
                 message = f"the machine had only {_gigabytes(free)} left and it held {used}, the most of all"
                 self._condemn(largest, Outcome.OOM, message)
 
-    def _weigh(self, workers: Sequence[_Worker], baseline: int) -> int:
-        """Notes how much each worker's tree holds now, and returns their sum."""
+    def _weigh(self, workers: Sequence[_Worker], baseline: int) -> None:
+        """Notes how much each worker's tree holds now."""
         for worker in workers:
             pid = self._sandbox.pid(worker.number)
             family = [] if pid is None else [pid, *worker.descendants]
             worker.used_bytes = max(0, sum(map(host.private_memory_bytes, family)) - baseline)
             worker.peak_bytes = max(worker.peak_bytes, worker.used_bytes)
-        return sum(worker.used_bytes for worker in workers)
 
     def _keep_peak(self, worker: _Worker) -> None:
         if worker.job is not None:

@@ -21,6 +21,7 @@ _SLOW_S = 5.0
 """How long a template may take to read: it forks one worker after another, and a stopped one is as good as dead."""
 _STARTUP_DEADLINE_S = 120.0
 _MAX_REVIVALS = 3
+_CHECK_S = 0.1
 _SWEEP = 0
 """The number of the sweep's template among the children of the process's template."""
 
@@ -114,6 +115,7 @@ class Sandbox:
         self._sweep_pid: int | None = None
         self._imported: set[str] = set()
         self._revivals = 0
+        self._next_check = 0.0
         self._pending: list[Event] = []
         self._template: template.Template | None = None
 
@@ -258,14 +260,22 @@ class Sandbox:
                 events += self._hear(key.data)
             else:
                 events += self._hear_forker(key.data)
-        for number, worker in list(self._workers.items()):
+        if (now := time.monotonic()) >= self._next_check:
+            self._next_check = now + _CHECK_S
+            events += self._check()
+        return events + self._take_pending()
+
+    def _check(self) -> list[Event]:
+        """Stops listening to workers that have begun a frame and do not finish it."""
+        damaged: list[Event] = []
+        for number, worker in self._workers.items():
             if worker.hears:
                 try:
                     worker.connection.check()
                 except wire.WireError as error:
                     self._stop_listening(worker)
-                    events.append(Damaged(number, str(error)))
-        return events + self._take_pending()
+                    damaged.append(Damaged(number, str(error)))
+        return damaged
 
     def close(self) -> None:
         """Kills every worker and the sweep's template, and waits, within a bound, until they are gone."""
