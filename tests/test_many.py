@@ -43,7 +43,7 @@ def test_a_hundred_sweeps_in_a_row_leave_the_process_as_it_was() -> None:
     before = [(process.num_fds(), process.num_threads(), process.memory_info().rss) for process in watched]
     with nothing_is_left():
         for seed in range(10, 110):
-            tune(1 + seed % 2, seed=seed)  # with two configs there is a final, too
+            tune(1 + (seed % 5 == 0), seed=seed)  # with two configs there may be a final, too
     assert running_templates() == [process]
     for (fds, threads, rss), process in zip(before, watched, strict=True):
         assert process.num_fds() == fds
