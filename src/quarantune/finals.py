@@ -14,6 +14,9 @@ FINALISTS = 4
 _CONTENDER = 1.5
 """Whoever took this many times longer than the fastest has no place in the final."""
 _PER_ROUND = 3
+_MOST_PER_ROUND = 10
+_ROUND_MS = 1.0
+"""What one contender's samples of a round take, where they are so short that the profiler's own work is longer."""
 _LONG_MS = 5.0
 """A run of this length is a sample by itself: what disturbs single samples are interruptions much shorter."""
 _MIN_ROUNDS = 5
@@ -25,8 +28,11 @@ _BUDGET_S = 0.8
 _SIGMAS = 3.0
 _CLEAR_SIGMAS = 5.0
 """Stopping early takes more: who looks after every round finds equals apart by `_SIGMAS` now and then."""
-_NOISE_FLOOR = 0.002
-"""Two medians closer than this are the same: so much do clocks wander between two runs of one program."""
+_NOISE_FLOOR = 0.005
+"""Two medians closer than this are the same: on an H200, one program's wander by a third of a percent from one process
+to the next, so that equals would take turns at winning."""
+_LEVEL_ROUNDS = 10
+"""Of fewer rounds, the scatter is known too badly."""
 
 
 def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[int]:
@@ -139,8 +145,7 @@ def play(
         for index, take in enumerate(contenders):
             # An implausible batch leaves the last round's standing, so that rounds stay aligned.
             last = rounds[index][-1:] or warmed[index]
-            is_long = bool(last) and last[-1] > _LONG_MS
-            samples = plausible(take(1 if is_long else _PER_ROUND)) or last
+            samples = plausible(take(_samples_for(last))) or last
             if not samples:
                 raise ValueError("the clock gave no plausible sample")
             rounds[index].append(statistics.median(samples))
@@ -158,13 +163,33 @@ def _is_far(rounds: Mapping[int, Sequence[float]]) -> bool:
     return all(theirs > _FAR * ours for other in others for ours, theirs in zip(rounds[leader], other, strict=True))
 
 
+def _samples_for(last_ms: Sequence[float]) -> int:
+    """Returns how many samples a contender takes in a round whose last run took `last_ms`, if anything plausible."""
+    if not last_ms:
+        return _PER_ROUND
+    if last_ms[-1] > _LONG_MS:
+        return 1
+    return max(_PER_ROUND, min(_MOST_PER_ROUND, round(_ROUND_MS / last_ms[-1])))
+
+
 def is_clear(rounds: Mapping[int, Sequence[float]]) -> bool:
-    """Returns whether more rounds would change nothing: every finalist is behind the leader beyond doubt."""
+    """Returns whether more rounds would change nothing: each finalist is behind beyond doubt, or known well enough."""
     leader = min(rounds, key=lambda index: statistics.median(rounds[index]))
-    return not any(_ties(rounds[leader], rounds[index], _CLEAR_SIGMAS) for index in rounds if index != leader)
+    others = [rounds[index] for index in rounds if index != leader]
+    return all(not _ties(rounds[leader], other, _CLEAR_SIGMAS) or _is_level(rounds[leader], other) for other in others)
 
 
 def _ties(leader: Sequence[float], other: Sequence[float], sigmas: float) -> bool:
-    ratios = [theirs / ours for ours, theirs in zip(leader, other, strict=False)]
+    ratios = _ratios(leader, other)
     behind = statistics.median(ratios) - 1.0
     return behind <= max(_NOISE_FLOOR, sigmas * standard_error(ratios))
+
+
+def _is_level(leader: Sequence[float], other: Sequence[float]) -> bool:
+    """Returns whether the noise between two is so low that more rounds would not tell them apart any better."""
+    ratios = _ratios(leader, other)
+    return len(ratios) >= _LEVEL_ROUNDS and _SIGMAS * standard_error(ratios) < _NOISE_FLOOR
+
+
+def _ratios(leader: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [theirs / ours for ours, theirs in zip(leader, other, strict=False)]
