@@ -24,7 +24,7 @@ import pytest
 
 import quarantune
 from quarantune import payload, sweep
-from quarantune.devices import Device, Lease, visible_devices
+from quarantune.devices import Device, Lease, cheap_context, visible_devices
 from quarantune.options import Options
 from quarantune.outcomes import SandboxError
 from quarantune.sandbox import pool, spool, template
@@ -754,6 +754,35 @@ def test_no_worker_can_change_the_payload_or_the_arrays_of_the_next(
 # --- leases -------------------------------------------------------------------------------------------------
 
 
+LOADS_PLUGINS = """
+import os, jax
+from quarantune import _jax_internals
+threads = os.listdir("/proc/self/task")
+_jax_internals.load_plugins()
+assert not _jax_internals.backends_initialized()
+assert os.listdir("/proc/self/task") == threads
+assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
+if os.fork() == 0:
+    os._exit(jax.devices()[0].platform != "cpu")
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+print("in", os.getpid())
+"""
+
+
+def test_plugins_are_loaded_once_for_all_forks_and_no_device_is_touched(tmp_path: Path) -> None:
+    plugin = tmp_path / "jax_plugins" / "noting"
+    plugin.mkdir(parents=True)
+    notes = "os.getpid(), os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK']"
+    (plugin / "__init__.py").write_text(f"import os\n\ndef initialize():\n    print({notes}, flush=True)\n")
+    environ = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{tmp_path}", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS_PLUGINS], capture_output=True, text=True, timeout=60, check=False, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    loaded, owner = done.stdout.splitlines()
+    assert f"in {loaded}" == f"{owner} 1"
+
+
 @pytest.fixture
 def device(tmp_path: Path) -> Device:
     """A device of this test's own: leases on it are machine-wide."""
@@ -955,6 +984,22 @@ def test_a_machine_without_accelerators_is_one_device(probes: list[dict[str, Any
     assert device.platform == device.name == "cpu"
     assert device.environ == {}
     assert "cores)" in device.kind
+
+
+@pytest.mark.parametrize(
+    ("platform", "environ", "expected"),
+    [
+        ("cuda", {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}, {}),
+        ("cpu", {}, {}),
+    ],
+    ids=["cuda", "the caller decides", "cpu"],
+)
+def test_a_cuda_worker_asks_for_one_hardware_queue_unless_the_caller_says_how_many(
+    platform: str, environ: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert cheap_context(platform, environ) == expected
+
 
 
 def test_the_sandbox_is_a_place_one_can_know_one_is_in() -> None:

@@ -16,6 +16,7 @@ from quarantune import host
 _logger = logging.getLogger("quarantune")
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "ROCR_VISIBLE_DEVICES"}
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _LEASE_PATIENCE_S = 60.0
 """A lease held by another tuner for this long is taken for stuck, as a stopped process is."""
 _YIELD_S = 0.12
@@ -51,6 +52,20 @@ class Device:
         """The environment variables that make it all that a process sees."""
         variable = _VISIBLE.get(self.platform)
         return {} if variable is None else {variable: self.token}
+
+
+def cheap_context(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment in which a process that uses a single device gets its context soonest.
+
+    The driver makes contexts, and takes them down, one after another whatever the number of cores, and more than half
+    of what that costs are the eight hardware queues that CUDA asks for: 0.15 s on an H200, 0.06 s with one queue.
+    Kernels of one stream, as those of a program for one device are, need no other.
+
+    Args:
+        platform: the devices' platform.
+        environ: the caller's environment, which decides where it says anything about it.
+    """
+    return {_QUEUES: "1"} if platform == "cuda" and _QUEUES not in environ else {}
 
 
 def cpu_device() -> Device:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from quarantune import _jax_internals, discovery, finals, host, in_process, payload, report, supply
+from quarantune import _jax_internals, devices, discovery, finals, host, in_process, payload, report, supply
 from quarantune.cache.keys import safe_name
 from quarantune.environment import Settings, parse_memory
 from quarantune.options import Options
@@ -147,12 +147,19 @@ def run(
                 f"devices_per_trial={options.devices_per_trial}: set devices_per_trial={packed.devices_needed}"
             )
         method = settings.start_method or ("fork" if sys.platform == "linux" else "spawn")
+        many = max(packed.devices_needed, options.devices_per_trial) > 1
         environ = discovery.telling(problem.platform, problem.device_kind)
         modules = _PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else []
+        if not many:
+            environ |= devices.cheap_context(problem.platform, os.environ)
         with pool.Sandbox(
-            payload_fd=payload_fd, arrays_fd=arrays_fd, method=method, environ=environ, modules=modules
+            payload_fd=payload_fd,
+            arrays_fd=arrays_fd,
+            method=method,
+            environ=environ,
+            modules=modules,
+            plugins=problem.platform != "cpu",
         ) as sandbox:
-            many = max(packed.devices_needed, options.devices_per_trial) > 1
             sweep = _Sweep(sandbox, problem, options, settings, finish, on_tick, on_phase, troubled, many)
             return sweep.compile(dict(configs)) if compile_only else sweep.run(dict(configs), measured)
 

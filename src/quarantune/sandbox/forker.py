@@ -149,7 +149,7 @@ class Forker:
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("0")
             self._forget_everything()
-            _serve_sweep(served, parent)
+            _serve_sweep(served, parent, plugins=message["plugins"])
 
         parent = os.getpid()
         number = message["number"]
@@ -287,12 +287,14 @@ def _client_of(message: Message, fds: list[int]) -> _Client:
     )
 
 
-def _serve_sweep(client: _Client, parent: int) -> NoReturn:
+def _serve_sweep(client: _Client, parent: int, *, plugins: bool) -> NoReturn:
     """Loads the payload and serves its sweep, or says why neither is possible."""
     os.environ.clear()
     os.environ.update(client.environ or {})
     try:
         client.call = worker.load_call(client.payload_fd, client.cwd)
+        if plugins:
+            worker.load_plugins()  # in the environment that the function's modules may have changed
     except BaseException as error:
         client.connection.send({"event": "load_failed", **worker.describe_error(error)})
         os._exit(0)

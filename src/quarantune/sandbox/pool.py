@@ -89,6 +89,7 @@ class Sandbox:
         method: str,
         environ: Mapping[str, str] | None = None,
         modules: Sequence[str] = (),
+        plugins: bool = False,
     ) -> None:
         """Prepares a sandbox; `open` starts it.
 
@@ -98,7 +99,9 @@ class Sandbox:
             method: `fork` or `spawn`.
             environ: environment variables that all of its processes get beside the caller's.
             modules: what its workers, and this process, are known to import sooner or later.
+            plugins: whether workers will need what JAX has for other devices than the CPU.
         """
+        self._plugins = plugins
         self._modules = modules
         self._extra_environ = dict(environ or {})
         # A descriptor that can be sent even where there is nothing to send.
@@ -318,7 +321,13 @@ class Sandbox:
         self._sweep_log_fd = spool.create_log()
         try:
             self._manager.send(
-                {"op": "sweep", "number": _SWEEP, "environ": self._environ, "cwd": _cwd()},
+                {
+                    "op": "sweep",
+                    "number": _SWEEP,
+                    "environ": self._environ,
+                    "cwd": _cwd(),
+                    "plugins": self._plugins,
+                },
                 [theirs.fileno(), self._payload_fd, self._arrays_fd, self._sweep_log_fd],
                 within_s=_SLOW_S,
             )

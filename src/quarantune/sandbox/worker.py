@@ -194,6 +194,13 @@ def load_call(payload_fd: int, cwd: str | None) -> payload.Call:
     return payload.unpack_call(spool.read(payload_fd))
 
 
+def load_plugins() -> None:
+    """Loads what JAX has for devices, once for all forks, and touches none: a fork of a process that has cannot."""
+    from quarantune import _jax_internals
+
+    _jax_internals.load_plugins()
+
+
 def why_fork_is_unsafe() -> str | None:
     """Returns why this process must not be forked, or None where it may be."""
     from quarantune import _jax_internals
