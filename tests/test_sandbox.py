@@ -1001,6 +1001,12 @@ def test_a_cuda_worker_asks_for_one_hardware_queue_unless_the_caller_says_how_ma
     assert cheap_context(platform, environ) == expected
 
 
+def test_configs_compile_from_both_ends_of_their_list_and_those_in_doubt_last() -> None:
+    configs = {index: {"id": index} for index in range(7)}
+    assert list(sweep._from_both_ends(configs, last={1})) == [6, 0, 5, 2, 4, 3, 1]
+    assert sweep._from_both_ends(configs, last=()) == configs
+    assert sweep._from_both_ends({}, last={1}) == {}
+
 
 def test_the_sandbox_is_a_place_one_can_know_one_is_in() -> None:
     assert not template.is_inside()

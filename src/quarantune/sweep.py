@@ -258,7 +258,7 @@ class _Sweep:
         if not self._can_part():
             self._run_route(configs, Route.TOGETHER, self._finish)
             return
-        leftovers = self._run_route(configs, Route.APART, self._finish)
+        leftovers = self._run_route(_from_both_ends(configs, self._troubled), Route.APART, self._finish)
         if leftovers.unfit:
             reason = next(iter(leftovers.unfit.values()))
             _logger.info("%s: compiling on the device, because %s", self._problem.name, reason)
@@ -357,6 +357,22 @@ class _Sweep:
                 log_tail=log,
             )
             self._finish(index, trial, log)
+
+
+def _from_both_ends(configs: Mapping[int, Config], last: Collection[int]) -> dict[int, Config]:
+    """Orders configs that compile many at a time: what takes longest must not begin last, to be waited for alone.
+
+    That is seldom in the middle of a list: a grid grows towards one of its ends.
+
+    Args:
+        configs: the configs by index.
+        last: the indices of those that come last all the same.
+    """
+    sound = [index for index in configs if index not in last]
+    half = len(sound) // 2
+    pairs = itertools.zip_longest(reversed(sound[half:]), sound[:half])
+    ordered = [index for pair in pairs for index in pair if index is not None]
+    return {index: configs[index] for index in [*ordered, *(index for index in configs if index in last)]}
 
 
 def _worker_options(platform: str | None, options: Options) -> dict[str, Any]:
