@@ -95,7 +95,7 @@ def measures(worker: FakeWorker, seconds: float = 0.2) -> list[Step]:
 
 
 def gets_ready(worker: FakeWorker) -> list[Step]:
-    return [(0.1, worker.says("phase", "load")), (0.2, worker.says("ready", "load"))]
+    return [(0.1, worker.says("phase", "load")), (0.2, worker.says("ready", "load", modules=[]))]
 
 
 def compares(worker: FakeWorker) -> list[Step]:
@@ -407,7 +407,7 @@ def test_two_devices_share_the_configs(route: Route) -> None:
 
 def test_workers_that_take_one_config_each_are_made_ready_ahead() -> None:
     plan = plan_for(Route.APART, configs_per_worker=1)
-    result = run(plan, 8, when("prepare", lambda worker: [(2.0, worker.says("ready", "load"))]))
+    result = run(plan, 8, when("prepare", lambda worker: [(2.0, worker.says("ready", "load", modules=[]))]))
     assert result.outcomes == ["ok"] * 8
     assert len(result.given("prepare")) == 8
     assert result.seconds < 8 * 2.0
@@ -442,12 +442,34 @@ def test_what_waits_compiled_is_measured_early_where_it_holds_much_memory(memory
     assert turns == ["compile"] * 4 + ["measure"] * 4
 
 
+def test_the_heir_of_a_measuring_worker_is_made_ready_while_that_still_measures() -> None:
+    plan = plan_for(Route.APART, configs_per_worker=5)
+    result = run(plan, 8, when("prepare", lambda worker: [(1.4, worker.says("ready", "load", modules=[]))]))
+    assert result.outcomes == ["ok"] * 8
+    assert len(result.given("prepare")) == 2
+    assert result.seconds < 1.4 + 8 * 0.3 + 1.4
+
+
+def test_a_measuring_worker_is_started_before_anything_is_compiled() -> None:
+    result = run(plan_for(Route.APART, configs_per_worker=100), 3)
+    assert result.sandbox.given[0].do == "prepare"
+
+
 @pytest.mark.parametrize("configs_per_worker", [1, 3, 100])
 def test_a_measuring_worker_takes_as_many_configs_as_it_may(configs_per_worker: int) -> None:
     result = run(plan_for(Route.APART, configs_per_worker=configs_per_worker), 9)
     assert len(result.given("prepare")) == -(-9 // configs_per_worker)
     taken = collections.Counter(worker.number for worker in result.given("measure"))
     assert max(taken.values()) == min(configs_per_worker, 9)
+
+
+@pytest.mark.parametrize(("configs_per_worker", "shared"), [(1, ["jax.numpy"]), (100, [])])
+def test_modules_that_measuring_workers_need_are_shared_where_there_will_be_many(
+    configs_per_worker: int, shared: list[str]
+) -> None:
+    plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
+    prepares = when("prepare", lambda worker: [(0.1, worker.says("ready", "load", modules=["jax.numpy"]))])
+    assert run(plan, 1, prepares).sandbox.shared == shared
 
 
 def test_modules_that_a_worker_had_to_import_are_shared() -> None:
@@ -1191,6 +1213,46 @@ def test_when_no_worker_gets_ready_on_the_last_device_every_config_ends_with_the
     result = run(plan, 9, when("prepare", lambda worker: [(0.1, worker.ends(status))]))
     assert result.outcomes == [outcome] * 9
     assert all("no worker could be made ready" in trial.message for trial in result.trials.values())
+
+
+def out_of_memory(worker: FakeWorker) -> list[Step]:
+    return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
+
+
+@pytest.mark.parametrize("configs_per_worker", [1, 4])
+def test_a_config_that_lacked_memory_beside_workers_made_ready_ahead_is_tried_again_without_them(
+    configs_per_worker: int,
+) -> None:
+    plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
+    once = for_config(1, when("measure", lambda worker: None if worker.starts else out_of_memory(worker)))
+    result = run(plan, 12, once)
+    assert result.outcomes == ["ok"] * 12
+    again = [worker.trial for worker in result.sandbox.given if worker.do != "compile"]
+    since = again[len(again) - again[::-1].index(1) - 1 :]
+    # From then on a worker is made ready only when there is no other.
+    assert all(since[at + 1] is not None for at in range(len(since) - 1) if since[at] is None)
+
+
+@pytest.mark.parametrize("configs_per_worker", [1, 4])
+def test_a_config_that_lacks_memory_without_them_too_has_run_out_of_it(configs_per_worker: int) -> None:
+    plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
+    result = run(plan, 6, for_config(1, when("measure", out_of_memory)))
+    assert result.outcomes == ["ok", "device_oom", "ok", "ok", "ok", "ok"]
+    assert len(result.given("measure", 1)) == 2
+
+
+def test_workers_made_ready_ahead_that_lack_memory_are_no_reason_to_withdraw_a_device() -> None:
+    starts = itertools.count()
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        return out_of_memory(worker) if worker.do == "prepare" and next(starts) in (1, 2, 3, 4) else None
+
+    assert run(plan_for(Route.APART, configs_per_worker=1), 6, act).outcomes == ["ok"] * 6
+
+
+def test_a_device_without_memory_for_a_single_worker_is_withdrawn() -> None:
+    result = run(plan_for(Route.APART, configs_per_worker=1), 6, when("prepare", out_of_memory))
+    assert result.outcomes == ["device_oom"] * 6
 
 
 def test_a_worker_that_did_not_get_ready_once_is_no_reason_to_withdraw_a_device() -> None:

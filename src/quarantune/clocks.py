@@ -127,40 +127,57 @@ class DeviceClock:
     margin = 1.15
     waited = 0.0
 
-    def __init__(self, dispatch: Callable[[], object], flush: Callable[[], object] | None) -> None:
+    def __init__(self, dispatch: Callable[[], object], flush: Flush) -> None:
         """Sets the clock up.
 
         Args:
             dispatch: queues one run and returns its outputs without waiting.
-            flush: queues a write larger than the L2 cache; None leaves the cache as the last run left it.
+            flush: what goes before each run.
 
         Raises:
-            NoDeviceClockError: the profiler is not there, or sees no kernel.
+            NoDeviceClockError: the profiler sees no kernel.
         """
-        try:
-            from jax.experimental.mosaic.gpu import profiler
-        except ImportError as error:
-            raise NoDeviceClockError(str(error)) from error
-        # Detaching the profiler after each measurement costs 0.13 s.
-        self._profiler = profiler.Cupti(finalize=False)  # type: ignore[call-arg]
-        self._run = _Run(dispatch, flush)
-        self._own = 0
-        self._own = 0 if flush is None else len(self._kernels(_Run(flush, None), 1)[0])
-        if len(self._kernels(self._run, 1)[0]) <= self._own:
+        self._run = _Run(dispatch, flush.dispatch)
+        self._own = flush.kernels
+        if len(_kernels(self._run, 1)[0]) <= self._own:
             raise NoDeviceClockError("the profiler saw no kernel")
 
     def take(self, count: int) -> Sequence[float]:
         """Returns `count` samples, in milliseconds."""
-        return [sum(ms for _, ms in kernels[self._own :]) for kernels in self._kernels(self._run, count)]
+        return [sum(ms for _, ms in kernels[self._own :]) for kernels in _kernels(self._run, count)]
 
-    def _kernels(self, run: _Run, count: int) -> list[list[tuple[str, float]]]:
-        try:
-            _, timings = self._profiler.measure(run, aggregate=False, iterations=count)()
-        except RuntimeError as error:
-            raise NoDeviceClockError(str(error)) from error
-        if timings is None:
-            return [[]] * count
-        return [timings] if count == 1 else timings
+
+class Flush:
+    """What writes more than the L2 cache holds, and how many kernels that takes; made once for all clocks."""
+
+    def __init__(self, dispatch: Callable[[], object]) -> None:
+        """Has the profiler look at a flush, which is when it is loaded and attached: half of a fresh worker's time.
+
+        Args:
+            dispatch: queues the write and returns its output without waiting.
+
+        Raises:
+            NoDeviceClockError: the profiler is not there.
+        """
+        self.dispatch = dispatch
+        self.kernels = len(_kernels(_Run(dispatch, None), 1)[0])
+
+
+def _kernels(run: _Run, count: int) -> list[list[tuple[str, float]]]:
+    """Returns the name and the milliseconds of each kernel of each of `count` runs."""
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+    except ImportError as error:
+        raise NoDeviceClockError(str(error)) from error
+    # Detaching the profiler after each measurement costs 0.13 s.
+    cupti = profiler.Cupti(finalize=False)  # type: ignore[call-arg]
+    try:
+        _, timings = cupti.measure(run, aggregate=False, iterations=count)()
+    except RuntimeError as error:
+        raise NoDeviceClockError(str(error)) from error
+    if timings is None:
+        return [[]] * count
+    return [timings] if count == 1 else timings
 
 
 class _Run(jax.stages.Wrapped):

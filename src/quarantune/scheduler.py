@@ -44,8 +44,8 @@ _RAISED = frozenset({Outcome.ERROR, Outcome.WRONG, Outcome.DEVICE_OOM})
 _TROUBLED_DIVISOR = 4
 _MAX_READY = 64
 """Executables that wait to be measured; each holds a descriptor."""
-_SPARE_WORKERS = 3
-"""Measuring workers made ready ahead where each takes one config: a GPU's driver makes contexts one after another."""
+_SPARE_WORKERS = 6
+"""Measuring workers made ready ahead where each takes one config, which takes less time than making one ready."""
 
 
 class SandboxLike(Protocol):
@@ -127,6 +127,8 @@ class _Worker:
     deadline: float
     phase: Phase = Phase.LOAD
     compiling: bool = False
+    is_ahead: bool = False
+    """Whether it was made ready while others had the same device."""
     errand_s: float | None = None
     """How long it may take for what is no trial, from its first phase on; None for one that runs trials."""
     reply: dict[str, Any] | None = None
@@ -158,6 +160,8 @@ class _DeviceState:
     measuring: _Worker | None = None
     bench: list[_Worker] = dataclasses.field(default_factory=list)
     """Measuring workers that have the device, or are about to, and no config."""
+    is_cramped: bool = False
+    """Whether its memory was too small for workers that are made ready ahead."""
     failures: int = 0
 
 
@@ -377,6 +381,8 @@ class Scheduler:
 
     def _start_what_can_be(self) -> None:
         self._turn()
+        for state in self._devices:
+            self._make_ready_ahead(state)
         while self._may_compile():
             self._start_compiling(self._pending.popleft())
         if self._ahead and self._spare is None and self._pending and self._compiling() and self._has_room():
@@ -505,24 +511,41 @@ class Scheduler:
     def _measure_apart(self, state: _DeviceState) -> None:
         if not self._ready:
             state.lease.release()
-        left = len(self._ready) + len(self._pending) + self._compiling()
-        wanted = 1 if self._plan.exclusive or self._plan.configs_per_worker > 1 else _SPARE_WORKERS
         if self._ready and self._ready[0].needs_fresh:
             for used in [worker for worker in state.bench if worker.used]:
                 self._retire(used)
-        for _ in range(min(wanted, left) - len(state.bench)):
+        if self._unmeasured() and not state.bench:
             self._start_measuring_worker(state)
-        worker = next((worker for worker in state.bench if worker.idle), None)
+        # One that was used before goes first, so that a fresh one stays at hand.
+        worker = max((worker for worker in state.bench if worker.idle), key=lambda worker: worker.used, default=None)
         if self._ready and worker is not None and state.lease.acquire(self._clock()):
             worker.job = self._ready.popleft()
             worker.idle = False
             state.bench.remove(worker)
             self._grant(state, worker)
 
+    def _make_ready_ahead(self, state: _DeviceState) -> None:
+        """Starts the measuring workers that will be needed, so that nobody waits for the driver to make contexts."""
+        if self._together or self._plan.exclusive or self._plan.compile_only or state.is_cramped:
+            return
+        each = self._plan.configs_per_worker
+        most = _SPARE_WORKERS if each == 1 else 1
+        share = -(-self._unmeasured() // len(self._devices))
+        waiting = share - sum(each - worker.used for worker in state.bench)
+        if state.measuring is not None:
+            waiting -= each - state.measuring.used - 1
+        while waiting > 0 and len(state.bench) < most:
+            self._start_measuring_worker(state)
+            waiting -= each
+
+    def _unmeasured(self) -> int:
+        """How many configs have yet to be given to a measuring worker."""
+        return len(self._ready) + len(self._pending) + self._compiling()
+
     def _start_measuring_worker(self, state: _DeviceState) -> None:
         task = {"do": "prepare", "trial": None, "options": self._plan.options}
         number = self._sandbox.start(task, environ=state.device.environ)
-        worker = _Worker(number, None, state, self._clock() + STARTUP_DEADLINE_S)
+        worker = _Worker(number, None, state, self._clock() + STARTUP_DEADLINE_S, is_ahead=self._load_of(state) > 0)
         self._workers[number] = worker
         state.bench.append(worker)
 
@@ -591,12 +614,13 @@ class Scheduler:
             case "ready" if worker.device is not None and worker in worker.device.bench:
                 worker.idle, worker.deadline = True, float("inf")
                 worker.device.failures = 0
+                if self._plan.configs_per_worker == 1:  # there will be many more
+                    self._share_modules(message["modules"])
             case "ready" if worker is self._spare:
                 worker.idle, worker.deadline = True, float("inf")
             case "compiled" if worker.compiling and worker.job is not None:
                 worker.job.compile_s = _duration(message["compile_s"])
-                if modules := message["modules"]:
-                    self._sandbox.share_modules([str(name) for name in modules])
+                self._share_modules(message["modules"])
                 worker.compiling = False
                 if self._plan.compile_only:
                     self._succeed_compiling(worker, worker.job)
@@ -624,6 +648,11 @@ class Scheduler:
                 self._retire(worker)
             case "failed":
                 self._fail(worker, message)
+
+    def _share_modules(self, names: Any) -> None:
+        """Has later workers find imported what this one had to import."""
+        if names:
+            self._sandbox.share_modules([str(name) for name in names])
 
     def _succeed_compiling(self, worker: _Worker, job: _Job) -> None:
         executable = spool.read_parts(job.executable_fd)[0] if os.fstat(job.executable_fd).st_size else b""
@@ -778,6 +807,8 @@ class Scheduler:
             # One that only waited did nothing that its template could have died of.
             job.was_lost = job.was_lost or not worker.parked
             self._again(job)
+        elif outcome is Outcome.DEVICE_OOM and worker.device and self._make_room(worker.device):
+            self._ready.appendleft(job)
         elif worker.used and outcome.is_failure:
             # What an earlier config did to this process is not this one's fault until a fresh process says so.
             job.needs_fresh = True
@@ -830,10 +861,21 @@ class Scheduler:
 
     def _blame_device(self, state: _DeviceState, worker: _Worker, outcome: Outcome, message: str) -> None:
         """A measuring worker failed before it had a config: after a second time its device is withdrawn."""
+        if outcome is Outcome.DEVICE_OOM and worker.is_ahead:
+            state.is_cramped = True
+            return
         state.failures += 1
         _logger.warning("no measuring worker on %s: %s: %s", state.device.name, outcome.value, message)
         if state.failures >= _MAX_DEVICE_FAILURES:
             self._withdraw(state, outcome, f"no worker could be made ready on {state.device.name}: {message}")
+
+    def _make_room(self, state: _DeviceState) -> bool:
+        """Retires what was made ready ahead, whose memory a config may have lacked; returns whether there was any."""
+        ahead = list(state.bench)
+        for worker in ahead:
+            self._retire(worker)
+        state.is_cramped = state.is_cramped or bool(ahead)
+        return bool(ahead)
 
     def _withdraw(self, state: _DeviceState, outcome: Outcome, message: str) -> None:
         state.lease.release()

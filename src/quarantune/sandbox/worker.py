@@ -109,7 +109,7 @@ class Worker:
         match task["do"]:
             case "prepare":
                 bench.prepare()
-                return {"type": "ready"}
+                return {"type": "ready", "modules": self._new_modules()}
             case "warm":
                 with contextlib.suppress(Exception):  # the config that comes will meet it again, and tell
                     bench.prepare()
