@@ -16,6 +16,7 @@ import pytest
 
 from quarantune import host
 from quarantune.devices import Device, Lease
+from quarantune.finals import Final
 from quarantune.outcomes import Config, Outcome, Phase, Route, SandboxError, Trial
 from quarantune.sandbox import pool
 from quarantune.sandbox.pool import Damaged, Ended, Said
@@ -100,7 +101,10 @@ def gets_ready(worker: FakeWorker) -> list[Step]:
 
 def compares(worker: FakeWorker) -> list[Step]:
     rounds = [[float(entry["config"]["id"]) + 1.0] * 5 for entry in worker.task["entries"]]
-    return [(0.1, worker.says("phase", "check")), (1.0, worker.says("done", "measure", rounds_ms=rounds))]
+    return [
+        (0.1, worker.says("phase", "check")),
+        (1.0, worker.says("done", "measure", rounds_ms=rounds, warm_ms=[*rounds[:2], []])),
+    ]
 
 
 def behaves(worker: FakeWorker) -> list[Step]:
@@ -822,9 +826,7 @@ def test_a_worker_let_go_because_its_program_was_known_may_take_its_time_to_die(
     assert "same program" in result.trials[1].message
 
 
-def compare(
-    act: Act, count: int = 3, **changes: Any
-) -> tuple[dict[int, list[float]], FakeSandbox, list[dict[str, Any]]]:
+def compare(act: Act, count: int = 3, **changes: Any) -> tuple[Final, FakeSandbox, list[dict[str, Any]]]:
     """Runs configs and then compares them, as a sweep does."""
     clock = Clock()
     tasks: list[dict[str, Any]] = []
@@ -853,7 +855,8 @@ def compare(
 
 def test_finalists_are_compared_in_one_worker() -> None:
     compared, _, tasks = compare(lambda worker: None)
-    assert compared == {index: [index + 1.0] * 5 for index in range(3)}
+    assert compared.rounds_ms == {index: [index + 1.0] * 5 for index in range(3)}
+    assert compared.warm_ms == {index: [index + 1.0] * 5 for index in range(2)}
     assert [entry["config"] for entry in tasks[0]["entries"]] == [{"id": index} for index in range(3)]
 
 
@@ -863,27 +866,32 @@ def test_a_comparing_worker_that_dies_is_replaced_once(status: int | None) -> No
         return [(0.1, worker.ends(status))] if worker.do == "compare" and worker.starts == 0 else None
 
     compared, _, tasks = compare(dies)
-    assert len(compared) == 3
+    assert len(compared.rounds_ms) == 3
     assert len(tasks) == 2
 
     compared, _, tasks = compare(lambda w: [(0.1, w.ends(status))] if w.do == "compare" else None)
-    assert compared == {}
+    assert compared == Final()
     assert len(tasks) == 2
 
 
+@pytest.mark.parametrize("forged", ["rounds_ms", "warm_ms"])
 @pytest.mark.parametrize(
     "rounds_ms",
     [None, [], [[1.0]], [[1.0], [1.0, 2.0], [1.0]], [[], [], []], [[10**400]] * 3, [[float("nan")]] * 3, [1.0] * 3],
     ids=lambda rounds_ms: str(rounds_ms)[:40],
 )
-def test_a_comparison_that_makes_no_sense_is_none(rounds_ms: object) -> None:
+def test_a_comparison_that_makes_no_sense_is_none(rounds_ms: object, forged: str) -> None:
+    if forged == "warm_ms" and rounds_ms == [[], [], []]:
+        return  # no final needs warm rounds
+    good = [[1.0], [2.0], [3.0]]
+
     def forges(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "compare":
             return None
-        return [(0.1, worker.says("done", "measure", rounds_ms=rounds_ms))]
+        return [(0.1, worker.says("done", "measure", **{"rounds_ms": good, "warm_ms": good, forged: rounds_ms}))]
 
     compared, _, _ = compare(forges)
-    assert compared == {}
+    assert compared == Final()
 
 
 @pytest.mark.parametrize(
@@ -914,7 +922,7 @@ def test_a_reference_that_cannot_be_had_says_why(
 
 def test_a_comparison_that_hangs_comes_to_an_end() -> None:
     compared, sandbox, _ = compare(lambda worker: [] if worker.do == "compare" else None)
-    assert compared == {}
+    assert compared == Final()
     assert sandbox.killed
 
 

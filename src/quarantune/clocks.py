@@ -118,7 +118,7 @@ class NoDeviceClockError(RuntimeError):
 
 
 class DeviceClock:
-    """The GPU's time in the kernels of a run, with the L2 cache flushed before each.
+    """The GPU's time in the kernels of a run, with the L2 cache flushed before each or not.
 
     Launching a kernel takes longer than many a kernel does, so that wall-clock time tells fast ones apart badly.
     """
@@ -127,18 +127,18 @@ class DeviceClock:
     margin = 1.15
     waited = 0.0
 
-    def __init__(self, dispatch: Callable[[], object], flush: Flush) -> None:
+    def __init__(self, dispatch: Callable[[], object], flush: Flush | None) -> None:
         """Sets the clock up.
 
         Args:
             dispatch: queues one run and returns its outputs without waiting.
-            flush: what goes before each run.
+            flush: what goes before each run; None leaves the cache as the last run left it.
 
         Raises:
             NoDeviceClockError: the profiler sees no kernel.
         """
-        self._run = _Run(dispatch, flush.dispatch)
-        self._own = flush.kernels
+        self._run = _Run(dispatch, None if flush is None else flush.dispatch)
+        self._own = 0 if flush is None else flush.kernels
         if len(_kernels(self._run, 1)[0]) <= self._own:
             raise NoDeviceClockError("the profiler saw no kernel")
 

@@ -168,7 +168,7 @@ class _Descent(_Run):
         if not any(trial.outcome is Outcome.OK for trial in trials.values()):
             ordered = [trials[index] for index in range(len(texts))]
             raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.text)
-        settled, verdict = finals.conclude(trials, swept.rounds_ms, default=0)
+        settled, verdict = finals.conclude(trials, swept.final, default=0)
         slots = self._slots(swept, verdict.winner, texts[verdict.winner])
         return _Step(tuple(settled[index] for index in range(len(texts))), verdict.winner, verdict.tie, slots)
 

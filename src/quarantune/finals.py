@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quarantune.measure import plausible, standard_error
 from quarantune.outcomes import Outcome, Trial
@@ -66,6 +66,39 @@ def _program(index: int, trials: Mapping[int, Trial]) -> object:
 
 
 @dataclasses.dataclass(frozen=True)
+class Final:
+    """What the finalists showed.
+
+    Attributes:
+        rounds_ms: each one's samples in milliseconds, one per round, by index; empty where there was no final.
+        warm_ms: the same with what they read still in the device's cache, of those that the others cannot tell apart;
+            empty where there was no need of it or no such clock.
+    """
+
+    rounds_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
+    warm_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, finalists: Iterable[int], rounds_ms: Sequence[Sequence[float]], warm_ms: Sequence[Sequence[float]]
+    ) -> Final:
+        """Returns the final of finalists from their samples in their order, those of `warm_ms` empty or not.
+
+        Raises:
+            ValueError: these are not the rounds of one final.
+        """
+        indices = list(finalists)
+        final = cls(
+            dict(zip(indices, rounds_ms, strict=True)),
+            {index: samples_ms for index, samples_ms in zip(indices, warm_ms, strict=True) if samples_ms},
+        )
+        for rounds in (final.rounds_ms, final.warm_ms):
+            if len({len(samples_ms) for samples_ms in rounds.values()}) > 1:
+                raise ValueError("not all have the same number of rounds")
+        return final
+
+
+@dataclasses.dataclass(frozen=True)
 class Verdict:
     """What a final decided.
 
@@ -78,32 +111,46 @@ class Verdict:
     tie: tuple[int, ...]
 
 
-def decide(rounds: Mapping[int, Sequence[float]], *, default: int | None) -> Verdict:
+def decide(
+    rounds: Mapping[int, Sequence[float]],
+    *,
+    default: int | None,
+    warm: Mapping[int, Sequence[float]] | None = None,
+) -> Verdict:
     """Names the winner of a final.
 
-    Samples of one round were taken one right after another, so their ratios are free of what drifts between rounds.
-    Where the median ratio of two is within its own error, they tie; of those that tie with the fastest, the function's
+    Those that are level are told apart by their warm rounds, if they had any. Of those that tie even so, the function's
     own default is preferred, then the first in the list of configs.
 
     Args:
         rounds: each finalist's samples, one per round, in milliseconds, by index.
         default: the index of the config that is the function's own default, if it is in the list.
+        warm: the same with warm caches, of those that are level.
+    """
+    tied = level(rounds)
+    if warm and all(index in warm for index in tied):
+        tied = level({index: warm[index] for index in tied})
+    winner = default if default in tied else tied[0]
+    assert winner is not None
+    return Verdict(winner, tuple(index for index in tied if index != winner))
+
+
+def level(rounds: Mapping[int, Sequence[float]]) -> list[int]:
+    """Returns, in order, the indices of the fastest of a final and of those that the noise cannot tell from it.
+
+    Samples of one round were taken one right after another, so their ratios are free of what drifts between rounds.
+    Where the median ratio of two is within its own error, they tie.
     """
     leader = min(rounds, key=lambda index: (statistics.median(rounds[index]), index))
-    level = sorted(index for index in rounds if index == leader or _ties(rounds[leader], rounds[index], _SIGMAS))
-    winner = default if default in level else level[0]
-    assert winner is not None
-    return Verdict(winner, tuple(index for index in level if index != winner))
+    return sorted(index for index in rounds if index == leader or _ties(rounds[leader], rounds[index], _SIGMAS))
 
 
-def conclude(
-    trials: Mapping[int, Trial], rounds_ms: Mapping[int, Sequence[float]], *, default: int | None
-) -> tuple[dict[int, Trial], Verdict]:
+def conclude(trials: Mapping[int, Trial], final: Final, *, default: int | None) -> tuple[dict[int, Trial], Verdict]:
     """Settles a sweep.
 
     Args:
         trials: its trials by index, of which at least one is `ok`.
-        rounds_ms: each finalist's samples in milliseconds, one per round, by index; empty where there was no final.
+        final: what the finalists showed.
         default: as for `decide`.
 
     Returns:
@@ -115,13 +162,13 @@ def conclude(
         if trial.outcome is Outcome.OK and trial.time_ms is not None
     }
     fastest = min(usable, key=lambda index: usable[index].time_ms or 0.0)
-    rounds = with_twins(rounds_ms or {fastest: usable[fastest].samples_ms}, usable)
+    rounds = with_twins(final.rounds_ms or {fastest: usable[fastest].samples_ms}, usable)
     settled = dict(trials)
     for index, samples_ms in rounds.items():
         settled[index] = dataclasses.replace(
             trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms)
         )
-    return settled, decide(rounds, default=default)
+    return settled, decide(rounds, default=default, warm=with_twins(final.warm_ms, usable))
 
 
 def play(

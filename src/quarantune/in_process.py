@@ -80,7 +80,7 @@ def _warn() -> None:
 
 def compare(
     call: payload.Call, measured: Mapping[int, Trial], *, arrays_fd: int, options: dict[str, object]
-) -> dict[int, list[float]]:
+) -> finals.Final:
     """Times the fastest configs in turn.
 
     Args:
@@ -90,19 +90,20 @@ def compare(
         options: as for `run`.
 
     Returns:
-        Each finalist's samples in milliseconds, one per round, by index; empty where there was nothing to compare.
+        What they showed.
     """
     finalists = finals.finalists(measured)
     if len(finalists) < 2:
-        return {}
+        return finals.Final()
     with jax.ensure_compile_time_eval():
         bench = trial.Bench(call, arrays_fd=arrays_fd, options=options)
         try:
             programs = [bench.compile(measured[index].config, target=None) for index in finalists]
-            return dict(zip(finalists, bench.compare(programs), strict=True))
+            rounds_ms, warm_ms = bench.compare(programs)
+            return finals.Final.of(finalists, rounds_ms, warm_ms)
         except Exception as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %r", error)
-            return {}
+            return finals.Final()
 
 
 def _run_one(bench: trial.Bench, config: Config, expected_fd: int | None) -> Trial:

@@ -550,7 +550,7 @@ class _Run:
         left = {index: config for index, config in enumerate(self._configs) if index not in self._trials}
         progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
         if not left and len(finals.finalists(self._trials)) < 2:
-            return sweep.Swept({})
+            return sweep.Swept(finals.Final())
         self._troubled = self._find_troubled(left)
         ordered = sorted(left, key=lambda index: index in self._troubled)
 
@@ -639,7 +639,7 @@ class _Run:
                     self._journal.discard()
             message = report.failure_message(self._resolver.name, trials)
             raise TuningFailedError(message, trials=trials, key=self._key.text)
-        self._trials, verdict = finals.conclude(self._trials, swept.rounds_ms, default=self._default_index())
+        self._trials, verdict = finals.conclude(self._trials, swept.final, default=self._default_index())
         trials = tuple(self._trials[index] for index in range(len(self._configs)))
         best, tie = trials[verdict.winner], tuple(trials[index].config for index in verdict.tie)
         _logger.info(

@@ -268,7 +268,7 @@ class Scheduler:
                 _close_executable(job)
         return self._leftovers
 
-    def compare(self, configs: Mapping[int, Config]) -> dict[int, list[float]]:
+    def compare(self, configs: Mapping[int, Config]) -> finals.Final:
         """Times configs in turn in one worker, so that nothing but themselves tells them apart.
 
         What an earlier `run` has compiled is loaded, not compiled again. A worker that fails is replaced once.
@@ -277,18 +277,18 @@ class Scheduler:
             configs: the configs by index.
 
         Returns:
-            Each config's samples in milliseconds, one per round; empty where they could not be compared.
+            What they showed; nothing where they could not be compared.
         """
         entries = [{"config": config, "saved": index in self._kept} for index, config in configs.items()]
         fds = [self._kept[index][1] for index in configs if index in self._kept]
         try:
             reply = self._errand({"do": "compare", "entries": entries}, fds, patience=len(configs))
             rounds_ms = [_checked_samples(samples_ms) for samples_ms in reply["rounds_ms"]]
+            warm_ms = [_checked_samples(samples_ms) if samples_ms else [] for samples_ms in reply["warm_ms"]]
+            return finals.Final.of(configs, rounds_ms, warm_ms)
         except (ErrandError, KeyError, TypeError, ValueError, ArithmeticError) as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
-            return {}
-        is_whole = len(rounds_ms) == len(configs) and len({len(samples_ms) for samples_ms in rounds_ms}) == 1
-        return dict(zip(configs, rounds_ms, strict=True)) if is_whole else {}
+            return finals.Final()
 
     def refer(self, fd: int) -> None:
         """Computes what the configs' outputs are to be compared with.

@@ -72,13 +72,12 @@ class Swept:
     """What a sweep found out beside its trials.
 
     Attributes:
-        rounds_ms: each finalist's samples in milliseconds, one per round, by index; empty where there was nothing to
-            compare.
+        final: what the finalists showed.
         compiled: what of some configs JAX's compilation cache can hold, by key, by the configs' indices.
         executables: some configs' executables as `winner.Winner` loads them, by index.
     """
 
-    rounds_ms: dict[int, list[float]]
+    final: finals.Final
     compiled: dict[int, dict[str, bytes]] = dataclasses.field(default_factory=dict)
     executables: dict[int, bytes] = dataclasses.field(default_factory=dict)
 
@@ -208,15 +207,15 @@ class _Sweep:
             self._sandbox.open(load_timeout_s=self._compile_timeout_s)
         except pool.LoadError as error:
             self._fail_all(configs, error.report)
-            return Swept({})
+            return Swept(finals.Final())
         with contextlib.ExitStack() as self._schedulers:
             self._refer(configs)
             self._run_routes(configs)
             contenders = {index: measured[index].config for index in finals.finalists(measured)}
             scheduler = self._scheduler or self._new_scheduler(Route.TOGETHER, self._finish)
-            rounds_ms = scheduler.compare(contenders) if len(contenders) > 1 else {}
+            final = scheduler.compare(contenders) if len(contenders) > 1 else finals.Final()
             executables, for_cache = scheduler.compiled()
-            return Swept(rounds_ms, for_cache, executables)
+            return Swept(final, for_cache, executables)
 
     def compile(self, configs: dict[int, Config]) -> Swept:
         self._compile_only = True
@@ -225,7 +224,7 @@ class _Sweep:
             self._sandbox.open(load_timeout_s=self._compile_timeout_s)
         except pool.LoadError as error:
             self._fail_all(configs, error.report)
-            return Swept({})
+            return Swept(finals.Final())
         with contextlib.ExitStack() as self._schedulers:
             left = configs
             if (self._on_cpu and not self._on_many_devices) or self._can_part():
@@ -237,7 +236,7 @@ class _Sweep:
             if left:
                 self._run_route(left, Route.TOGETHER, self._finish)
                 executables |= self._scheduler.compiled()[0] if self._scheduler is not None else {}
-        return Swept({}, executables=executables)
+        return Swept(finals.Final(), executables=executables)
 
     def _refer(self, configs: dict[int, Config]) -> None:
         """Computes the reference, once, in a worker like any other."""

@@ -211,8 +211,13 @@ class Bench:
         bound = functools.partial(fn, **config) if config else fn
         return check.gradients(bound, args, kwargs, static_argnums=positions, static_argnames=static.static_argnames)
 
-    def clock(self, program: Program) -> clocks.Clock:
-        """Returns the best clock there is for a program."""
+    def clock(self, program: Program, *, is_flushed: bool = True) -> clocks.Clock:
+        """Returns the best clock there is for a program.
+
+        Args:
+            program: the program.
+            is_flushed: whether a device's clock is to flush its cache before each run.
+        """
         call = program.call
         if self._may_write:
             fresh: list[Arguments] = []
@@ -232,7 +237,7 @@ class Bench:
 
         if self._has_own_clock():
             with contextlib.suppress(clocks.NoDeviceClockError):
-                return clocks.DeviceClock(dispatch, self._flusher())
+                return clocks.DeviceClock(dispatch, self._flusher() if is_flushed else None)
         if self._options["platform"] in ("cuda", "rocm"):
             return clocks.QueuedClock(dispatch)
         return clocks.WallClock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
@@ -269,13 +274,21 @@ class Bench:
         is_telling = self._jit is not None and not self._has_own_clock() and self._call.devices_needed == 1
         return self._last_run if is_telling and self._last_run and self._last_run.ms > measure.TELLING_MS else None
 
-    def compare(self, programs: Sequence[Program]) -> list[list[float]]:
+    def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], list[list[float]]]:
         """Times programs in turn, round by round, until the fastest is clear or the rounds run out.
 
         Returns:
-            The samples of each program in milliseconds, one per round.
+            The samples of each program in milliseconds, one per round; and the same with the device's cache not
+            flushed, of those that are level, empty for the others: kernels often run on what the last has just written.
         """
-        return finals.play([self.clock(program).take for program in programs])
+        rounds_ms = finals.play([self.clock(program).take for program in programs])
+        warm_ms: list[list[float]] = [[] for _ in programs]
+        level = finals.level(dict(enumerate(rounds_ms)))
+        if len(level) > 1 and self._has_own_clock():
+            contenders = [self.clock(programs[position], is_flushed=False) for position in level]
+            for position, samples_ms in zip(level, finals.play([clock.take for clock in contenders]), strict=True):
+                warm_ms[position] = samples_ms
+        return rounds_ms, warm_ms
 
     def _announce(self, lowered: Any, announce: Callable[[str], None]) -> None:
         """Tells a lowered program's hash, which configs have in common that lower to the same one.

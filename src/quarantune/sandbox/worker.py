@@ -165,7 +165,8 @@ class Worker:
         for program in programs:
             bench.run(program)
         self._enter("measure")
-        return {"type": "done", "rounds_ms": bench.compare(programs)}
+        rounds_ms, warm_ms = bench.compare(programs)
+        return {"type": "done", "rounds_ms": rounds_ms, "warm_ms": warm_ms}
 
     def _enter(self, phase: str) -> None:
         self._phase = phase
