@@ -111,7 +111,7 @@ def behaves(worker: FakeWorker) -> list[Step]:
     acts = {
         "compile": compiles,
         "prepare": gets_ready,
-        "warm": gets_ready,
+        "warm": lambda worker: [],
         "measure": measures,
         "compare": compares,
     }
@@ -428,12 +428,28 @@ def test_a_worker_for_the_next_config_is_made_ready_while_one_compiles(slots: in
     assert not result.sandbox.compiled_while_measuring
 
 
-@pytest.mark.parametrize("steps", [[], [(0.05, 1)], [(0.3, 0)]], ids=["hangs", "dies", "ends"])
-def test_a_worker_that_does_not_get_ready_ahead_costs_no_config_anything(steps: list[tuple[float, int]]) -> None:
-    plan = plan_for(Route.TOGETHER, slots=1, ahead=True)
-    result = run(plan, 5, when("warm", lambda worker: [(after_s, worker.ends(status)) for after_s, status in steps]))
+@pytest.mark.parametrize("after_s", [0.05, 1.1], ids=["with no config", "with a config"])
+def test_a_worker_that_dies_as_it_is_made_ready_ahead_costs_no_config_anything(after_s: float) -> None:
+    spares: list[int] = []
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "warm":
+            spares.append(worker.number)
+            return [(after_s, worker.ends(1))]
+        return [] if worker.number in spares else None
+
+    result = run(plan_for(Route.TOGETHER, slots=1, ahead=True), 5, act)
     assert result.outcomes == ["ok"] * 5
-    assert len(result.given("warm")) == 1
+    assert len(spares) == 1
+
+
+def test_a_worker_that_hangs_as_it_is_made_ready_ahead_loses_its_config_once() -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        return [] if worker.number == 2 else None
+
+    result = run(plan_for(Route.TOGETHER, slots=1, ahead=True), 5, act)
+    assert result.outcomes == ["ok"] * 5
+    assert result.sandbox.killed.count(2) == 1
 
 
 def test_what_waits_compiled_is_measured_early_where_it_holds_much_memory(memory: dict[int, int]) -> None:

@@ -127,6 +127,8 @@ class _Worker:
     deadline: float
     phase: Phase = Phase.LOAD
     compiling: bool = False
+    was_spare: bool = False
+    """Whether it was started before there was a config for it."""
     is_ahead: bool = False
     """Whether it was made ready while others had the same device."""
     errand_s: float | None = None
@@ -254,13 +256,17 @@ class Scheduler:
         self._pending.extend(jobs)
         self._unfinished = len(jobs)
         try:
+            is_news = True
             while self._unfinished:
-                self._start_what_can_be()
-                if not self._unfinished:
-                    break
-                for event in self._sandbox.poll(self._until_next_deadline()):
+                if is_news:
+                    self._start_what_can_be()
+                    if not self._unfinished:
+                        break
+                events = self._sandbox.poll(self._until_next_deadline())
+                for event in events:
                     self._handle(event)
                 self._watch()
+                is_news = not all(map(_is_progress, events)) or not events
         finally:
             for state in self._devices:
                 state.lease.release()
@@ -425,7 +431,7 @@ class Scheduler:
         return any(w.job is not None and w.job.was_lost and not w.parked for w in self._workers.values())
 
     def _compiling(self) -> int:
-        return sum(worker.compiling for worker in self._workers.values())
+        return len([worker for worker in self._workers.values() if worker.compiling])
 
     def _measuring(self) -> int:
         """How many measure, those too whose device was withdrawn and that are still dying."""
@@ -444,11 +450,11 @@ class Scheduler:
             "options": self._plan.options,
             "target": self._plan.target,
         }
-        if (worker := self._spare) is not None and worker.idle:
+        if (worker := self._spare) is not None:
             self._spare = None
-            worker.job, worker.compiling, worker.idle = job, True, False
+            worker.job, worker.compiling = job, True
             worker.deadline = self._clock() + STARTUP_DEADLINE_S
-            self._sandbox.send(worker.number, task)
+            self._sandbox.send(worker.number, task)  # it hears of it as soon as it is ready
             return
         state = min(self._devices, key=lambda state: self._load_of(state)) if self._together else None
         environ = {} if state is None else state.device.environ
@@ -465,7 +471,7 @@ class Scheduler:
         state = min(self._devices, key=lambda state: self._load_of(state))
         task = {"do": "warm", "trial": None, "options": self._plan.options}
         number = self._sandbox.start(task, environ=state.device.environ)
-        self._workers[number] = worker = _Worker(number, None, state, self._clock() + STARTUP_DEADLINE_S)
+        self._workers[number] = worker = _Worker(number, None, state, float("inf"), was_spare=True)
         return worker
 
     def _load_of(self, state: _DeviceState) -> int:
@@ -616,8 +622,6 @@ class Scheduler:
                 worker.device.failures = 0
                 if self._plan.configs_per_worker == 1:  # there will be many more
                     self._share_modules(message["modules"])
-            case "ready" if worker is self._spare:
-                worker.idle, worker.deadline = True, float("inf")
             case "compiled" if worker.compiling and worker.job is not None:
                 worker.job.compile_s = _duration(message["compile_s"])
                 self._share_modules(message["modules"])
@@ -771,6 +775,10 @@ class Scheduler:
         """Draws the conclusion from a worker's end: a process that ends without a result did not succeed."""
         job = worker.job
         self._keep_peak(worker)
+        if worker.was_spare and not worker.began:
+            # Whatever it died of was no config's doing. What is will bring down the worker that begins with it, too.
+            self._ahead = False
+            worker.verdict = worker.verdict or (Outcome.LOST, "the process died before it began")
         outcome, message = worker.verdict = worker.verdict or self._judge(status)
         state = worker.device
         if job is not None:
@@ -781,7 +789,7 @@ class Scheduler:
 
     def _remove(self, worker: _Worker) -> None:
         if worker is self._spare:
-            self._spare, self._ahead = None, False  # whatever it was, a config's own worker tells it better
+            self._spare = None
         if (state := worker.device) is not None:
             if state.measuring is worker:
                 state.measuring = None
@@ -943,18 +951,19 @@ class Scheduler:
     def _watch_memory(self, now: float) -> None:
         """Kills workers that hold too much.
 
-        Workers that are at work are looked at with every tick. Looking at those that wait, for descendants, and at what
-        the machine has left, costs a hundred times more, so it is done now and then, and as soon as memory is being
-        taken fast.
+        Workers that are at work are looked at with every tick. Looking at those that wait, for descendants of the
+        others, and at what the machine has left, costs a hundred times more, so it is done now and then, and as soon as
+        memory is being taken fast.
         """
         baseline = self._sandbox.baseline_bytes
         watched = [worker for worker in self._workers.values() if worker.verdict is None]
-        self._weigh([worker for worker in watched if not worker.parked and not worker.idle], baseline)
+        busy = [worker for worker in watched if not worker.parked and not worker.idle]
+        self._weigh(busy, baseline)
         total = sum(worker.used_bytes for worker in watched)
         closely = now >= self._next_close_look or total > self._last_total + _FAST_BYTES
         if closely:
             self._next_close_look = now + _CLOSE_LOOK_S
-            for worker in watched:
+            for worker in busy:
                 pid = self._sandbox.pid(worker.number)
                 worker.descendants = [] if pid is None else host.descendants(pid)
             self._weigh(watched, baseline)
@@ -995,6 +1004,11 @@ def _duration(value: Any) -> float:
     if not 0.0 <= duration < float("inf"):
         raise ValueError(f"{duration} is no duration")
     return duration
+
+
+def _is_progress(event: pool.Event) -> bool:
+    """Returns whether an event only tells how far a worker is, so that nothing can start for it."""
+    return isinstance(event, pool.Said) and event.message.get("type") == "phase"
 
 
 def _telling_part(log: str) -> str:

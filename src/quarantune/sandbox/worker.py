@@ -91,10 +91,11 @@ class Worker:
             return False
         finally:
             wire.close_all(fds)
-        self._send(reply)
+        if reply is not None:
+            self._send(reply)
         return not task.get("last", False)
 
-    def _do(self, task: Message, fds: list[int]) -> Message:
+    def _do(self, task: Message, fds: list[int]) -> Message | None:
         from quarantune import trial
 
         if task["do"] == "probe":
@@ -113,7 +114,7 @@ class Worker:
             case "warm":
                 with contextlib.suppress(Exception):  # the config that comes will meet it again, and tell
                     bench.prepare()
-                return {"type": "ready"}
+                return None
             case "compile":
                 return self._compile(bench, task, fds)
             case "measure":
