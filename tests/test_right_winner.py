@@ -27,6 +27,7 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
 from quarantune import Outcome, Trial, finals, in_process, inputs, payload, supply, sweep, trial
+from quarantune.routes import Swept
 from quarantune.sandbox import spool, template
 
 X = np.linspace(-1, 1, 1000, dtype=np.float32)
@@ -63,9 +64,9 @@ def no_process() -> Iterator[None]:
 
 
 @pytest.fixture
-def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[sweep.Swept]:
+def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[Swept]:
     """Notes what every sweep found out."""
-    done: list[sweep.Swept] = []
+    done: list[Swept] = []
     run = sweep.run
 
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -316,7 +317,7 @@ def test_a_wrong_gradient_under_a_right_output_is_told_if_gradients_are_checked(
 # --- slow and level -----------------------------------------------------------------------------------------
 
 
-def test_what_its_first_samples_rule_out_is_slow_is_told_and_cannot_win(sweeps: list[sweep.Swept]) -> None:
+def test_what_its_first_samples_rule_out_is_slow_is_told_and_cannot_win(sweeps: list[Swept]) -> None:
     result = tuned(lambda x, do: after(do, x), [20, 4000], rep=20).tune(X)
     fast, slow = result.trials
     assert (fast.outcome, slow.outcome) == (Outcome.OK, Outcome.SLOW)
@@ -337,7 +338,7 @@ def test_samples_are_kept_raw_with_the_clock_that_took_them() -> None:
 
 
 @everywhere
-def test_finalists_are_compared_again_and_what_the_final_says_counts(isolation: str, sweeps: list[sweep.Swept]) -> None:
+def test_finalists_are_compared_again_and_what_the_final_says_counts(isolation: str, sweeps: list[Swept]) -> None:
     with isolated(isolation):
         result = tuned(lambda x, do: after(do, x), [300, 301, 302, 303, 304], rep=3).tune(X)
     (swept,) = sweeps
@@ -422,7 +423,7 @@ def called_back(run: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
 @pytest.mark.usefixtures("quiet_place")
 @pytest.mark.parametrize("mood", ["crash", "raise"])
 def test_a_finalist_that_fails_only_in_the_final_does_not_break_the_sweep(
-    mood: str, notes: Notes, caplog: pytest.LogCaptureFixture, sweeps: list[sweep.Swept]
+    mood: str, notes: Notes, caplog: pytest.LogCaptureFixture, sweeps: list[Swept]
 ) -> None:
     def fails_in_its_second_process(do: str) -> None:
         notes.add(do, os.getpid())
@@ -680,7 +681,7 @@ def _held_in_nameless_files() -> int:
 # --- the key ------------------------------------------------------------------------------------------------
 
 
-def test_calls_of_one_bucket_share_one_sweep(sweeps: list[sweep.Swept], cache_dir: Path) -> None:
+def test_calls_of_one_bucket_share_one_sweep(sweeps: list[Swept], cache_dir: Path) -> None:
     kernel = tuned(lambda x, do: x * 2 + 0 * do, [1, 2], key_fn=lambda x: {"rows": max(16, x.shape[0])})
     for size in (3, 9, 16):
         np.testing.assert_array_equal(kernel(X[:size]), 2 * X[:size])
@@ -700,7 +701,7 @@ def test_a_bucket_that_json_cannot_hold_is_refused_by_value(bucket: Any) -> None
         kernel(X)
 
 
-def test_what_was_judged_otherwise_is_a_miss(sweeps: list[sweep.Swept]) -> None:
+def test_what_was_judged_otherwise_is_a_miss(sweeps: list[Swept]) -> None:
     def variant(**options: Any) -> Any:
         return tuned(lambda x, do: x * do, [1, 2], **{"name": "judged", "ref_fn": lambda x: x, **options})
 
@@ -722,7 +723,7 @@ def test_what_was_judged_otherwise_is_a_miss(sweeps: list[sweep.Swept]) -> None:
     assert len(sweeps) == 1
 
 
-def test_a_failed_reference_is_no_result_to_remember(sweeps: list[sweep.Swept]) -> None:
+def test_a_failed_reference_is_no_result_to_remember(sweeps: list[Swept]) -> None:
     moods = iter([boom, lambda x: x, lambda x: x])
     kernel = tuned(lambda x, do: x * do, [1], ref_fn=lambda x: next(moods)(x))
     with here():

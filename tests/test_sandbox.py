@@ -23,14 +23,14 @@ import psutil
 import pytest
 
 import quarantune
-from quarantune import payload, sweep
+from quarantune import payload, routes
 from quarantune.devices import Device, Lease, cheap_context, visible_devices
 from quarantune.options import Options
 from quarantune.outcomes import SandboxError
 from quarantune.sandbox import pool, spool, template
 from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
 
-OPTIONS = sweep._worker_options("cpu", Options(warmup=0, rep=1))
+OPTIONS = routes.worker_options("cpu", Options(warmup=0, rep=1))
 SOURCES = str(Path(quarantune.__file__).parents[1])
 PATIENCE_S = 20.0
 """For what should take milliseconds, on a machine that may be busy."""
@@ -630,13 +630,13 @@ def test_a_config_that_stops_its_template_holds_nothing_up(load: Callable[..., M
 FORKING_OWNER = """
 import os, signal, sys, time
 from pathlib import Path
-from quarantune import payload, sweep
+from quarantune import payload, routes
 from quarantune.options import Options
 from quarantune.sandbox import pool, spool, template
 import workload
 
 TASK = {"do": "compile", "trial": 0, "config": {}, "target": None, "last": True,
-        "options": sweep._worker_options("cpu", Options())}
+        "options": routes.worker_options("cpu", Options())}
 
 def one_sweep(sandbox):
     number = sandbox.start(TASK)
@@ -1003,9 +1003,9 @@ def test_a_cuda_worker_asks_for_one_hardware_queue_unless_the_caller_says_how_ma
 
 def test_configs_compile_from_both_ends_of_their_list_and_those_in_doubt_last() -> None:
     configs = {index: {"id": index} for index in range(7)}
-    assert list(sweep._from_both_ends(configs, last={1})) == [6, 0, 5, 2, 4, 3, 1]
-    assert sweep._from_both_ends(configs, last=()) == configs
-    assert sweep._from_both_ends({}, last={1}) == {}
+    assert list(routes._from_both_ends(configs, last={1})) == [6, 0, 5, 2, 4, 3, 1]
+    assert routes._from_both_ends(configs, last=()) == configs
+    assert routes._from_both_ends({}, last={1}) == {}
 
 
 def test_the_sandbox_is_a_place_one_can_know_one_is_in() -> None:

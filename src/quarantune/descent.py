@@ -8,7 +8,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quarantune import assignments, cache, finals, report, sweep
 from quarantune.assignments import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
@@ -19,6 +19,9 @@ from quarantune.options import Options
 from quarantune.outcomes import Config, Outcome, SandboxError, Trial, TuningFailedError
 from quarantune.progress import Progress
 from quarantune.resolve import Resolver, _Run, space_of
+
+if TYPE_CHECKING:
+    from quarantune.routes import Swept
 
 _logger = logging.getLogger("quarantune")
 
@@ -172,7 +175,7 @@ class _Descent(_Run):
         slots = self._slots(swept, verdict.winner, texts[verdict.winner])
         return _Step(tuple(settled[index] for index in range(len(texts))), verdict.winner, verdict.tie, slots)
 
-    def _slots(self, swept: sweep.Swept, winner: int, text: str) -> dict[Slot, Seen]:
+    def _slots(self, swept: Swept, winner: int, text: str) -> dict[Slot, Seen]:
         """Returns what was asked for under the winning assignment."""
         if self._settings.isolation == "none":
             return assignments.read_report(self._resolver.runner.report({KEY: text}))

@@ -68,6 +68,27 @@ def cheap_context(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {_QUEUES: "1"} if platform == "cuda" and _QUEUES not in environ else {}
 
 
+def describe_jax_devices(devices: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns `platform`, `kind`, `index` and `num_cores` of JAX devices, as JSON-able data."""
+    return [
+        {
+            "platform": _platform_of(device),
+            "kind": device.device_kind,
+            "index": position,
+            "num_cores": getattr(device, "core_count", None),
+        }
+        for position, device in enumerate(devices)
+    ]
+
+
+def _platform_of(device: Any) -> str:
+    """Returns `cpu`, `cuda`, `rocm` or `tpu`: JAX's device calls the second and third `gpu`."""
+    if device.platform != "gpu":
+        return str(device.platform)
+    version = device.client.platform_version.lower()
+    return "rocm" if "rocm" in version else "cuda"
+
+
 def cpu_device() -> Device:
     """Returns the machine's processor as a device: what it measures depends on how many cores there are."""
     return Device("cpu", f"{host.processor_name()} ({host.available_cpus()} cores)")

@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 
-from quarantune import _jax_internals, trial
-from quarantune.devices import Device, cpu_device, grouped, visible_devices
+from quarantune import _jax_internals
+from quarantune.devices import Device, cpu_device, describe_jax_devices, grouped, visible_devices
 from quarantune.environment import Settings
 from quarantune.outcomes import SandboxError
-from quarantune.sandbox import pool, template
-from quarantune.scheduler import STARTUP_DEADLINE_S
+from quarantune.sandbox import template
 
 _TOLD = "QUARANTUNE_SANDBOX_DEVICE"
 """Tells a worker what it works for, as a compile worker for a GPU has none to ask."""
@@ -57,7 +56,7 @@ def _describe(platform: str | None) -> dict[str, Any]:
     if not _jax_internals.backends_initialized():
         return _probe(_visibility())
     devices = jax.local_devices(backend=platform)
-    return {"devices": trial.describe_devices(devices), "config_text": _jax_internals.target_config(devices)}
+    return {"devices": describe_jax_devices(devices), "config_text": _jax_internals.target_config(devices)}
 
 
 def devices_and_target(
@@ -105,6 +104,10 @@ def _probe(_: tuple[str | None, ...]) -> dict[str, Any]:
     Raises:
         SandboxError: it could not say.
     """
+    # Where JAX's backends are up, as is usual, nothing of this is needed.
+    from quarantune.sandbox import pool
+    from quarantune.scheduler import STARTUP_DEADLINE_S
+
     with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
         sandbox.open(load_timeout_s=None)
         number = sandbox.start({"do": "probe", "trial": None, "platforms": _platforms(), "last": True})

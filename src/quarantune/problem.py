@@ -11,7 +11,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -53,6 +53,27 @@ class CallDescription:
     tunables_given: frozenset[str]
     has_tracers: bool
     devices: tuple[DeviceId, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A call to tune for.
+
+    Attributes:
+        fn: the function inside, jitted or not.
+        name: what to call it.
+        args: the call's positional arguments; arrays may be concrete, tracers or `jax.ShapeDtypeStruct`.
+        kwargs: its keyword arguments, likewise.
+        platform: where it is to run: `cpu`, `cuda`, `rocm` or `tpu`.
+        device_kind: the kind of device there, as the cache calls it.
+    """
+
+    fn: Callable[..., Any]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    platform: str
+    device_kind: str
 
 
 def describe_call(

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jaxlib.version
@@ -34,11 +34,14 @@ from quarantune.outcomes import (
     count_outcomes,
     freeze,
 )
-from quarantune.problem import CallDescription, as_structs, describe_call, named
+from quarantune.problem import CallDescription, Problem, as_structs, describe_call, named
 from quarantune.progress import Progress
 from quarantune.result import TuningResult
 from quarantune.sandbox import template
 from quarantune.winner import without_arrays
+
+if TYPE_CHECKING:
+    from quarantune.routes import Swept
 
 _logger = logging.getLogger("quarantune")
 
@@ -545,12 +548,12 @@ class _Run:
                 self._trials[index] = trial
                 progress.step(trial)
 
-    def _sweep(self, progress: Progress) -> sweep.Swept:
-        """Runs what is left, and compares the fastest of all."""
+    def _sweep(self, progress: Progress) -> Swept | None:
+        """Runs what is left, and compares the fastest of all; None where there is neither."""
         left = {index: config for index, config in enumerate(self._configs) if index not in self._trials}
         progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
         if not left and len(finals.finalists(self._trials)) < 2:
-            return sweep.Swept(finals.Final())
+            return None
         self._troubled = self._find_troubled(left)
         ordered = sorted(left, key=lambda index: index in self._troubled)
 
@@ -571,9 +574,9 @@ class _Run:
             on_phase=self._resolver.on_phase,
         )
 
-    def problem(self) -> sweep.Problem:
+    def problem(self) -> Problem:
         """Returns the call as a sweep takes it."""
-        return sweep.Problem(
+        return Problem(
             fn=self._resolver.fn,
             name=self._resolver.name,
             args=self._args,
@@ -629,7 +632,7 @@ class _Run:
         if self._unsaved is not None:
             cache.report_once(str(self._unsaved))
 
-    def _conclude(self, swept: sweep.Swept) -> TuningResult:
+    def _conclude(self, swept: Swept | None) -> TuningResult:
         usable = [trial for trial in self._trials.values() if trial.outcome is Outcome.OK and trial.time_ms is not None]
         if not usable:
             trials = tuple(self._trials[index] for index in range(len(self._configs)))
@@ -639,7 +642,9 @@ class _Run:
                     self._journal.discard()
             message = report.failure_message(self._resolver.name, trials)
             raise TuningFailedError(message, trials=trials, key=self._key.text)
-        self._trials, verdict = finals.conclude(self._trials, swept.final, default=self._default_index())
+        self._trials, verdict = finals.conclude(
+            self._trials, finals.Final() if swept is None else swept.final, default=self._default_index()
+        )
         trials = tuple(self._trials[index] for index in range(len(self._configs)))
         best, tie = trials[verdict.winner], tuple(trials[index].config for index in verdict.tie)
         _logger.info(
@@ -663,8 +668,8 @@ class _Run:
                     self._resolver.name, self._key.device, self._key.text, self._entry(best, trials)
                 )
         assert best.time_ms is not None
-        self._resolver.lend(swept.compiled.get(verdict.winner, {}))
-        executable = swept.executables.get(verdict.winner)
+        self._resolver.lend({} if swept is None else swept.compiled.get(verdict.winner, {}))
+        executable = None if swept is None else swept.executables.get(verdict.winner)
         return self._result(best.config, best.time_ms, trials, tie=tie, executable=executable)
 
     def _default_index(self) -> int | None:

@@ -18,6 +18,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from quarantune import _jax_internals, assignments, check, clocks, executable, finals, host, inputs, measure, payload
+from quarantune.devices import describe_jax_devices
 from quarantune.outcomes import Config, Outcome, freeze
 from quarantune.sandbox import spool
 
@@ -452,25 +453,4 @@ def probe(platforms: str | None) -> dict[str, Any]:
     """
     jax.config.update("jax_platforms", platforms)
     devices = jax.local_devices()
-    return {"devices": describe_devices(devices), "config_text": _jax_internals.target_config(devices)}
-
-
-def describe_devices(devices: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns `platform`, `kind`, `index` and `num_cores` of JAX devices, as JSON-able data."""
-    return [
-        {
-            "platform": _platform_of(device),
-            "kind": device.device_kind,
-            "index": position,
-            "num_cores": getattr(device, "core_count", None),
-        }
-        for position, device in enumerate(devices)
-    ]
-
-
-def _platform_of(device: Any) -> str:
-    """Returns `cpu`, `cuda`, `rocm` or `tpu`: JAX's device calls the second and third `gpu`."""
-    if device.platform != "gpu":
-        return str(device.platform)
-    version = device.client.platform_version.lower()
-    return "rocm" if "rocm" in version else "cuda"
+    return {"devices": describe_jax_devices(devices), "config_text": _jax_internals.target_config(devices)}
