@@ -35,16 +35,10 @@ def compile_slots(*, utilization: float, count: int, max_count: int, root: Path 
     return min(wanted, available, max_count if max_count > 0 else available)
 
 
-def total_memory_bytes(*, root: Path = _ROOT) -> int:
-    """Returns the memory of the machine, or of this process's cgroup if that is less."""
-    limits = (_memory_limit(directory) for directory in _cgroup_directories("memory", root))
-    return min([_meminfo("MemTotal", root), *(limit for limit in limits if limit is not None)])
-
-
 def available_memory_bytes(*, root: Path = _ROOT) -> int:
     """Returns how much more memory can be used before the machine, or a cgroup around us, runs out."""
-    free = [_meminfo("MemAvailable", root)]
-    for directory in _cgroup_directories("memory", root):
+    free = [_available(root)]
+    for directory in _limited_groups(root):
         limit = _memory_limit(directory)
         if limit is not None:
             free.append(limit - _working_set(directory))
@@ -207,6 +201,14 @@ def _cgroup_directories(controller: str, root: Path) -> tuple[Path, ...]:
     return tuple(directories)
 
 
+@functools.cache
+def _limited_groups(root: Path) -> tuple[Path, ...]:
+    """Returns the directories of the groups around this process that can have a limit of memory at all."""
+    files = ("memory.max", "memory.limit_in_bytes")
+    directories = _cgroup_directories("memory", root)
+    return tuple(directory for directory in directories if any((directory / file).exists() for file in files))
+
+
 def _cpu_quota(directory: Path) -> float | None:
     """Returns how many cores' worth of time the cgroup may use; None when unlimited."""
     fields = _read(directory / "cpu.max").split() or [
@@ -235,14 +237,13 @@ def _working_set(directory: Path) -> int:
     return max(0, int(used or 0) - (droppable or 0))
 
 
-def _meminfo(name: str, root: Path) -> int:
-    kibibytes = _counter(root / "proc/meminfo", f"{name}:")
+def _available(root: Path) -> int:
+    kibibytes = _counter(root / "proc/meminfo", "MemAvailable:")
     if kibibytes is not None:
         return kibibytes * 1024
     import psutil
 
-    memory = psutil.virtual_memory()
-    return int(memory.total if name == "MemTotal" else memory.available)
+    return int(psutil.virtual_memory().available)
 
 
 def _counter(file: Path, name: str) -> int | None:

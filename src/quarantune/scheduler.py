@@ -903,7 +903,7 @@ class Scheduler:
 
     def _until_next_deadline(self) -> float:
         now = self._clock()
-        soonest = min((worker.deadline for worker in self._workers.values()), default=now + _TICK_S)
+        soonest = min([worker.deadline for worker in self._workers.values()], default=now + _TICK_S)
         return max(0.0, min(soonest, max(self._next_tick, now + 0.001), now + _TICK_S) - now)
 
     def _watch(self) -> None:
