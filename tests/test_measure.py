@@ -422,13 +422,14 @@ def test_a_default_that_is_slower_is_not_preferred() -> None:
 
 
 def test_equals_are_told_apart_by_their_warm_rounds_and_tie_where_those_are_level_too() -> None:
-    cold = {2: [1.001] * 9, 4: [1.0] * 9, 6: [1.002] * 9, 8: [1.3] * 9}
-    assert finals.decide(cold, default=2) == finals.Verdict(2, (4, 6))
-    warm = {2: [0.9] * 9, 4: [0.8] * 9, 6: [0.801] * 9}
+    cold = {2: [1.007] * 9, 4: [1.0] * 9, 6: [1.002] * 9, 8: [1.3] * 9}
+    assert finals.decide(cold, default=2) == finals.Verdict(4, (6,))
+    warm = {2: [0.803] * 9, 4: [0.8] * 9, 6: [0.801] * 9}
     assert finals.decide(cold, default=2, warm=warm) == finals.Verdict(4, (6,))
     assert finals.decide(cold, default=6, warm=warm) == finals.Verdict(6, (4,))
+    assert finals.decide(cold, default=6, warm=warm | {2: [0.7] * 9}) == finals.Verdict(2, ())
     # Those of one program were represented by one of them; a final in which one has no warm rounds had none.
-    assert finals.decide(cold, default=2, warm={4: [0.8] * 9, 6: [0.9] * 9}) == finals.Verdict(2, (4, 6))
+    assert finals.decide(cold, default=2, warm={4: [0.8] * 9, 6: [0.9] * 9}) == finals.Verdict(4, (6,))
 
 
 def test_times_within_what_clocks_wander_tie_however_steady_they_are() -> None:

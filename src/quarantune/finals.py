@@ -31,6 +31,10 @@ _CLEAR_SIGMAS = 5.0
 _NOISE_FLOOR = 0.005
 """Two medians closer than this are the same: on an H200, one program's wander by a third of a percent from one process
 to the next, so that equals would take turns at winning."""
+NEAR = 0.008
+"""With cold caches two this close are near enough for warm ones to decide, which the caller's are as often as not."""
+WARM_FLOOR = 0.002
+"""The noise floor with warm caches: so much does one program differ from itself within a process."""
 _LEVEL_ROUNDS = 10
 """Of fewer rounds, the scatter is known too badly."""
 
@@ -119,30 +123,30 @@ def decide(
 ) -> Verdict:
     """Names the winner of a final.
 
-    Those that are level are told apart by their warm rounds, if they had any. Of those that tie even so, the function's
-    own default is preferred, then the first in the list of configs.
+    Those that are near each other are told apart by their warm rounds, if they had any. Of those that tie, the
+    function's own default is preferred, then the first in the list of configs.
 
     Args:
         rounds: each finalist's samples, one per round, in milliseconds, by index.
         default: the index of the config that is the function's own default, if it is in the list.
-        warm: the same with warm caches, of those that are level.
+        warm: the same with warm caches, of those that are near each other.
     """
-    tied = level(rounds)
-    if warm and all(index in warm for index in tied):
-        tied = level({index: warm[index] for index in tied})
+    tied, near = level(rounds), level(rounds, floor=NEAR)
+    if warm and all(index in warm for index in near):
+        tied = level({index: warm[index] for index in near}, floor=WARM_FLOOR)
     winner = default if default in tied else tied[0]
     assert winner is not None
     return Verdict(winner, tuple(index for index in tied if index != winner))
 
 
-def level(rounds: Mapping[int, Sequence[float]]) -> list[int]:
+def level(rounds: Mapping[int, Sequence[float]], *, floor: float = _NOISE_FLOOR) -> list[int]:
     """Returns, in order, the indices of the fastest of a final and of those that the noise cannot tell from it.
 
     Samples of one round were taken one right after another, so their ratios are free of what drifts between rounds.
-    Where the median ratio of two is within its own error, they tie.
+    Where the median ratio of two is within its own error, or within `floor` of one, they tie.
     """
     leader = min(rounds, key=lambda index: (statistics.median(rounds[index]), index))
-    return sorted(index for index in rounds if index == leader or _ties(rounds[leader], rounds[index], _SIGMAS))
+    return sorted(index for index in rounds if index == leader or _ties(rounds[leader], rounds[index], _SIGMAS, floor))
 
 
 def conclude(trials: Mapping[int, Trial], final: Final, *, default: int | None) -> tuple[dict[int, Trial], Verdict]:
@@ -174,12 +178,14 @@ def conclude(trials: Mapping[int, Trial], final: Final, *, default: int | None) 
 def play(
     contenders: Sequence[Callable[[int], Sequence[float]]],
     *,
+    floor: float = _NOISE_FLOOR,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
     """Times contenders in turn until the fastest is clear, the noise is as low as it gets, or the rounds run out.
 
     Args:
         contenders: each takes a number of samples, in milliseconds.
+        floor: the noise, as a share, below which there is no telling.
         clock: seconds.
 
     Returns:
@@ -196,7 +202,7 @@ def play(
             if not samples:
                 raise ValueError("the clock gave no plausible sample")
             rounds[index].append(statistics.median(samples))
-        if played >= _MIN_ROUNDS and (is_clear(rounds) or clock() - started > _BUDGET_S):
+        if played >= _MIN_ROUNDS and (is_clear(rounds, floor=floor) or clock() - started > _BUDGET_S):
             break
         if played >= _FEWEST_ROUNDS and _is_far(rounds):
             break
@@ -219,23 +225,26 @@ def _samples_for(last_ms: Sequence[float]) -> int:
     return max(_PER_ROUND, min(_MOST_PER_ROUND, round(_ROUND_MS / last_ms[-1])))
 
 
-def is_clear(rounds: Mapping[int, Sequence[float]]) -> bool:
+def is_clear(rounds: Mapping[int, Sequence[float]], *, floor: float = _NOISE_FLOOR) -> bool:
     """Returns whether more rounds would change nothing: each finalist is behind beyond doubt, or known well enough."""
     leader = min(rounds, key=lambda index: statistics.median(rounds[index]))
     others = [rounds[index] for index in rounds if index != leader]
-    return all(not _ties(rounds[leader], other, _CLEAR_SIGMAS) or _is_level(rounds[leader], other) for other in others)
+    return all(
+        not _ties(rounds[leader], other, _CLEAR_SIGMAS, floor) or _is_level(rounds[leader], other, floor)
+        for other in others
+    )
 
 
-def _ties(leader: Sequence[float], other: Sequence[float], sigmas: float) -> bool:
+def _ties(leader: Sequence[float], other: Sequence[float], sigmas: float, floor: float) -> bool:
     ratios = _ratios(leader, other)
     behind = statistics.median(ratios) - 1.0
-    return behind <= max(_NOISE_FLOOR, sigmas * standard_error(ratios))
+    return behind <= max(floor, sigmas * standard_error(ratios))
 
 
-def _is_level(leader: Sequence[float], other: Sequence[float]) -> bool:
+def _is_level(leader: Sequence[float], other: Sequence[float], floor: float) -> bool:
     """Returns whether the noise between two is so low that more rounds would not tell them apart any better."""
     ratios = _ratios(leader, other)
-    return len(ratios) >= _LEVEL_ROUNDS and _SIGMAS * standard_error(ratios) < _NOISE_FLOOR
+    return len(ratios) >= _LEVEL_ROUNDS and _SIGMAS * standard_error(ratios) < floor
 
 
 def _ratios(leader: Sequence[float], other: Sequence[float]) -> list[float]:

@@ -280,14 +280,15 @@ class Bench:
 
         Returns:
             The samples of each program in milliseconds, one per round; and the same with the device's cache not
-            flushed, of those that are level, empty for the others: kernels often run on what the last has just written.
+            flushed, of those that are near the fastest, empty for the others: kernels often run on what the last has
+            just written.
         """
         rounds_ms = finals.play([self.clock(program).take for program in programs])
         warm_ms: list[list[float]] = [[] for _ in programs]
-        level = finals.level(dict(enumerate(rounds_ms)))
-        if len(level) > 1 and self._has_own_clock():
-            contenders = [self.clock(programs[position], is_flushed=False) for position in level]
-            for position, samples_ms in zip(level, finals.play([clock.take for clock in contenders]), strict=True):
+        near = finals.level(dict(enumerate(rounds_ms)), floor=finals.NEAR)
+        if len(near) > 1 and self._has_own_clock():
+            contenders = [self.clock(programs[position], is_flushed=False).take for position in near]
+            for position, samples_ms in zip(near, finals.play(contenders, floor=finals.WARM_FLOOR), strict=True):
                 warm_ms[position] = samples_ms
         return rounds_ms, warm_ms
 
