@@ -1,7 +1,7 @@
 """On a machine with other work, is the config that is chosen still about the best, or level with it and told so?
 
-Run it by hand, `python -m pytest tests/busy.py`: not yet always, so it is no part of the suite. With one core busy, and
-so small a kernel, one sweep in ten or so rules out the best config by what another process did to its samples.
+Run it by hand, `python -m pytest tests/busy.py`: it needs a machine that is quiet but for what it starts itself, which
+the suite cannot count on. Kernels this small are the hard case; `examples/attention.py` is an easier one.
 """
 
 from __future__ import annotations

@@ -109,6 +109,15 @@ def test_whatever_is_no_frame_of_ours_is_damage_and_nothing_worse(
     assert not isinstance(caught.value, WireClosedError)
 
 
+def test_messages_that_came_before_damage_count(ends: tuple[Connection, socket.socket]) -> None:
+    ours, theirs = ends
+    theirs.send(encode({"type": "phase"}) + encode({"type": "lowered"}) + b"garbage that is no frame")
+    assert [message for message, _ in ours.receive()] == [{"type": "phase"}, {"type": "lowered"}]
+    for look in (ours.check, ours.receive):
+        with pytest.raises(WireError, match="no frame"):
+            look()
+
+
 def test_a_single_flipped_bit_is_damage_or_waits_for_more_but_is_never_another_message() -> None:
     message = {"type": "measured", "samples_ms": [1.25, 1.5], "trial": 7, "phase": "measure"}
     frame = encode(message)

@@ -34,6 +34,7 @@ _PARKED_SHARE = 0.25
 """How much of the memory that is free without them compiled configs may hold while others are compiled."""
 _LOOK_S = 0.1
 _CLOSE_LOOK_S = 0.25
+_FREE_LOOK_S = 1.0
 _FAST_BYTES = 64 << 20
 _MEMORY_FLOOR_BYTES = 256 << 20
 _LOG_TAIL_CHARS = 2000
@@ -231,6 +232,7 @@ class Scheduler:
         self._next_tick = 0.0
         self._next_look = 0.0
         self._next_close_look = 0.0
+        self._next_free_look = 0.0
         self._last_total = 0
         self._last_free = available_memory()
         self._oom_kills = host.oom_kills()
@@ -960,7 +962,8 @@ class Scheduler:
         busy = [worker for worker in watched if not worker.parked and not worker.idle]
         self._weigh(busy, baseline)
         total = sum(worker.used_bytes for worker in watched)
-        closely = now >= self._next_close_look or total > self._last_total + _FAST_BYTES
+        is_fast = total > self._last_total + _FAST_BYTES
+        closely = is_fast or now >= self._next_close_look
         if closely:
             self._next_close_look = now + _CLOSE_LOOK_S
             for worker in busy:
@@ -975,8 +978,9 @@ class Scheduler:
                 self._condemn(worker, Outcome.OOM, f"it held {used}, over its limit of {_gigabytes(limit)}")
         if any(worker.verdict and worker.verdict[0] is Outcome.OOM for worker in self._workers.values()):
             return  # what is dying has yet to give its memory back
-        if not closely:
+        if not is_fast and now < self._next_free_look:
             return
+        self._next_free_look = now + _FREE_LOOK_S
         self._last_free = free = self._available_memory()
         if free < _MEMORY_FLOOR_BYTES:
             largest = max(watched, key=lambda worker: worker.used_bytes, default=None)

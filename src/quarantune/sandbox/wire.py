@@ -55,6 +55,12 @@ class Decoder:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._damage: WireError | None = None
+
+    def check(self) -> None:
+        """Raises the `WireError` that the last bytes fed gave cause to, if they held whole messages before it."""
+        if self._damage is not None:
+            raise self._damage
 
     @property
     def is_partial(self) -> bool:
@@ -65,21 +71,33 @@ class Decoder:
         """Returns the messages completed by `data`.
 
         Raises:
-            WireError: the bytes are no frame of ours.
+            WireError: the bytes are no frame of ours. Messages before them count: they are returned, and `check`
+                raises.
         """
+        self.check()
         self._buffer += data
-        messages = []
-        while len(self._buffer) >= _HEADER.size:
-            magic, size, checksum = _HEADER.unpack_from(self._buffer)
-            if magic != _MAGIC or size > MAX_FRAME_BYTES:
-                raise WireError("the stream holds bytes that are no frame")
-            end = _HEADER.size + size
-            if len(self._buffer) < end:
-                break
-            body = bytes(self._buffer[_HEADER.size : end])
-            del self._buffer[:end]
-            messages.append(_parse(body, checksum))
+        messages: list[Message] = []
+        try:
+            while (message := self._next()) is not None:
+                messages.append(message)
+        except WireError as error:
+            self._damage = error
+            if not messages:
+                raise
         return messages
+
+    def _next(self) -> Message | None:
+        if len(self._buffer) < _HEADER.size:
+            return None
+        magic, size, checksum = _HEADER.unpack_from(self._buffer)
+        if magic != _MAGIC or size > MAX_FRAME_BYTES:
+            raise WireError("the stream holds bytes that are no frame")
+        end = _HEADER.size + size
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[_HEADER.size : end])
+        del self._buffer[:end]
+        return _parse(body, checksum)
 
 
 def _parse(body: bytes, checksum: int) -> Message:
@@ -152,6 +170,7 @@ class Connection:
             WireClosedError: the other end is closed.
             WireError: the stream is damaged.
         """
+        self._decoder.check()
         while True:
             try:
                 data, fds = _receive_with_fds(self._socket)
@@ -179,7 +198,8 @@ class Connection:
             self._partial_since = time.monotonic()
 
     def check(self) -> None:
-        """Raises `WireError` when a frame was begun too long ago and never finished."""
+        """Raises `WireError` when the stream was damaged behind the last message, or a frame is never finished."""
+        self._decoder.check()
         if self._partial_since is not None and time.monotonic() - self._partial_since > FRAME_DEADLINE_S:
             raise WireError("a frame was begun and never finished")
 
