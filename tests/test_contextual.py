@@ -413,18 +413,3 @@ def test_a_method_is_tuned_like_a_function() -> None:
     assert chosen(model.forward.tune(X)) == {"only": 1}
     assert model.forward(X)[0] == 1
     assert len(model.forward.lookup(X)) == 1
-
-
-def test_the_example_reports_each_kernel_and_agrees_with_plain_jax() -> None:
-    example = Path(__file__).parents[1] / "examples" / "contextual.py"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(example)],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line in ("normalize", "project")] == ["normalize", "project"]
-    assert done.stdout.count("\n*  ") == 2
-    assert "agrees with plain JAX" in done.stdout
