@@ -73,7 +73,7 @@ def acknowledged(directory: Path) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("locks", ["working", "no-op"])
-@pytest.mark.parametrize(("writes_each", "killed"), [(400, 0), (150, WRITERS // 2)])
+@pytest.mark.parametrize(("writes_each", "killed"), [(250, 0), (150, WRITERS // 2)])
 def test_no_acknowledged_write_is_lost_and_no_read_is_torn(
     tmp_path: Path, locks: str, writes_each: int, killed: int
 ) -> None:

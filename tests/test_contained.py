@@ -18,7 +18,7 @@ from quarantune.outcomes import Trial
 
 pytestmark = pytest.mark.usefixtures("quiet_place")
 X = np.ones(8, np.float32)
-HASTE = {"timeout": 1, "compile_timeout": 1}
+HASTE = {"timeout": 0.7, "compile_timeout": 0.7}
 
 # misdeed: (outcome and words of the message while tracing, the same while running). XLA wraps what a callback raises.
 ENDS = {
@@ -34,10 +34,10 @@ ENDS = {
     "kill_itself": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
     "kill_its_group": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
     "kill_its_parent": (("lost", "started it died"), ("lost", "started it died")),
-    "stop_itself": (("timeout", "compiling.*1 s"), ("timeout", "measuring.*1 s")),
-    "hang": (("timeout", "compiling.*1 s"), ("timeout", "measuring.*1 s")),
-    "hang_holding_the_gil": (("timeout", "compiling.*1 s"), ("timeout", "measuring.*1 s")),
-    "hang_deaf_to_signals": (("timeout", "compiling.*1 s"), ("timeout", "measuring.*1 s")),
+    "stop_itself": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
+    "hang": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
+    "hang_holding_the_gil": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
+    "hang_deaf_to_signals": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
     "starve": (("oom", r"held 0.\d+ GB.*limit of 0.20 GB"), ("oom", r"held 0.\d+ GB.*limit of 0.20 GB")),
     "starve_in_a_child": (("oom", r"held 0.\d+ GB.*limit"), ("oom", r"held 0.\d+ GB.*limit")),
     "ask_for_too_much": (("error", "MemoryError"), ("error", "MemoryError")),
@@ -46,7 +46,7 @@ ENDS = {
     "leave_a_child": (("ok", ""), ("ok", "")),
     "leave_a_daemon": (("ok", ""), ("ok", "")),
     "flood": (("ok", ""), ("ok", "")),
-    "flood_forever": (("timeout", "compiling.*1 s"), ("timeout", "measuring.*1 s")),
+    "flood_forever": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
     "scribble": (("crashed", "damaged its own connection"), ("crashed", "damaged its own connection")),
     "close_everything": (("crashed", "without a result"), ("crashed", "without a result")),
     "replace_stdout": (("ok", ""), ("ok", "")),
