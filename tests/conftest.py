@@ -18,6 +18,12 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
+@pytest.fixture
+def two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two configs compile at a time, if there are two cores: for tests that ask what comes out, and not when."""
+    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "2")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if _has_cuda():
         return

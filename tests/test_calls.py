@@ -17,6 +17,8 @@ import pytest
 
 import quarantune
 
+pytestmark = pytest.mark.usefixtures("two_slots")
+
 
 @pytest.fixture
 def same() -> quarantune.Autotuned:

@@ -23,6 +23,8 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 import quarantune
 from quarantune import Outcome, assignments, in_process
 
+pytestmark = pytest.mark.usefixtures("two_slots")
+
 SOURCE = Path(quarantune.__file__).parents[1]
 X = np.zeros(4, np.float32)
 

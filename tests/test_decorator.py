@@ -32,6 +32,8 @@ import quarantune
 from quarantune import Outcome
 from quarantune.sandbox import template
 
+pytestmark = pytest.mark.usefixtures("two_slots")
+
 X = np.arange(4, dtype=np.float32)
 
 

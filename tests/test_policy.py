@@ -27,6 +27,8 @@ from quarantune import CacheMissError, CacheWarning, resolve, sweep
 from quarantune.cache import SCHEMA
 from quarantune.sandbox import template
 
+pytestmark = pytest.mark.usefixtures("two_slots")
+
 X = np.arange(4, dtype=np.float32)
 CONFIGS = ({"n": 1}, {"n": 2})
 

@@ -19,6 +19,8 @@ from jax.experimental import pallas as pl
 import quarantune
 from quarantune import Outcome, metrics, resolve, spaces, sweep
 
+pytestmark = pytest.mark.usefixtures("two_slots")
+
 QUICK: dict[str, Any] = {"warmup": 1, "rep": 3}
 
 

@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import quarantune
 
+pytestmark = pytest.mark.usefixtures("two_slots")
+
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
 
 
