@@ -156,8 +156,14 @@ def test_the_time_that_runs_waited_for_a_cpu_rules_nobody_out() -> None:
 
 @pytest.mark.parametrize(
     ("first_ms", "fastest_ms", "fastest_first_ms", "is_hopeless"),
-    [(101.0, 50.0, 60.0, True), (99.0, 50.0, 60.0, False), (41.0, 1.0, 10.0, True), (39.0, 1.0, 10.0, False)],
-    ids=["long and behind", "long and not", "shorter and behind other first runs", "shorter and not"],
+    [
+        (101.0, 50.0, 60.0, True),
+        (99.0, 50.0, 60.0, False),
+        (101.0, 50.0, 70.0, False),
+        (29.0, 1.0, 7.0, True),
+        (29.0, 1.0, 8.0, False),
+    ],
+    ids=["long and behind", "long and not", "long as first runs are", "shorter and behind other first runs", "neither"],
 )
 def test_one_run_rules_out_who_is_far_behind(
     first_ms: float, fastest_ms: float, fastest_first_ms: float, is_hopeless: bool

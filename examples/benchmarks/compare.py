@@ -36,16 +36,25 @@ def main() -> None:
         sys.exit(f"there is no kernel for a {platform} here: give --platform cpu or --platform gpu")
     _introduce(machine, options)
 
-    results: dict[str, Any] = {"machine": machine, "sweeps": {}, "oracle": {}}
+    results: dict[str, Any] = {"machine": machine, "sweeps": {}, "later_sweeps": {}, "oracle": {}}
     problem = kernels.PROBLEMS[platform]
     for size in problem.quick_sizes if options.quick else problem.sizes:
-        sweeps = _run_in_turn("sweep", contenders, options.repeat, platform=platform, size=size)
+        sweeps, later = (
+            _run_in_turn("sweep", contenders, options.repeat, platform=platform, size=size, is_first=is_first)
+            for is_first in (True, False)
+        )
         _say(f"{size}: timing every config")
         rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
         oracle = jobs.run("oracle", "exhaust", platform=platform, problem=platform, size=size, rounds=rounds)
-        results["sweeps"][size], results["oracle"][size] = sweeps, oracle
-        heading = f"A product of two {size} x {size} matrices of {problem.dtype}"
-        _print(heading, tables.sweeps(sweeps, oracle, house=_HOUSE), tables.about(oracle))
+        results["sweeps"][size], results["later_sweeps"][size], results["oracle"][size] = sweeps, later, oracle
+        _print(
+            f"A product of two {size} x {size} matrices of {problem.dtype}",
+            "A process's first sweep:",
+            tables.sweeps(sweeps, oracle, house=_HOUSE),
+            "A later one:",
+            tables.sweeps(later, oracle, house=_HOUSE),
+            tables.about(oracle),
+        )
 
     results["cached_calls"] = _run_in_turn("cached_call", contenders, options.repeat, platform=platform)
     _print("A call that is tuned already, of two small arrays", tables.cached_calls(results["cached_calls"]))
@@ -87,7 +96,7 @@ def _run_in_turn(
 ) -> dict[str, list[dict[str, Any]]]:
     """Runs a job so many times for each contender, each time another one first, and returns what came of each."""
     runs: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
-    about = "".join(f"{value}: " for value in arguments.values())
+    about = "".join(f"{name} {value}: " for name, value in arguments.items())
     for turn in range(repeat):
         first = turn % len(contenders)
         for contender in [*contenders[first:], *contenders[:first]]:

@@ -15,7 +15,7 @@ _MIN_SAMPLES = 5
 _BATCH = 5
 _STEADY = 0.01
 """Sampling ends once the median's standard error is below this share of it: near enough to name the finalists."""
-_SOFT_BUDGET_S = 0.1
+_SOFT_BUDGET_S = 0.06
 """Once this has gone by, `_FIRST_LOOK` samples are enough: a slow config's median is steady with few."""
 _BEHIND = 1.1
 """A config all of whose samples are this many times slower than the fastest gets no more than must be: if it is in the
@@ -25,6 +25,10 @@ _COLD = 2.0
 _LONG_MS = 50.0
 """A single sample shorter than this may be an interruption, and three more cost little: on a 2-core machine with other
 work, one 0.1 ms run in sixty took over three times the median."""
+_ALONE_MS = 30.0
+_FIRSTS = 1.5
+"""A first run this long, and this many times longer than the fastest first run, says something by itself: what the cold
+adds is much the same for all."""
 TELLING_MS = 5.0
 """Two runs longer than this, one after another, say something: neither the cold nor an interruption takes as long."""
 _LONGEST_MS = 1e8
@@ -130,7 +134,8 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float) 
         fastest_ms: what the fastest config takes.
         fastest_first_ms: how long the fastest first run took; of a short one the cold may be the greater part.
     """
-    return first_ms > (_COLD * fastest_ms if first_ms > _LONG_MS else 2 * _COLD * fastest_first_ms)
+    is_long = first_ms > _ALONE_MS and first_ms > _FIRSTS * fastest_first_ms
+    return first_ms > (_COLD * fastest_ms if is_long else 2 * _COLD * fastest_first_ms)
 
 
 def plausible(samples_ms: Sequence[float]) -> list[float]:

@@ -494,19 +494,18 @@ class Scheduler:
     def _measure_parked(self, state: _DeviceState) -> None:
         """Has the next of the parked configs run: all run once, then those go on, fastest first, that may still win."""
         parked = [worker for worker in self._workers.values() if worker.parked and worker.device is state]
-        if not parked:
-            state.lease.release()
-            return
         # Those that have run come after those that have not.
-        worker = min(parked, key=lambda worker: worker.run_ms or 0.0)
-        if worker.run_ms is not None and worker.job is not None:
-            fastest_ms = min(ms for ms in (self._bar_ms, worker.run_ms) if ms is not None)
-            if measure.is_hopeless(worker.own_ms, fastest_ms=fastest_ms, fastest_first_ms=self._fastest_first_ms):
-                self._rule_out(worker, worker.job, worker.run_ms, fastest_ms)
-                return
-        if state.lease.acquire(self._clock()):
-            worker.parked = False
-            self._grant(state, worker)
+        for worker in sorted(parked, key=lambda worker: worker.run_ms or 0.0):
+            if worker.run_ms is not None and worker.job is not None:
+                fastest_ms = min(ms for ms in (self._bar_ms, worker.run_ms) if ms is not None)
+                if measure.is_hopeless(worker.own_ms, fastest_ms=fastest_ms, fastest_first_ms=self._fastest_first_ms):
+                    self._rule_out(worker, worker.job, worker.run_ms, fastest_ms)
+                    continue
+            if state.lease.acquire(self._clock()):
+                worker.parked = False
+                self._grant(state, worker)
+            return
+        state.lease.release()
 
     def _rule_out(self, worker: _Worker, job: _Job, run_ms: float, fastest_ms: float) -> None:
         message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
