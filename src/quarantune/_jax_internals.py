@@ -402,8 +402,7 @@ def _is_jax(frame: types.FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("jax", "jaxlib")
 
 
-# --- compiled programs that another process compiled
-# --------------------------------------------------------------------
+# --- compiled programs that another process compiled --------------------------------------------------------
 
 
 @functools.cache

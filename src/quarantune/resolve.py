@@ -548,12 +548,14 @@ class _Run:
                 self._trials[index] = trial
                 progress.step(trial)
 
-    def _sweep(self, progress: Progress) -> Swept | None:
-        """Runs what is left, and compares the fastest of all; None where there is neither."""
+    def _sweep(self, progress: Progress) -> Swept:
+        """Runs what is left, and compares the fastest of all."""
         left = {index: config for index, config in enumerate(self._configs) if index not in self._trials}
         progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
         if not left and len(finals.finalists(self._trials)) < 2:
-            return None
+            from quarantune.routes import Swept
+
+            return Swept()
         self._troubled = self._find_troubled(left)
         ordered = sorted(left, key=lambda index: index in self._troubled)
 
@@ -632,7 +634,7 @@ class _Run:
         if self._unsaved is not None:
             cache.report_once(str(self._unsaved))
 
-    def _conclude(self, swept: Swept | None) -> TuningResult:
+    def _conclude(self, swept: Swept) -> TuningResult:
         usable = [trial for trial in self._trials.values() if trial.outcome is Outcome.OK and trial.time_ms is not None]
         if not usable:
             trials = tuple(self._trials[index] for index in range(len(self._configs)))
@@ -642,9 +644,7 @@ class _Run:
                     self._journal.discard()
             message = report.failure_message(self._resolver.name, trials)
             raise TuningFailedError(message, trials=trials, key=self._key.text)
-        self._trials, verdict = finals.conclude(
-            self._trials, finals.Final() if swept is None else swept.final, default=self._default_index()
-        )
+        self._trials, verdict = finals.conclude(self._trials, swept.final, default=self._default_index())
         trials = tuple(self._trials[index] for index in range(len(self._configs)))
         best, tie = trials[verdict.winner], tuple(trials[index].config for index in verdict.tie)
         _logger.info(
@@ -668,8 +668,8 @@ class _Run:
                     self._resolver.name, self._key.device, self._key.text, self._entry(best, trials)
                 )
         assert best.time_ms is not None
-        self._resolver.lend({} if swept is None else swept.compiled.get(verdict.winner, {}))
-        executable = None if swept is None else swept.executables.get(verdict.winner)
+        self._resolver.lend(swept.compiled.get(verdict.winner, {}))
+        executable = swept.executables.get(verdict.winner)
         return self._result(best.config, best.time_ms, trials, tie=tie, executable=executable)
 
     def _default_index(self) -> int | None:

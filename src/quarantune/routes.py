@@ -44,7 +44,7 @@ class Swept:
         executables: some configs' executables as `winner.Winner` loads them, by index.
     """
 
-    final: finals.Final
+    final: finals.Final = dataclasses.field(default_factory=finals.Final)
     compiled: dict[int, dict[str, bytes]] = dataclasses.field(default_factory=dict)
     executables: dict[int, bytes] = dataclasses.field(default_factory=dict)
 
@@ -90,11 +90,8 @@ class Routes:
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
         """Runs configs to their outcomes and plays the final of all in `measured`, where theirs arrive meanwhile."""
-        try:
-            self._sandbox.open(load_timeout_s=self._compile_timeout_s)
-        except pool.LoadError as error:
-            self._fail_all(configs, error.report)
-            return Swept(finals.Final())
+        if not self._load(configs):
+            return Swept()
         with contextlib.ExitStack() as self._schedulers:
             self._refer(configs)
             self._run_routes(configs)
@@ -108,11 +105,8 @@ class Routes:
         """Only compiles configs, and returns their executables."""
         self._compile_only = True
         executables: dict[int, bytes] = {}
-        try:
-            self._sandbox.open(load_timeout_s=self._compile_timeout_s)
-        except pool.LoadError as error:
-            self._fail_all(configs, error.report)
-            return Swept(finals.Final())
+        if not self._load(configs):
+            return Swept()
         with contextlib.ExitStack() as self._schedulers:
             left = configs
             if (self._on_cpu and not self._on_many_devices) or self._can_part():
@@ -124,7 +118,16 @@ class Routes:
             if left:
                 self._run_route(left, Route.TOGETHER, self._finish)
                 executables |= self._scheduler.compiled()[0] if self._scheduler is not None else {}
-        return Swept(finals.Final(), executables=executables)
+        return Swept(executables=executables)
+
+    def _load(self, configs: dict[int, Config]) -> bool:
+        """Opens the sandbox; returns whether the function could be loaded, without which every config has failed."""
+        try:
+            self._sandbox.open(load_timeout_s=self._compile_timeout_s)
+        except pool.LoadError as error:
+            self._fail_all(configs, error.report)
+            return False
+        return True
 
     def _refer(self, configs: dict[int, Config]) -> None:
         """Computes the reference, once, in a worker like any other."""
