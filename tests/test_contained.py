@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import sys
+import types
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import jax
+import misdeeds
 import numpy as np
 import poisons
 import psutil
@@ -14,6 +21,7 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from misdeeds import MEASURED, MISDEEDS, kernel
 
 import quarantune
+from quarantune import scheduler
 from quarantune.outcomes import Trial
 
 pytestmark = pytest.mark.usefixtures("quiet_place")
@@ -84,6 +92,49 @@ def test_a_misdeed_is_named_and_harms_nobody_else(misdeed: str) -> None:
             assert trial.phase == phase
             assert re.search(words, trial.message, re.DOTALL), trial.message
         assert len(trial.log_tail) <= 2000
+
+
+class Fragile:
+    """An argument that misbehaves where it is rebuilt for a worker that is made ready ahead, and there alone."""
+
+    def __init__(self, x: Any, misdeed: str) -> None:
+        self.x, self.misdeed = x, misdeed
+
+
+def _rebuild(misdeed: str, children: tuple[Any]) -> Fragile:
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "prepare":
+        frame = frame.f_back
+    if frame is not None:
+        (Path(os.environ["SPARES"]) / str(os.getpid())).touch()
+        getattr(misdeeds, misdeed)()
+    return Fragile(children[0], misdeed)
+
+
+jax.tree_util.register_pytree_node(Fragile, lambda fragile: ((fragile.x,), fragile.misdeed), _rebuild)
+
+
+@pytest.mark.parametrize("misdeed", ["kill_itself", "segfault", "hang_holding_the_gil", "fail"])
+def test_a_worker_that_comes_to_grief_as_it_is_made_ready_ahead_costs_no_config_anything(
+    misdeed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spares = tmp_path / "spares"
+    spares.mkdir()
+    monkeypatch.setenv("SPARES", str(spares))
+    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
+    monkeypatch.setattr(scheduler, "STARTUP_DEADLINE_S", 2.0)
+
+    @quarantune.autotune({"n": [1, 2, 3, 4]}, rep=1)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def add(fragile: Fragile, n: int = 1) -> Any:
+        return fragile.x + n
+
+    with nothing_is_left():
+        trials = add.tune(Fragile(X, misdeed)).trials
+    assert ends(trials) == ["ok"] * 4
+    # What is merely raised is no reason to stop making workers ready: the config will meet it again, and tell.
+    assert (len(os.listdir(spares)) == 3) == (misdeed == "fail")
+    assert os.listdir(spares)
 
 
 def test_a_fork_bomb_leaves_no_splinter() -> None:

@@ -443,6 +443,19 @@ def test_a_worker_that_dies_as_it_is_made_ready_ahead_costs_no_config_anything(a
     assert len(spares) == 1
 
 
+def test_no_config_is_lost_for_good_though_every_worker_hangs_that_is_made_ready_ahead() -> None:
+    spares: list[int] = []
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "warm":
+            spares.append(worker.number)
+        return [] if worker.number in spares else None
+
+    result = run(plan_for(Route.TOGETHER, slots=1, ahead=True), 5, act)
+    assert result.outcomes == ["ok"] * 5
+    assert len(spares) == 2
+
+
 def test_a_worker_that_hangs_as_it_is_made_ready_ahead_loses_its_config_once() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         return [] if worker.number == 2 else None

@@ -779,6 +779,9 @@ class Scheduler:
         if worker.was_spare and not worker.began:
             # Whatever it died of was no config's doing. What is will bring down the worker that begins with it, too.
             self._ahead = False
+            if self._spare not in (None, worker):
+                self._retire(self._spare)  # its like would come to the same end, with the config that was just lost
+                self._spare = None
             worker.verdict = worker.verdict or (Outcome.LOST, "the process died before it began")
         outcome, message = worker.verdict = worker.verdict or self._judge(status)
         state = worker.device
