@@ -24,6 +24,7 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from jax.experimental.compilation_cache import compilation_cache
 
 import quarantune
 from quarantune import Outcome, Trial, finals, in_process, inputs, payload, supply, sweep, trial
@@ -401,6 +402,84 @@ def test_programs_that_call_back_into_python_are_never_taken_for_one(notes: Note
     assert ends(trials) == ["ok", "wrong", "ok"]
     assert set(notes.lines()) == {"1", "2", "3"}
     assert not any("same program" in trial.message for trial in trials)
+
+
+@pytest.mark.parametrize("dos", [["x", "y"], ["y", "x"]])
+def test_programs_that_take_different_arguments_are_never_taken_for_one(dos: list[str]) -> None:
+    # Arguments that a program has no use for are dropped, and the rest numbered anew: the text is the same for both.
+    def doubled(x: Any, y: Any, do: str = "") -> Any:
+        return 2 * (x if do == "x" else y)
+
+    tuned = quarantune.autotune({"do": dos}, ref_fn=lambda x, y: 2 * x, **SOON)(jax.jit(doubled, static_argnames="do"))
+    trials = tuned.tune(X, X + 1).trials
+    assert {trial.config["do"]: trial.outcome.value for trial in trials} == {"x": "ok", "y": "wrong"}
+
+
+def test_programs_whose_outputs_are_wrapped_up_otherwise_are_never_taken_for_one() -> None:
+    body = {"tuple": lambda x: (x * 2,), "list": lambda x: [x * 2]}
+    trials = tuned(lambda x, do: body[do](x), ["tuple", "list"], ref_fn=lambda x: (x * 2,)).tune(X).trials
+    assert ends(trials) == ["ok", "wrong"]
+
+
+def test_programs_with_constants_for_arguments_are_never_taken_for_one() -> None:
+    kernel = tuned(lambda x, do: x + np.full(x.shape, do, np.float32), [1, 2], ref_fn=lambda x: x + 1)
+    jax.config.update("jax_use_simplified_jaxpr_constants", True)
+    try:
+        trials = kernel.tune(X).trials
+        assert kernel(X)[0] == X[0] + 1
+    finally:
+        jax.config.update("jax_use_simplified_jaxpr_constants", False)
+    assert ends(trials) == ["ok", "wrong"]
+
+
+@pytest.fixture
+def cache_events() -> Iterator[list[str]]:
+    """What this process's JAX asks compilation caches for, and gets."""
+    heard: list[str] = []
+
+    def listen(event: str, **_: object) -> None:
+        if event.startswith("/jax/compilation_cache/cache_"):
+            heard.append(event.rpartition("/")[2])
+
+    jax.monitoring.register_event_listener(listen)
+    yield heard
+    jax.monitoring.unregister_event_listener(listen)
+
+
+@pytest.mark.parametrize("has_own_cache", [False, True])
+@pytest.mark.parametrize("default", [1, 2, 3])  # the default wins a tie, whichever of the three ran for all
+def test_the_first_call_after_a_sweep_compiles_nothing(
+    default: int, has_own_cache: bool, cache_events: list[str], tmp_path: Path
+) -> None:
+    directory = tmp_path / "compiled"
+    if has_own_cache:
+        jax.config.update("jax_compilation_cache_dir", str(directory))
+    try:
+        kernel = tuned(lambda x, do: x + do // 10, [1, 2, 3], default=default)
+        result = kernel.tune(X)
+        assert result.best_config == {"do": default}
+        assert not cache_events, "the sweep itself compiles nothing here"
+        np.testing.assert_array_equal(kernel(X), X)
+        assert cache_events == ["cache_hits"]
+        assert len(list(directory.glob("jit_kernel-*"))) == has_own_cache
+    finally:
+        if has_own_cache:
+            jax.config.update("jax_compilation_cache_dir", None)
+            compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("default", [1, 2, 3])
+def test_a_saved_winner_is_never_traced_whichever_of_its_twins_ran(default: int, notes: Notes, tmp_path: Path) -> None:
+    def noting(x: Any, do: int) -> Any:
+        notes.add(do)
+        return x + do // 10
+
+    result = tuned(noting, [1, 2, 3], default=default).tune(X)
+    assert result.best_config == {"do": default}
+    result.save(tmp_path / "best")
+    traced = notes.lines()
+    np.testing.assert_array_equal(quarantune.TuningResult.load(tmp_path / "best", trusted=True).fn(X), X)
+    assert notes.lines() == traced
 
 
 # --- trouble in the final -----------------------------------------------------------------------------------

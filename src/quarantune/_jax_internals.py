@@ -402,6 +402,23 @@ def _is_jax(frame: types.FrameType) -> bool:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("jax", "jaxlib")
 
 
+# --- compiled programs ------------------------------------------------------------------------------------------
+
+
+def arguments_taken(lowered: jax.stages.Lowered) -> list[int] | None:
+    """Returns which of its arguments, counted flat, a lowered program takes, without those it has no use for.
+
+    Private because nothing public tells: the text of a program numbers those that are left anew.
+
+    Returns:
+        The positions; None where they cannot be told, or do not tell all, because there are constants among them.
+    """
+    lowering: Any = getattr(lowered, "_lowering", None)
+    taken = getattr(lowering, "compile_args", {}).get("kept_var_idx")
+    constants = getattr(lowering, "const_args", [])
+    return None if taken is None or constants else sorted(taken)
+
+
 # --- compiled programs that another process compiled --------------------------------------------------------
 
 

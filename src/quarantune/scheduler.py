@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from quarantune import finals, host, measure
 from quarantune.devices import Device, Lease
@@ -43,6 +43,7 @@ _ERRAND_TRIES = 2
 _RAISED = frozenset({Outcome.ERROR, Outcome.WRONG, Outcome.DEVICE_OOM})
 """What a worker may say its config came to; all else is seen from outside."""
 _TROUBLED_DIVISOR = 4
+_Kept = TypeVar("_Kept")
 _MAX_READY = 64
 """Executables that wait to be measured; each holds a descriptor."""
 _SPARE_WORKERS = 6
@@ -242,6 +243,8 @@ class Scheduler:
         self._executables: dict[int, bytes] = {}
         self._kept: dict[int, tuple[float, int]] = {}
         self._programs: dict[str, _Job] = {}
+        self._twins: dict[int, int] = {}
+        """The config that ran in their place, by the indices of those that it stood for."""
         self._ended: dict[int, tuple[Trial, str]] = {}
         self._expected_fd = expected_fd
 
@@ -287,8 +290,9 @@ class Scheduler:
         Returns:
             What they showed; nothing where they could not be compared.
         """
-        entries = [{"config": config, "saved": index in self._kept} for index, config in configs.items()]
-        fds = [self._kept[index][1] for index in configs if index in self._kept]
+        ran = {index: self._twins.get(index, index) for index in configs}
+        entries = [{"config": config, "saved": ran[index] in self._kept} for index, config in configs.items()]
+        fds = [self._kept[index][1] for index in ran.values() if index in self._kept]
         try:
             reply = self._errand({"do": "compare", "entries": entries}, fds, patience=len(configs))
             rounds_ms = [_checked_samples(samples_ms) for samples_ms in reply["rounds_ms"]]
@@ -349,14 +353,18 @@ class Scheduler:
             Executables as a worker loads them, and what JAX's compilation cache can hold, by key; both by the configs'
             indices.
         """
-        executables = {index: executable for index, executable in self._executables.items() if executable}
+        executables = dict(self._executables)
         for_cache = {}
         for index, (_, fd) in self._kept.items():
             with contextlib.suppress(ValueError):  # a config may have written anything there
                 executables[index], key, value = spool.read_parts(fd)
                 if key:
                     for_cache[index] = {key.decode("ascii"): value}
-        return executables, for_cache
+        return self._with_twins(executables), self._with_twins(for_cache)
+
+    def _with_twins(self, programs: dict[int, _Kept]) -> dict[int, _Kept]:
+        """Returns programs by index, those too that ran in another config's name."""
+        return programs | {twin: programs[first] for twin, first in self._twins.items() if first in programs}
 
     def close(self) -> None:
         """Lets idle workers end, and closes what was kept for a comparison."""
@@ -660,10 +668,8 @@ class Scheduler:
             self._sandbox.share_modules([str(name) for name in names])
 
     def _succeed_compiling(self, worker: _Worker, job: _Job) -> None:
-        executable = spool.read_parts(job.executable_fd)[0] if os.fstat(job.executable_fd).st_size else b""
-        self._executables[job.index] = executable
-        for twin in job.twins:
-            self._executables[twin.index] = executable
+        if os.fstat(job.executable_fd).st_size:
+            self._executables[job.index] = spool.read_parts(job.executable_fd)[0]
         self._keep_peak(worker)
         worker.job = None
         self._finish(job, worker, Outcome.OK, Phase.COMPILE, "")
@@ -678,14 +684,13 @@ class Scheduler:
         self._keep_peak(worker)
         self._retire(worker)
         if first.index in self._ended:
-            if first.index in self._executables:
-                self._executables[job.index] = self._executables[first.index]
             self._finish_twin(job, first)
         else:
             first.twins.append(job)
 
     def _finish_twin(self, job: _Job, first: _Job) -> None:
         trial, log = self._ended[first.index]
+        self._twins[job.index] = first.index
         same = f"the same program as {first.config}"
         message = f"{same}: {trial.message}" if trial.message else same
         self._settle_as(job, dataclasses.replace(trial, config=job.config, message=message), log)
