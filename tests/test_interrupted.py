@@ -211,11 +211,11 @@ def stop_it(*_: object, **__: object) -> bool:
 
 @pytest.mark.usefixtures("quiet_place")
 def test_an_exception_in_the_callers_own_code_ends_the_sweep_and_the_next_call_goes_on_with_it() -> None:
-    space = (GOOD,) * 6
+    x, space = np.ones(7, np.float32), (GOOD,) * 6  # which no other test's sweep has answered in this process
     with nothing_is_left(), watching(stop_it), pytest.raises(StopIt):
-        misdeeds.kernel.eval_shape(X, space=space)
+        misdeeds.kernel.eval_shape(x, space=space)
     with nothing_is_left(), watching(lambda: None) as watcher:
-        misdeeds.kernel.eval_shape(X, space=space)  # unlike a call, it starts no backend here
+        misdeeds.kernel.eval_shape(x, space=space)  # unlike a call, it starts no backend here
     assert 1 <= watcher.calls <= 5  # the first was not measured again
 
 
