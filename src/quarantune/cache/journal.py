@@ -15,6 +15,7 @@ from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.keys import canonical_json, plain, safe_name, short_hash
 from quarantune.cache.owners import this_host
 
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
 _TROUBLE_KEY = "trouble"
 _TROUBLE = frozenset({"crashed", "timeout"})
@@ -153,8 +154,11 @@ def _remove(paths: list[Path]) -> None:
 
 
 def _append_line(path: Path, line: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    try:
+        fd = os.open(path, _APPEND, 0o666)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, _APPEND, 0o666)
     try:
         # A line torn by a full disk has no end: one is put between, or it would swallow this record too.
         size = os.fstat(fd).st_size
