@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import types
@@ -352,6 +353,12 @@ def test_only_what_was_measured_to_the_end_is_in_the_final(outcome: Outcome) -> 
 def test_configs_with_one_program_have_one_place_in_the_final() -> None:
     twins = [trial(1.0, samples_ms=(1.0, 0.9, 1.1))] * 5
     assert finalists_of(trial(1.2, samples_ms=(1.2,)), *twins, trial(1.3, samples_ms=(1.3,))) == [1, 0, 6]
+
+
+def test_two_programs_whose_samples_happen_to_be_the_same_have_two_places() -> None:
+    first, second = (dataclasses.replace(trial(1.0, samples_ms=(1.0,) * 5), compile_s=s) for s in (0.21, 0.22))
+    assert finalists_of(first, second, first) == [0, 1]
+    assert finals.with_twins({0: [1.1]}, {0: first, 1: second, 2: first}) == {0: [1.1], 2: [1.1]}
 
 
 def test_configs_with_one_program_share_what_the_final_says_of_it() -> None:

@@ -65,8 +65,12 @@ def with_twins(rounds: Mapping[int, Sequence[float]], trials: Mapping[int, Trial
 
 
 def _program(index: int, trials: Mapping[int, Trial]) -> object:
-    """Returns what configs that lowered to the same program share: the very samples."""
-    return trials[index].samples_ms or index
+    """Returns what configs that lowered to the same program share: the very samples, and the one compilation.
+
+    Samples alone may be equal by chance: a GPU's clock ticks every 32 ns, of which a small kernel takes a hundred.
+    """
+    trial = trials[index]
+    return (trial.samples_ms, trial.compile_s) if trial.samples_ms else index
 
 
 @dataclasses.dataclass(frozen=True)
