@@ -201,11 +201,14 @@ def test_a_config_costs_the_callers_process_little_cpu() -> None:
             took_ms = 1e3 * (time.perf_counter() - started) / 60
             # On a quiet machine a config takes 70 ms at most. A busy one makes it take longer, and meanwhile the
             # workers' memory is watched, and every wake-up finds its caches cold: neither is work for the config.
-            print(cpu_ms / max(1.0, took_ms / 70))
+            print(cpu_ms := cpu_ms / max(1.0, took_ms / 70))
+            if cpu_ms < float(sys.argv[2]):
+                break
     """
     # The aim is 2 ms; a quiet machine takes 1.6. Twice that is allowed here, as machines that run tests are slow and
     # shared: the same one was seen to take 2.3 an hour later.
-    assert min(map(float, python(measure, ATTEMPTS).split())) < 2 * 2
+    limit_ms = 2 * 2
+    assert min(map(float, python(measure, ATTEMPTS, limit_ms).split())) < limit_ms
 
 
 # --- importing ----------------------------------------------------------------------------------------------
