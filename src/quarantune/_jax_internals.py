@@ -164,8 +164,9 @@ def jit_options(fn: Any) -> JitOptions:
 def _static_names(fn: Any, info: Any) -> frozenset[str]:
     signature = info.fun_signature or inspect.signature(fn)
     by_position_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # JAX counts a negative number from a call's last positional argument, so that it names no parameter.
     parameters = [name for name, item in signature.parameters.items() if item.kind in by_position_kinds]
-    by_position = {parameters[index] for index in info.static_argnums if -len(parameters) <= index < len(parameters)}
+    by_position = {parameters[index] for index in info.static_argnums if 0 <= index < len(parameters)}
     return frozenset(info.static_argnames) | by_position
 
 
@@ -405,18 +406,36 @@ def _is_jax(frame: types.FrameType) -> bool:
 # --- compiled programs ------------------------------------------------------------------------------------------
 
 
-def arguments_taken(lowered: jax.stages.Lowered) -> list[int] | None:
-    """Returns which of its arguments, counted flat, a lowered program takes, without those it has no use for.
+def interface(lowered: jax.stages.Lowered) -> str | None:
+    """Returns what a lowered program takes and gives that its text does not tell.
 
-    Private because nothing public tells: the text of a program numbers those that are left anew.
+    That is which of its arguments, counted flat, it takes, without those it has no use for, and the types of its
+    outputs: whether they are weak, and what makes keys of them. Private because nothing public tells: the text numbers
+    the arguments that are left anew, and `out_info` calls every type strong.
 
     Returns:
-        The positions; None where they cannot be told, or do not tell all, because there are constants among them.
+        A text; None where it cannot be told, or does not tell all, because there are constants among the arguments.
     """
     lowering: Any = getattr(lowered, "_lowering", None)
-    taken = getattr(lowering, "compile_args", {}).get("kept_var_idx")
-    constants = getattr(lowering, "const_args", [])
-    return None if taken is None or constants else sorted(taken)
+    about = getattr(lowering, "compile_args", {})
+    if getattr(lowering, "const_args", []) or not {"kept_var_idx", "global_out_avals"} <= set(about):
+        return None
+    return f"{sorted(about['kept_var_idx'])} {about['global_out_avals']} {lowered.out_tree}"
+
+
+def prepare_to_load(executable: bytes) -> None:
+    """Makes ready what a program needs of this process that only lowers such programs otherwise.
+
+    Private because JAX gives its LAPACK kernels their functions while it lowers: a program that is only loaded would
+    jump to address 0.
+
+    Args:
+        executable: the program, serialised; the names of what it calls are in it.
+    """
+    if b"lapack_" in executable:
+        from jax._src.lax import linalg
+
+        linalg.initialize_lapack()
 
 
 # --- compiled programs that another process compiled --------------------------------------------------------

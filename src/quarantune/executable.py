@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from quarantune import payload
+from quarantune import _jax_internals, payload
 
 
 def dumps(compiled: Any) -> bytes:
@@ -32,6 +32,7 @@ def loads(blob: bytes) -> Any:
         ValueError: this process lacks one of the devices.
     """
     serialized, in_tree, out_tree, device_ids = payload.loads(blob)
+    _jax_internals.prepare_to_load(serialized)
     here = {device.id: device for device in jax.devices()}
     if missing := [number for number in device_ids if number not in here]:
         raise ValueError(f"it was compiled for the devices {device_ids}, of which {missing} are not there")

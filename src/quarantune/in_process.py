@@ -62,7 +62,7 @@ def run(
 def _refer(bench: trial.Bench, fd: int) -> None:
     try:
         bench.refer(fd)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         about = describe_error(error)
         raise ReferenceFailedError(
             f"ref_fn failed, so no config can be judged: {about['error']}: {about['message']}"
@@ -101,7 +101,7 @@ def compare(
             programs = [bench.compile(measured[index].config, target=None) for index in finalists]
             rounds_ms, warm_ms = bench.compare(programs)
             return finals.Final.of(finalists, rounds_ms, warm_ms)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %r", error)
             return finals.Final()
 
@@ -114,7 +114,7 @@ def _run_one(bench: trial.Bench, config: Config, expected_fd: int | None) -> Tri
         bench.check(program, expected_fd=expected_fd)
         so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
         measured = bench.measure(program, bar_ms=None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # what KeyboardInterrupt says is the caller's
         assert so_far.phase is not None
         about = describe_error(error)
         outcome = Outcome(trial.outcome_of(error, so_far.phase.value))

@@ -175,7 +175,7 @@ def _floats(generator: np.random.Generator, kind: str, elements: int) -> np.ndar
 
 
 def _map_spool(call: Call, fd: int) -> mmap.mmap | None:
-    needed = max((spec.offset + spec.nbytes for spec in call.specs if not spec.made), default=0)
+    needed = max((spec.offset + spec.nbytes for spec in call.specs if not spec.made and spec.nbytes), default=0)
     if needed == 0:
         return None
     size = os.fstat(fd).st_size

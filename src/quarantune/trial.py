@@ -296,12 +296,12 @@ class Bench:
         """Tells a lowered program's hash, which configs have in common that lower to the same one.
 
         A program that calls back into Python says where in a table the function is, not which: its text tells nothing.
-        Neither does it tell of the gradients, where those are to be checked. Nor does it say which of the arguments it
-        takes, where it does not need all of them, or how its outputs are wrapped up.
+        Neither does it tell of the gradients, where those are to be checked. Nor does it say all of what it takes and
+        gives.
         """
-        text, taken = lowered.as_text(), _jax_internals.arguments_taken(lowered)
-        if "callback" not in text and not self._options["check_grad"] and taken is not None:
-            announce(hashlib.sha256(f"{taken} {lowered.out_tree} {text}".encode()).hexdigest())
+        text, interface = lowered.as_text(), _jax_internals.interface(lowered)
+        if "callback" not in text and not self._options["check_grad"] and interface is not None:
+            announce(hashlib.sha256(f"{interface} {text}".encode()).hexdigest())
 
     def dynamic(self, arguments: Arguments) -> Arguments:
         """Returns the arguments without the static ones, as an executable takes them."""

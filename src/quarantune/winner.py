@@ -7,9 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from quarantune import _jax_internals, executable
 from quarantune.outcomes import Config
+
+_Static = tuple[type, Any]
 
 
 class Winner:
@@ -43,6 +46,7 @@ class Winner:
         self._jit = _jax_internals.jit_options(fn)
         self._statics = self._split(args, kwargs)[1]
         self._call = executable.loads(compiled)
+        self._weak = [aval.weak_type for aval in jax.tree.leaves(self._call.in_avals)]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the executable, or the function where the call is another one."""
@@ -50,6 +54,10 @@ class Winner:
         if _jax_internals.is_tracing() or statics != self._statics:
             return self._bound(*args, **kwargs)
         try:
+            # An executable takes strong types for weak ones and weak for strong, and answers in its own.
+            leaves = jax.tree.leaves((dynamic_args, dynamic_kwargs))
+            if [jax.typeof(leaf).weak_type for leaf in leaves] != self._weak:
+                return self._bound(*args, **kwargs)
             return self._call(*dynamic_args, **dynamic_kwargs)
         except (TypeError, ValueError):
             # Not the shapes, dtypes or devices it was compiled for; the function says it better if it is wrong.
@@ -57,16 +65,16 @@ class Winner:
 
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[list[Any], dict[str, Any]], tuple[dict[int, Any], dict[str, Any]]]:
+    ) -> tuple[tuple[list[Any], dict[str, Any]], tuple[dict[int, _Static], dict[str, _Static]]]:
         is_static = [self._jit.is_static_position(index, len(args)) for index in range(len(args))]
         names = self._jit.static_argnames
         dynamic = (
             [arg for arg, static in zip(args, is_static, strict=True) if not static],
             {name: arg for name, arg in kwargs.items() if name not in names},
         )
-        statics = (
-            {index: arg for index, arg in enumerate(args) if is_static[index]},
-            {name: arg for name, arg in kwargs.items() if name in names},
+        statics = (  # with their types, as JAX has it: 1 and 1.0 are two programs
+            {index: (type(arg), arg) for index, arg in enumerate(args) if is_static[index]},
+            {name: (type(arg), arg) for name, arg in kwargs.items() if name in names},
         )
         return dynamic, statics
 
@@ -75,7 +83,7 @@ def without_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     """Returns a call with None for every array, which keeps the statics and costs nothing to keep."""
 
     def emptied(leaf: Any) -> Any:
-        return None if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else leaf
+        return None if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) else leaf
 
     emptied_args, emptied_kwargs = jax.tree.map(emptied, (args, kwargs))
     return emptied_args, emptied_kwargs
