@@ -115,6 +115,8 @@ class _Job:
     executable_fd: int = -1
     compile_s: float | None = None
     peak_bytes: int = 0
+    slack_s: float = float("inf")
+    """How much of its deadline was left when it had been lowered."""
     was_lost: bool = False
     needs_fresh: bool = False
     twins: list[_Job] = dataclasses.field(default_factory=list)
@@ -646,6 +648,7 @@ class Scheduler:
                     # It ends by itself, unless the config has seen to it that it does not.
                     worker.deadline = self._clock() + _KILL_DEADLINE_S
             case "lowered" if worker.compiling and worker.job is not None:
+                worker.job.slack_s = worker.deadline - self._clock()
                 self._recognise(worker, worker.job, str(message["program"]))
             case "checked" if self._together and worker.device is not None and worker.device.measuring is worker:
                 worker.run_ms, worker.own_ms = _duration(message["run_ms"]), _duration(message["own_ms"])
@@ -681,6 +684,7 @@ class Scheduler:
         if first is job:
             return
         worker.job, worker.compiling = None, False
+        _close_executable(job)
         self._keep_peak(worker)
         self._retire(worker)
         if first.index in self._ended:
@@ -732,12 +736,14 @@ class Scheduler:
     def _fail(self, worker: _Worker, message: dict[str, Any]) -> None:
         """Something was raised: the worker ends, and so it must, with whatever it did to itself."""
         error, text = str(message["error"]), str(message["message"])
-        if message["outcome"] == "unfit" and worker.job is not None and worker.compiling and not self._together:
+        is_early = worker.compiling or worker.phase is Phase.LOAD
+        is_unfit = message["outcome"] == "unfit" and is_early and not self._together
+        if is_unfit and worker.job is not None and not worker.used:
             self._hand_over(worker.job, text)
             worker.job, worker.compiling = None, False
             self._retire(worker)
             return
-        outcome = Outcome(message["outcome"])
+        outcome = Outcome.ERROR if is_unfit else Outcome(message["outcome"])
         if outcome not in _RAISED:
             raise ValueError(f"nothing raised is {outcome.value!r}")
         worker.traceback = str(message.get("traceback", ""))
@@ -837,6 +843,7 @@ class Scheduler:
         if not self._together and job.executable_fd >= 0 and job.compile_s is not None:
             self._ready.appendleft(job)
         else:
+            self._release_twins(job)  # it may come to another end, or be somebody's twin itself
             self._pending.appendleft(job)
 
     def _finish(
@@ -857,13 +864,21 @@ class Scheduler:
         )
         _close_executable(job)
         self._settle_as(job, trial, log)
-        if outcome is Outcome.LOST and self._devices:
-            self._forget_programs([job])  # what the machinery did to it says nothing of its twins
-            self._pending.extend(job.twins)
+        was_slow_to_lower = job.slack_s < self._plan.compile_timeout_s / 2
+        if (outcome is Outcome.LOST and self._devices) or (
+            (outcome, phase) == (Outcome.TIMEOUT, Phase.COMPILE) and was_slow_to_lower
+        ):
+            self._release_twins(job)  # what the machinery did to it, or its own tracing, says nothing of its program
             return
         self._ended[job.index] = (trial, log)
         for twin in job.twins:
             self._finish_twin(twin, job)
+
+    def _release_twins(self, job: _Job) -> None:
+        """Has those that were to get what a job gets run by themselves."""
+        self._forget_programs([job])
+        self._pending.extend(job.twins)
+        job.twins = []
 
     def _forget_programs(self, jobs: Sequence[_Job]) -> None:
         """Lets nobody become the twin of a job that will have no result."""

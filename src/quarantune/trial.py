@@ -43,12 +43,14 @@ class Program:
         compile_s: seconds spent tracing, lowering and compiling it here.
         for_cache: the executable as JAX's compilation cache holds it, by its key there; empty where it would not be
             found again, as one that was compiled without its device would not.
+        calls_back: whether it is known to call back into Python.
     """
 
     config: Config
     call: Callable[..., Any]
     compile_s: float
     for_cache: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    calls_back: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +131,10 @@ class Bench:
         else:
             args, kwargs = inputs.call_as_structs(self._call) if away else self.arguments()
             lowered = self._jitted.trace(*args, **kwargs, **config).lower()
-            self._announce(lowered, announce)
+            calls_back = self._announce(lowered, announce)
             with _jax_internals.compilation_cache_in_memory({}, named=self._options["compilation_cache"]) as cache:
                 compiled = lowered.compile()
-            return Program(config, compiled, time.perf_counter() - start, cache.programs)
+            return Program(config, compiled, time.perf_counter() - start, cache.programs, calls_back)
         return Program(config, compiled, time.perf_counter() - start)
 
     def save(self, program: Program, fd: int) -> None:
@@ -253,9 +255,9 @@ class Bench:
         Returns:
             `samples_ms`, `clock`, and `is_slow`, whether sampling stopped because it cannot win any more.
         """
-        # To be checked it ran once already. That tells nothing where something may have been compiled then: by a plain
-        # callable, or by JAX, to carry an argument from one device to all that the others are on.
-        is_warm = self._jit is not None and self._call.devices_needed == 1
+        # To be checked it ran once already. That tells nothing where something may have been compiled or made then: by
+        # Python, or by JAX, to carry an argument from one device to all that the others are on.
+        is_warm = self._jit is not None and self._call.devices_needed == 1 and not program.calls_back
         for _ in range(self._options["warmup"] - is_warm):
             self.run(program)
             is_warm = True
@@ -270,9 +272,15 @@ class Bench:
         )
         return {"samples_ms": list(samples.samples_ms), "clock": clock.name, "is_slow": samples.is_ruled_out}
 
-    def telling_run(self) -> LastRun | None:
-        """Returns how long the last run took, where it was so long that this says something; else None."""
-        is_telling = self._jit is not None and not self._has_own_clock() and self._call.devices_needed == 1
+    def telling_run(self, program: Program) -> LastRun | None:
+        """Returns how long the first run took, where it was so long that this says something; else None."""
+        is_telling = (
+            self._jit is not None
+            and not self._has_own_clock()
+            and self._call.devices_needed == 1
+            and not program.calls_back  # what Python keeps is made in the first run
+            and self._options["warmup"] <= 1  # or its author knows that it takes several
+        )
         return self._last_run if is_telling and self._last_run and self._last_run.ms > measure.TELLING_MS else None
 
     def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], list[list[float]]]:
@@ -292,16 +300,21 @@ class Bench:
                 warm_ms[position] = samples_ms
         return rounds_ms, warm_ms
 
-    def _announce(self, lowered: Any, announce: Callable[[str], None]) -> None:
+    def _announce(self, lowered: Any, announce: Callable[[str], None]) -> bool:
         """Tells a lowered program's hash, which configs have in common that lower to the same one.
 
         A program that calls back into Python says where in a table the function is, not which: its text tells nothing.
         Neither does it tell of the gradients, where those are to be checked. Nor does it say all of what it takes and
         gives.
+
+        Returns:
+            Whether it calls back into Python.
         """
         text, interface = lowered.as_text(), _jax_internals.interface(lowered)
-        if "callback" not in text and not self._options["check_grad"] and interface is not None:
+        calls_back = "callback" in text
+        if not calls_back and not self._options["check_grad"] and interface is not None:
             announce(hashlib.sha256(f"{interface} {text}".encode()).hexdigest())
+        return calls_back
 
     def dynamic(self, arguments: Arguments) -> Arguments:
         """Returns the arguments without the static ones, as an executable takes them."""

@@ -18,6 +18,7 @@ from quarantune.sandbox.wire import Connection, Message
 
 if TYPE_CHECKING:
     from quarantune import payload, trial
+    from quarantune.outcomes import Config
 
 _MESSAGE_CHARS = 4000
 _TRACEBACK_LINES = 12
@@ -118,11 +119,11 @@ class Worker:
             case "compile":
                 return self._compile(bench, task, fds)
             case "measure":
-                program = bench.load(task["config"], fds[0]) if task["load"] else self._program
+                program = self._load(bench, task["config"], fds[0]) if task["load"] else self._program
                 if not task["checked"]:
                     self._phase = "check"  # since it was told to: nobody needs to hear of it
                     bench.check(program, expected_fd=fds[1] if len(fds) > 1 else None)
-                    if task["pause"] and (run := bench.telling_run()) is not None:
+                    if task["pause"] and (run := bench.telling_run(program)) is not None:
                         # It may be out of the race already, which the scheduler knows.
                         return {"type": "checked", "run_ms": run.ms, "own_ms": run.own_ms}
                 self._enter("measure")
@@ -155,13 +156,29 @@ class Worker:
                 bench.save(self._program, fds[0])
         return {"type": "compiled", "compile_s": self._program.compile_s, "modules": self._new_modules()}
 
+    def _load(self, bench: trial.Bench, config: Config, fd: int) -> trial.Program:
+        """Loads a program; one that calls what only tracing it makes known must be compiled where it runs."""
+        from quarantune import trial
+
+        self._phase = "load"
+        try:
+            return bench.load(config, fd)
+        except Exception as error:
+            if trial.outcome_of(error, self._phase) != "error":
+                raise
+            raise trial.NeedsDeviceError(f"its executable cannot be loaded: {error}") from error
+
     def _compare(self, bench: trial.Bench, task: Message, fds: list[int]) -> Message:
+        from quarantune import trial
+
         self._enter("compile")
-        saved = iter(fds)
-        programs = [
-            bench.load(entry["config"], next(saved)) if entry["saved"] else bench.compile(entry["config"], target=None)
-            for entry in task["entries"]
-        ]
+        saved, programs = iter(fds), []
+        for entry in task["entries"]:
+            program = None
+            if entry["saved"]:
+                with contextlib.suppress(trial.NeedsDeviceError):
+                    program = self._load(bench, entry["config"], next(saved))
+            programs.append(program or bench.compile(entry["config"], target=None))
         self._enter("check")
         for program in programs:
             bench.run(program)
