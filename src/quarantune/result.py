@@ -94,11 +94,17 @@ class TuningResult:
 
         Raises:
             TypeError: the function cannot travel; the message says why.
+            SavedResultError: the result was loaded without its function.
             OSError: the directory cannot be written to.
         """
         from quarantune import payload
 
         folder = Path(directory)
+        if isinstance(self.fn, functools.partial) and self.fn.func is _refuse:
+            raise SavedResultError(
+                f"this result was loaded without its function, which {str(folder)!r} would lack: copy the directory it "
+                "is from, or load it with trusted=True and save that"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         plain = self.fn.func if isinstance(self.fn, functools.partial) else getattr(self.fn, "__wrapped__", self.fn)
         parts = {_FUNCTION: payload.dumps((plain, self.call))}
@@ -130,8 +136,8 @@ class TuningResult:
         Args:
             directory: the directory.
             trusted: whether code from the directory may run. Only then is `fn` the function: with the winner's
-                executable under the same versions on the same kind of device, else compiled again, which a warning
-                says.
+                executable, where one was saved, under the same versions on the same kind of device, else compiled
+                again, which a warning says. None is saved of a plain callable, and of a result from the cache.
 
         Returns:
             The result; untrusted, its `fn` raises.

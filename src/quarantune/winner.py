@@ -80,10 +80,13 @@ class Winner:
 
 
 def without_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call with None for every array, which keeps the statics and costs nothing to keep."""
+    """Returns a call with None for every argument that holds an array: its statics, which cost nothing to keep.
 
-    def emptied(leaf: Any) -> Any:
-        return None if isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) else leaf
+    Arguments are not rebuilt around something else: the class of one may look at what it is given.
+    """
 
-    emptied_args, emptied_kwargs = jax.tree.map(emptied, (args, kwargs))
-    return emptied_args, emptied_kwargs
+    def emptied(arg: Any) -> Any:
+        arrays = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+        return None if any(isinstance(leaf, arrays) for leaf in jax.tree.leaves(arg)) else arg
+
+    return tuple(map(emptied, args)), {name: emptied(arg) for name, arg in kwargs.items()}
