@@ -800,6 +800,77 @@ def test_what_the_machinery_lost_says_nothing_of_configs_with_the_same_program(
     assert result.outcomes == ["lost", *["ok"] * 7]
 
 
+def lowers(worker: FakeWorker, program: str, *then: Step) -> list[Step]:
+    return [(0.1, worker.says("phase", "compile")), (0.1, worker.says("lowered", "compile", program=program)), *then]
+
+
+def test_who_waits_for_a_config_that_is_lost_and_left_to_the_other_route_is_left_too() -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "compile" or (worker.trial == 0 and worker.starts):
+            return None
+        if worker.trial == 2:  # lost with its template, like 0, and unfit the next time
+            end = (0.1, worker.raises("compile", "unfit")) if worker.starts else (1.6, worker.ends(None))
+            return [(0.1, worker.says("phase", "compile")), end]
+        return compiles(worker, program="same") if worker.trial else lowers(worker, "same", (1.5, worker.ends(None)))
+
+    result = run(plan_for(Route.APART, slots=3), 3, act)  # which checks that every config ends
+    assert set(result.trials) | set(result.leftovers.unfit) == {0, 1, 2}
+
+
+def test_a_lost_config_that_lowers_to_another_program_leaves_those_that_waited_for_it_to_themselves() -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "compile":
+            return None
+        if worker.trial == 0 and not worker.starts:
+            return lowers(worker, "first", (3, worker.ends(None)))
+        return compiles(worker, program="first" if worker.trial == 1 else "second")
+
+    assert run(plan_for(Route.APART, slots=3), 3, act).outcomes == ["ok"] * 3
+
+
+@pytest.mark.parametrize(("lowering_s", "becomes_of_its_twin"), [(4.0, "ok"), (1.0, "timeout")])
+def test_a_deadline_that_tracing_used_up_says_nothing_of_configs_with_the_same_program(
+    lowering_s: float, becomes_of_its_twin: str
+) -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "compile" or worker.trial != 0:
+            return compiles(worker, program="same") if worker.do == "compile" else None
+        lowered = (lowering_s, worker.says("lowered", "compile", program="same"))
+        return [(0.1, worker.says("phase", "compile")), lowered]  # and compiles for ever
+
+    result = run(plan_for(Route.APART, slots=1), 2, act)
+    assert result.outcomes == ["timeout", becomes_of_its_twin]
+
+
+def test_configs_with_the_same_program_hold_no_descriptors_while_they_wait() -> None:
+    most, before = 0, len(os.listdir("/proc/self/fd"))
+
+    def count() -> None:
+        nonlocal most
+        most = max(most, len(os.listdir("/proc/self/fd")) - before)
+
+    run(plan_for(Route.APART), 100, lambda w: compiles(w, program="same") if w.do == "compile" else None, on_tick=count)
+    assert 0 < most < 20
+
+
+def test_a_program_that_cannot_be_loaded_is_left_to_the_other_route() -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        is_hit = worker.do == "measure" and worker.trial == 1
+        return [(0.1, worker.raises("load", "unfit"))] if is_hit else None
+
+    result = run(plan_for(Route.APART), 3, act)
+    assert list(result.leftovers.unfit) == [1]
+    assert result.outcomes == ["ok"] * 2
+
+
+def test_a_program_that_a_used_worker_cannot_load_is_loaded_by_a_fresh_one_first() -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        return [(0.1, worker.raises("load", "unfit"))] if worker.do == "measure" and worker.measured else None
+
+    result = run(plan_for(Route.APART), 3, act)
+    assert result.outcomes == ["ok"] * 3
+
+
 @ROUTES
 def test_when_the_last_device_goes_configs_with_the_same_program_end_too(route: Route) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
