@@ -1,0 +1,120 @@
+"""Programs are more than their text: which may be taken for one, what loading them takes, what a first run says."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quarantune
+
+X = jnp.ones(8)
+
+
+def ends(trials: tuple[quarantune.Trial, ...]) -> list[str]:
+    """Returns how trials ended; one that was measured is `ok`: on a busy machine any may be found slow."""
+    return ["ok" if trial.outcome.value == "slow" else trial.outcome.value for trial in trials]
+
+
+def tuner(fn: Callable[..., Any], configs: list[Any], **options: Any) -> quarantune.AutoTuner:
+    """Returns a tuner of `fn(*args, do=...)` over `configs`."""
+    jitted = functools.partial(jax.jit, static_argnames=["do"])(fn)
+    return quarantune.AutoTuner(jitted, [{"do": config} for config in configs], warmup=1, rep=3, **options)
+
+
+@pytest.mark.parametrize("impls", [["rbg", "unsafe_rbg"], ["unsafe_rbg", "rbg"]])
+def test_programs_whose_keys_are_made_otherwise_are_never_taken_for_one(impls: list[str]) -> None:
+    def keys(data: Any, do: str = "") -> Any:
+        return jax.random.wrap_key_data(data + jnp.uint32(1), impl=do)
+
+    result = tuner(keys, impls, ref_fn=functools.partial(keys, do="rbg")).run(jnp.zeros(4, jnp.uint32))
+    assert {trial.config["do"]: trial.outcome.value for trial in result.trials} == {"rbg": "ok", "unsafe_rbg": "wrong"}
+
+
+def test_programs_with_weak_and_with_strong_outputs_are_never_taken_for_one() -> None:
+    @functools.partial(jax.jit, static_argnames=["weak"])
+    def two(x: Any, weak: bool = False) -> Any:
+        return x + 1, 2.0 if weak else jnp.float32(2.0)
+
+    weak, strong = quarantune.compile_configs(two, [{"weak": True}, {"weak": False}], X)
+    assert weak is not None
+    assert strong is not None
+    assert (weak(X)[1].weak_type, strong(X)[1].weak_type) == (True, False)
+
+
+# --- what loading takes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["1", "4"], ids=["together", "apart"])
+def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One worker compiles and measures, or two do."""
+    monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", request.param)
+
+
+@pytest.mark.usefixtures("route")
+def test_programs_that_call_lapack_are_tuned_and_compared(caplog: pytest.LogCaptureFixture) -> None:
+    def factor(x: Any, do: int = 1) -> Any:
+        return jnp.linalg.cholesky(x) * do
+
+    with caplog.at_level(logging.WARNING):
+        assert ends(tuner(factor, [1, 2]).run(4 * jnp.eye(8)).trials) == ["ok", "ok"]
+    assert "could not be compared" not in caplog.text
+
+
+def factor_by_hand(x: Any, do: int = 1) -> Any:
+    """Calls a function of a library that this process hears of only here, as somebody's own may be."""
+    from jaxlib.cpu import _lapack
+
+    _lapack.initialize()
+    jax.ffi.register_ffi_target("factor_by_hand", _lapack.registrations()["lapack_spotrf_ffi"], platform="cpu")
+    result = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.int32))
+    call = jax.ffi.ffi_call("factor_by_hand", result, input_layouts=[(0, 1)], output_layouts=[(0, 1), ()])
+    return call(x * do, uplo=np.uint8(ord("L")))[0]
+
+
+@pytest.mark.usefixtures("route")
+def test_programs_that_call_what_tracing_them_registers_are_tuned_and_compared(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert ends(tuner(factor_by_hand, [1, 2]).run(4 * jnp.eye(8)).trials) == ["ok", "ok"]
+    assert "could not be compared" not in caplog.text
+
+
+# --- what a first run says ----------------------------------------------------------------------------------
+
+_made: list[object] = []
+
+
+def busy(seconds: float) -> None:
+    started = time.process_time()
+    while time.process_time() - started < seconds:
+        pass
+
+
+def quick_once_made(x: Any) -> Any:
+    if not _made:
+        busy(0.3)
+        _made.append(x)
+    return x
+
+
+def steady(x: Any) -> Any:
+    busy(0.03)
+    return x
+
+
+@pytest.mark.parametrize("order", [["steady", "quick"], ["quick", "steady"]])
+def test_what_python_makes_in_a_first_run_rules_nobody_out(order: list[str]) -> None:
+    def called_back(x: Any, do: str = "") -> Any:
+        function = steady if do == "steady" else quick_once_made
+        return jax.pure_callback(function, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    assert tuner(called_back, order).run(X).best_config == {"do": "quick"}

@@ -1,0 +1,139 @@
+"""A compiled config as a function: it runs where its executable may, and else gives what the jitted function gives."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quarantune
+
+pytestmark = pytest.mark.usefixtures("two_slots")
+
+
+def jitted(fn: Callable[..., Any]) -> Any:
+    """Returns `fn` jitted; it has the tunable `n`, and `p` is static."""
+    return functools.partial(jax.jit, static_argnames=["n", "p"])(fn)
+
+
+@jitted
+def scaled(x: Any, by: Any, p: Any = None, n: int = 1) -> Any:
+    return x * by
+
+
+@jitted
+def times(x: Any, p: Any = None, n: int = 1) -> Any:
+    return x if p is None else x * (100 if p is True else p)
+
+
+@jitted
+def cast(x: Any, p: Any = None, n: int = 1) -> Any:
+    return x if p is None else x.astype(p)
+
+
+def compiled(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    (winner,) = quarantune.compile_configs(fn, [{"n": 1}], *args, **kwargs)
+    return winner
+
+
+BF16 = jnp.ones(3, jnp.bfloat16)
+INTS = jnp.arange(3)
+
+
+@pytest.mark.parametrize(
+    ("fn", "made_for", "called_with"),
+    [
+        (scaled, (BF16, jnp.float32(2)), (BF16, 2.0)),
+        (scaled, (BF16, 2.0), (BF16, np.float32(2))),
+        (scaled, (BF16, 2.0), (BF16, 3.0)),
+        (times, (INTS, 1), (INTS, 1.0)),
+        (times, (INTS, True), (INTS, 1)),
+        (times, (INTS, 1), (INTS, True)),
+        (cast, (INTS, np.float32), (INTS, None)),
+        (cast, (INTS, np.float32), (INTS, np.float32)),
+        (cast, (INTS, np.float32), (INTS, np.int16)),
+    ],
+)
+def test_any_call_gives_what_the_jitted_function_gives(fn: Any, made_for: Any, called_with: Any) -> None:
+    ours, theirs = compiled(fn, *made_for)(*called_with), fn(*called_with, n=1)
+    assert (ours.dtype, ours.weak_type) == (theirs.dtype, theirs.weak_type)
+    np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+
+
+def test_the_call_that_it_was_made_for_is_not_traced() -> None:
+    traced = []
+
+    @jitted
+    def noting(x: Any, p: Any = None, n: int = 1) -> Any:
+        traced.append(p)
+        return x * n
+
+    winner = compiled(noting, INTS, p=np.float32)
+    traced.clear()
+    np.testing.assert_array_equal(winner(INTS, p=np.float32), INTS)
+    assert not traced
+    winner(INTS, p=np.int16)
+    assert traced == [np.int16]
+
+
+@jax.tree_util.register_pytree_node_class
+class Pair:
+    """Looks at what it is made of."""
+
+    def __init__(self, first: Any, second: Any) -> None:
+        assert first.shape == second.shape
+        self.both = (first, second)
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return self.both, None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, both: Any) -> Pair:
+        return cls(*both)
+
+
+def test_a_class_that_looks_at_its_arrays_may_be_an_argument(tmp_path: Path) -> None:
+    @jitted
+    def summed(pair: Any, p: Any = None, n: int = 1) -> Any:
+        return pair.both[0] + pair.both[1]
+
+    tuned = quarantune.autotune({"n": [1, 2]}, rep=1)(summed)
+    pair = Pair(jnp.ones(3), jnp.ones(3))
+    np.testing.assert_array_equal(tuned(pair), 2)
+    tuned.tune(pair).save(tmp_path)
+    np.testing.assert_array_equal(quarantune.TuningResult.load(tmp_path, trusted=True).fn(pair), 2)
+
+
+def test_a_result_without_its_function_is_not_saved_over_one_that_has_it(tmp_path: Path) -> None:
+    quarantune.autotune({"n": [1, 2]}, rep=1)(times).tune(INTS, 2).save(tmp_path)
+    with pytest.raises(quarantune.SavedResultError, match="trusted=True"):
+        quarantune.TuningResult.load(tmp_path).save(tmp_path)
+    np.testing.assert_array_equal(quarantune.TuningResult.load(tmp_path, trusted=True).fn(INTS, 2), 2 * INTS)
+
+
+def test_a_program_that_calls_lapack_is_loaded_by_a_process_that_has_lowered_none(tmp_path: Path) -> None:
+    (tmp_path / "lapack.py").write_text(
+        """
+import functools, sys
+import jax, jax.numpy as jnp, quarantune
+
+@functools.partial(jax.jit, static_argnames=["n"])
+def factor(x, n=1):
+    return n * jnp.linalg.cholesky(x)
+
+if __name__ == "__main__":
+    one, two = quarantune.compile_configs(factor, [{"n": 1}, {"n": 2}], 4 * jnp.eye(3))
+    print(one(4 * jnp.eye(3))[0, 0], two(4 * jnp.eye(3))[0, 0])
+""",
+        encoding="utf-8",
+    )
+    run = subprocess.run([sys.executable, tmp_path / "lapack.py"], capture_output=True, text=True, timeout=100)
+    assert (run.returncode, run.stdout.split()) == (0, ["2.0", "4.0"]), run.stderr
