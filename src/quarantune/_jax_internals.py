@@ -164,9 +164,8 @@ def jit_options(fn: Any) -> JitOptions:
 def _static_names(fn: Any, info: Any) -> frozenset[str]:
     signature = info.fun_signature or inspect.signature(fn)
     by_position_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    # JAX counts a negative number from a call's last positional argument, so that it names no parameter.
     parameters = [name for name, item in signature.parameters.items() if item.kind in by_position_kinds]
-    by_position = {parameters[index] for index in info.static_argnums if 0 <= index < len(parameters)}
+    by_position = {parameters[index] for index in info.static_argnums if -len(parameters) <= index < len(parameters)}
     return frozenset(info.static_argnames) | by_position
 
 
