@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -118,3 +119,17 @@ def test_what_python_makes_in_a_first_run_rules_nobody_out(order: list[str]) -> 
         return jax.pure_callback(function, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     assert tuner(called_back, order).run(X).best_config == {"do": "quick"}
+
+
+@pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none")
+def test_a_config_that_exits_does_not_take_this_process_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUARANTUNE_ISOLATION", "none")
+
+    def leaving(x: Any, do: int = 1) -> Any:
+        if do == 1:
+            sys.exit(3)
+        return x
+
+    first, second = tuner(leaving, [1, 2]).run(X).trials
+    assert (first.outcome.value, first.message) == ("error", "SystemExit: 3")
+    assert second.outcome.value == "ok"
