@@ -315,6 +315,29 @@ def test_options_are_parts_and_functions_among_them_count_by_code() -> None:
     assert base.differences(base.parts) == []
 
 
+@pytest.mark.parametrize(("old", "new"), [("TOL = 1.0", "TOL = 2.0"), ("return x + 1", "return x + 2")])
+@pytest.mark.parametrize("name", ["check", "checker", "bound"])
+def test_what_a_function_among_the_options_refers_to_counts(tmp_path: Path, name: str, old: str, new: str) -> None:
+    source = """
+import functools
+TOL = 1.0
+def helper(x):
+    return x + 1
+def check(output, expected=None):
+    return helper(output) < TOL
+class Checker:
+    def __call__(self, output, expected):
+        return check(output)
+checker = Checker()
+bound = functools.partial(check, expected=3)
+"""
+    assert old in source
+    one, other, same = (load(tmp_path, text)[name] for text in (source, source.replace(old, new), source))
+    before = fingerprint(load, options={"check_fn": one})
+    assert before.differences(fingerprint(load, options={"check_fn": other})) == ["option:check_fn"]
+    assert before == fingerprint(load, options={"check_fn": same})
+
+
 def test_a_fingerprint_is_the_same_in_every_process_and_directory(tmp_path: Path) -> None:
     module = textwrap.dedent(
         """

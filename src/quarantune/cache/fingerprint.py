@@ -58,9 +58,23 @@ def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = N
 
     Args:
         fn: the function or other callable, wrapped or not.
-        options: the options, by name; values may be functions too.
+        options: the options, by name; functions among them count as `fn` does, and by their decorators too.
     """
-    return Fingerprint(parts=_Walk(fn).parts | {f"option:{k}": _hash(_describe(v)) for k, v in (options or {}).items()})
+    described = {f"option:{name}": _hash(_describe_option(value)) for name, value in (options or {}).items()}
+    return Fingerprint(parts=_Walk(fn).parts | described)
+
+
+def _describe_option(value: Any) -> Any:
+    described = _describe(value)
+    function = _root_function(value) if callable(value) else None
+    if function is None or _is_installed(function.__code__.co_filename):
+        return described
+    return [described, _Walk(value).parts]
+
+
+def _root_function(fn: Any) -> types.FunctionType | None:
+    """Returns the Python function that runs where `fn` is called, or None."""
+    return _plain_function(fn) or _plain_function(inspect.getattr_static(type(fn), "__call__", None))
 
 
 class _Walk:
@@ -69,7 +83,7 @@ class _Walk:
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.parts: dict[str, str] = {}
         self._seen: set[int] = set()
-        function = _plain_function(fn) or _plain_function(inspect.getattr_static(type(fn), "__call__", None))
+        function = _root_function(fn)
         self._module = function.__globals__ if function else {}
         if function is None:
             self.parts["code"] = _hash(_describe(fn))
