@@ -104,6 +104,20 @@ def one_warning(*parts: str) -> Iterator[None]:
     assert [part for part in parts if part not in warning] == [], warning
 
 
+def plain(x: Any, *rest: Any, n: int) -> Any:
+    return x * n
+
+
+def test_calls_of_a_plain_function_share_no_result_over_dtypes_and_numbers(name: str) -> None:
+    def from_cache(*args: Any) -> bool:
+        return quarantune.AutoTuner(plain, CONFIGS, rep=1, name=name).run(*args).from_cache
+
+    assert not from_cache(np.ones(3, np.float32), X, 5)
+    assert from_cache(np.zeros(3, np.float32), X, 5)
+    assert not from_cache(np.ones(3, np.float64), X, 5)
+    assert not from_cache(np.ones(3, np.float32), X, 6)
+
+
 # --- on a miss ----------------------------------------------------------------------------------------------
 
 

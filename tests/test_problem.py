@@ -71,6 +71,27 @@ def test_a_numpy_array_counts_as_the_jax_array_it_becomes() -> None:
         assert _values(np.ones((3, 4)))["a"]["dtype"] == "float64"
 
 
+def _plainly(*args: Any) -> str:
+    """Returns what a call of a function that is not jitted is described as."""
+    signature = inspect.signature(lambda *args: None)
+    return json.dumps(problem.describe_call(signature, (), (), args, {}, is_jitted=False).key_values, allow_nan=False)
+
+
+@pytest.mark.parametrize("dtypes", [("float64", "float32"), ("int64", "int32"), ("complex128", "complex64")])
+def test_without_jit_a_numpy_array_counts_by_its_own_dtype(dtypes: tuple[str, str]) -> None:
+    one, other = (_plainly(np.ones(3, dtype)) for dtype in dtypes)
+    assert one != other
+    assert _plainly(np.ones(3, "float32")) == _plainly(jnp.zeros(3))
+
+
+def test_without_jit_what_stands_beside_arrays_counts_by_value() -> None:
+    a = np.ones(3)
+    calls: list[Any] = [5, 6, 5.5, True, "5", None]
+    assert len({_plainly(a, call) for call in calls}) == len(calls)
+    assert len({_plainly({"a": a, "n": call}) for call in calls}) == len(calls)
+    assert _plainly({"a": a, "n": 5}) == _plainly({"n": np.int64(5), "a": a + 1})
+
+
 def test_structs_count_as_the_arrays_they_stand_for() -> None:
     assert _values(jax.ShapeDtypeStruct((3,), jnp.float32)) == _values(jnp.ones(3))
 

@@ -82,11 +82,14 @@ def describe_call(
     tunable_names: Iterable[str],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    *,
+    is_jitted: bool = True,
 ) -> CallDescription:
     """Returns what tells a call from others, whichever way it was spelt.
 
     `f(a)`, `f(a=a)` and `f(a, transpose=False)` with that default are one call. Arrays count by shape, dtype
-    and weak type, Python numbers in dynamic parameters by type, everything else by value.
+    and weak type, Python numbers in dynamic parameters by type, everything else by value. A function that is not
+    jitted is given NumPy's arrays and all numbers as they are: there these count by their own dtype and by value.
 
     Args:
         signature: of the tuned function.
@@ -94,6 +97,7 @@ def describe_call(
         tunable_names: parameters the configs set; they are left out.
         args: positional arguments.
         kwargs: keyword arguments.
+        is_jitted: whether the function sees its arguments through JAX.
 
     Raises:
         TypeError: the arguments do not fit the signature, or one cannot be described in a way that another
@@ -105,7 +109,8 @@ def describe_call(
     bound.apply_defaults()
     values = {name: value for name, value in named(bound) if name not in tunable}
     key_values = {
-        name: describe_static(value) if name in static else _describe_dynamic(value) for name, value in values.items()
+        name: describe_static(value) if name in static else _describe_dynamic(value, is_jitted=is_jitted)
+        for name, value in values.items()
     }
     leaves = [leaf for name, value in values.items() if name not in static for leaf in jax.tree_util.tree_leaves(value)]
     return CallDescription(
@@ -161,15 +166,15 @@ def _struct(array: Any) -> jax.ShapeDtypeStruct:
 # --- dynamic arguments --------------------------------------------------------------------------------------
 
 
-def _describe_dynamic(value: Any) -> Any:
-    """Describes a traced argument: a leaf as it is, anything else as a structure with its leaves by path."""
+def _describe_dynamic(value: Any, *, is_jitted: bool) -> Any:
+    """Describes an argument with arrays: a leaf as it is, anything else as a structure with its leaves by path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     if len(leaves) == 1 and not leaves[0][0]:
-        return _describe_leaf(value)
+        return _describe_leaf(value, is_jitted=is_jitted)
     described: dict[str, Any] = {}
     for index, (path, leaf) in enumerate(leaves):
         name = jax.tree_util.keystr(path)
-        described[name if name not in described else f"{name}#{index}"] = _describe_leaf(leaf)
+        described[name if name not in described else f"{name}#{index}"] = _describe_leaf(leaf, is_jitted=is_jitted)
     return {"structure": _describe_structure(treedef), "leaves": described}
 
 
@@ -184,16 +189,18 @@ def _describe_structure(treedef: Any) -> Any:
     return {"type": _name_of(node[0]), "data": describe_static(node[1]), "children": children}
 
 
-def _describe_leaf(leaf: Any) -> Any:
+def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
+    if not is_jitted:
+        return _describe_array(leaf, leaf.dtype) if _is_array(leaf) else describe_static(leaf)
     if _is_array(leaf) or isinstance(leaf, np.generic):
-        return _describe_array(leaf)
+        return _describe_array(leaf, _canonical(leaf.dtype))
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, enum.Enum):
         return {"scalar": next(kind.__name__ for kind in (bool, int, float, complex) if isinstance(leaf, kind))}
     return describe_static(leaf)
 
 
-def _describe_array(array: Any) -> dict[str, Any]:
-    described: dict[str, Any] = {"shape": list(array.shape), "dtype": str(_canonical(array.dtype))}
+def _describe_array(array: Any, dtype: Any) -> dict[str, Any]:
+    described: dict[str, Any] = {"shape": list(array.shape), "dtype": str(dtype)}
     if getattr(array, "weak_type", False):
         described["weak_type"] = True
     sharding = _describe_sharding(array)
@@ -299,7 +306,7 @@ def _describe_plain(value: Any) -> Any:
     if isinstance(value, types.ModuleType):
         return {"module": value.__name__}
     if isinstance(value, (np.ndarray, jax.Array)) and not value.dtype.hasobject:
-        return _describe_array(value) | {"data": _digest(np.asarray(value).tobytes())}
+        return _describe_array(value, _canonical(value.dtype)) | {"data": _digest(np.asarray(value).tobytes())}
     return _describe_type(value) if isinstance(value, type) else _EMPTY
 
 

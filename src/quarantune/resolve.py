@@ -282,7 +282,8 @@ class Resolver:
 
     def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CallDescription, _Key]:
         tunables = self._tunable_names(args, kwargs)
-        call = describe_call(self._signature, self._statics(args, kwargs), tunables, args, kwargs)
+        statics, is_jitted = self._statics(args, kwargs), self._static_names is not None
+        call = describe_call(self._signature, statics, tunables, args, kwargs, is_jitted=is_jitted)
         platform, kind = discovery.platform_and_kind(call.devices[0].platform if call.devices else None)
         described = self._bucketed(call, args, kwargs)
         text = cache.canonical_json({"call": described, "code": self._fingerprint.digest})
