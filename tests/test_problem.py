@@ -245,7 +245,39 @@ def _adder(n: int) -> Callable[[int], int]:
     return lambda a: a + n
 
 
+def _wrapping(fn: Callable[..., Any], factor: int) -> Callable[..., Any]:
+    lock = threading.Lock()  # it cannot be described
+
+    @functools.wraps(fn)
+    def wrapper(*args: Any) -> Any:
+        with lock:
+            return fn(*args) * factor
+
+    return wrapper
+
+
+class _Wrapping:
+    def __init__(self, fn: Callable[..., Any], factor: int) -> None:
+        functools.update_wrapper(self, fn)
+        self._factor, self._lock = factor, threading.Lock()
+
+    def __call__(self, *args: Any) -> Any:
+        return self.__wrapped__(*args) * self._factor  # type: ignore[attr-defined]
+
+
+def _square(x: Any) -> Any:
+    return x * x
+
+
+def _cube(x: Any) -> Any:
+    return x * x * x
+
+
 EQUAL = {
+    "wrappers": (_wrapping(_square, 2), _wrapping(_square, 2)),
+    "wrapping objects": (_Wrapping(_square, 2), _Wrapping(_square, 2)),
+    "gradients": (jax.grad(_square), jax.grad(_square)),
+    "jitted functions": (jax.jit(_square), jax.jit(_square)),
     "numpy scalar": (np.int64(3), 3),
     "dtypes": (jnp.float32, np.dtype("float32")),
     "scalar types": (np.float32, jnp.float32),
@@ -262,6 +294,19 @@ EQUAL = {
 }
 
 DIFFERENT = {
+    "wrapper and function": (_wrapping(_square, 2), _square),
+    "wrappers": (_wrapping(_square, 2), _wrapping(_square, 3)),
+    "wrappers of functions": (_wrapping(_square, 2), _wrapping(_cube, 2)),
+    "wrappers of lambdas": (_wrapping(lambda a: a, 2), _wrapping(lambda a: a, 3)),
+    "wrapping objects": (_Wrapping(_square, 2), _Wrapping(_square, 3)),
+    "wrapping objects of functions": (_Wrapping(_square, 2), _Wrapping(_cube, 2)),
+    "gradient and function": (jax.grad(_square), _square),
+    "gradients": (jax.grad(_square), jax.grad(_cube)),
+    "gradients of gradients": (jax.grad(_square), jax.grad(jax.grad(_square))),
+    "vmapped": (jax.vmap(_square), jax.vmap(_square, in_axes=1)),
+    "checkpointed": (jax.checkpoint(_square), _square),
+    "jitted and wrapped": (jax.jit(_wrapping(_square, 2)), jax.jit(_square)),
+    "methods of containers": ([1].count, [2].count),
     "numbers": (1, 1.0),
     "bool and int": (True, 1),
     "number and text": (1, "1"),
@@ -313,6 +358,11 @@ def test_a_cached_property_does_not_change_an_objects_description() -> None:
     assert problem.describe_static(used) == problem.describe_static(plain)
 
 
+def test_a_function_found_by_its_name_is_described_by_that_alone() -> None:
+    for function in (_square, jax.nn.relu, np.add):
+        assert problem.describe_static(function) == {"function": f"{function.__module__}:{function.__qualname__}"}
+
+
 def test_an_object_known_by_its_address_alone_is_refused() -> None:
     with pytest.raises(TypeError, match=r"<unlocked .* frozen dataclass"):
         problem.describe_static(threading.Lock())
@@ -328,12 +378,13 @@ def test_an_object_that_holds_itself_can_be_described() -> None:
 def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
     path = tmp_path / "describe.py"
     path.write_text(
-        "import dataclasses, enum, json\nfrom quarantune import problem\n"
+        "import dataclasses, enum, json, jax\nfrom quarantune import problem\n"
         "class Mode(enum.Enum):\n    UP = 1\n"
         "@dataclasses.dataclass(frozen=True)\nclass Options:\n    mode: Mode\n    names: frozenset\n"
         "class Slots:\n    __slots__ = ('x',)\n"
         "slots = Slots(); slots.x = 5\n"
         "values = [Options(Mode.UP, frozenset('abcdef')), lambda a: a + 1, slots, {'b': 1, 'a': (2, 3)}]\n"
+        "values += [lambda a: a in {'x', 'y', 'z', ('u', 1)}, jax.grad(lambda a: a in {'x', 'y', 'z'})]\n"
         "print(json.dumps([problem.describe_static(value) for value in values]))\n"
     )
     source = str(Path(problem.__file__).parents[1])

@@ -9,7 +9,9 @@ import hashlib
 import inspect
 import json
 import math
+import operator
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from quarantune import payload
+from quarantune import _jax_internals, payload
 
 _EMPTY = inspect.Parameter.empty
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -317,14 +319,69 @@ def _describe_type(value: Any) -> Any:
 
 
 def _describe_function(function: Any, outer: tuple[int, ...]) -> Any:
-    """Describes a function by name, and one whose name does not tell it from others by its code too."""
+    """Describes a function by name, and one whose name does not tell it from others by what it is made of too."""
     described = {"function": _name_of(function)}
-    plain = inspect.unwrap(function)
-    if "<" not in described["function"] or not isinstance(plain, types.FunctionType):
+    if _is_found_by_name(function):
         return described
-    cells = [_cell(cell) for cell in plain.__closure__ or ()]
-    parts = [_describe(part, outer) for part in (cells, plain.__defaults__, plain.__kwdefaults__)]
-    return described | {"code": _digest(_code(plain.__code__).encode()), "bound": parts}
+    is_wrapper = hasattr(function, "__wrapped__")
+    if isinstance(function, types.FunctionType) and not is_wrapper:
+        strictly = "<" in described["function"]
+        return described | _describe_made_of(function, outer, strictly=strictly)
+    if isinstance(function, types.BuiltinFunctionType):
+        parts: Any = _describe_inside(function.__self__, outer)
+    elif not is_wrapper:
+        return described
+    else:
+        parts = {"type": _name_of(type(function)), "wraps": _describe_inside(function.__wrapped__, outer)}
+        if isinstance(function, types.FunctionType):
+            parts |= _describe_made_of(function, outer)
+        else:
+            parts |= {"fields": _describe_inside(_own_fields(function), outer)}
+    return described | {"made_of": _digest(json.dumps(parts, sort_keys=True).encode())}
+
+
+def _describe_made_of(function: types.FunctionType, outer: tuple[int, ...], *, strictly: bool = False) -> Any:
+    parts = [[_cell(cell) for cell in function.__closure__ or ()], function.__defaults__, function.__kwdefaults__]
+    described = [_describe_inside(part, outer, strictly=strictly) for part in parts]
+    return {"code": _digest(_code(function.__code__).encode()), "bound": described}
+
+
+def _own_fields(wrapper: Any) -> dict[str, Any]:
+    """Returns what a callable object adds to what it wraps, without what `functools.wraps` copied from there."""
+    if _jax_internals.is_jitted(wrapper) or getattr(type(wrapper), "__reduce__", None) is not object.__reduce__:
+        return {}
+    wrapped = wrapper.__wrapped__
+    copied = {name: getattr(wrapped, name, None) for name in functools.WRAPPER_ASSIGNMENTS} | _fields(wrapped)
+    fields = _without_caches(wrapper, _fields(wrapper))
+    return {name: item for name, item in fields.items() if item is not wrapped and copied.get(name, _EMPTY) is not item}
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
+
+
+def _describe_inside(part: Any, outer: tuple[int, ...], *, strictly: bool = False) -> Any:
+    """Describes what a function keeps; unless strictly, what shows nothing of itself (a lock, say) by its type."""
+    if not strictly and type(part) in (list, tuple, dict) and id(part) not in outer:
+        items = list(part.items()) if isinstance(part, dict) else part
+        return [_describe_inside(item, (*outer, id(part))) for item in items]
+    try:
+        return _describe(part, outer)
+    except TypeError:
+        if strictly:
+            raise
+        return {"type": _name_of(type(part))}
+
+
+def _is_found_by_name(function: Any) -> bool:
+    """Returns whether the module and name of a function are those of this very object, in every process."""
+    module = getattr(function, "__module__", None)
+    if module == "__main__":  # another module in a worker
+        return False
+    try:
+        return operator.attrgetter(function.__qualname__)(sys.modules[str(module)]) is function
+    except (AttributeError, KeyError, TypeError):
+        return False
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -336,8 +393,19 @@ def _cell(cell: types.CellType) -> Any:
 
 def _code(code: types.CodeType) -> str:
     """Returns what a code object does, without where it stands."""
-    constants = [_code(item) if isinstance(item, types.CodeType) else repr(item) for item in code.co_consts]
+    constants = [_constant(item) for item in code.co_consts]
     return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
+
+
+def _constant(item: Any) -> str:
+    """Returns a constant's repr, in which a set has an order that every process gives it."""
+    if isinstance(item, types.CodeType):
+        return _code(item)
+    if isinstance(item, frozenset):
+        return f"frozenset({', '.join(sorted(map(_constant, item)))})"
+    if isinstance(item, tuple):
+        return f"({', '.join(map(_constant, item))}{',' * (len(item) == 1)})"
+    return repr(item)
 
 
 def _describe_object(value: Any, outer: tuple[int, ...]) -> Any:
