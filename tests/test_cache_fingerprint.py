@@ -266,6 +266,61 @@ def test_methods_and_callable_objects_count_by_their_code() -> None:
     assert fingerprint(Kernel().method) == fingerprint(Kernel().method)
 
 
+class Scale:
+    def __init__(self, factor: Any, helper: Any = None) -> None:
+        self.factor, self.helper = factor, helper
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.factor
+
+    def method(self, x: Any) -> Any:
+        return x * self.twice
+
+    @functools.cached_property
+    def twice(self) -> Any:
+        return self.factor * 2
+
+
+class SlottedScale:
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: Any) -> None:
+        self.factor = factor
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.factor
+
+
+MADE_OF: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "object": lambda value: Scale(value),
+    "slots": lambda value: SlottedScale(value),
+    "method": lambda value: Scale(value).method,
+    "partial": lambda value: functools.partial(Scale(value).method, 1),
+    "nested": lambda value: Scale(1, helper=Scale(value)),
+}
+
+
+@pytest.mark.parametrize("name", MADE_OF)
+def test_callable_objects_and_methods_count_by_the_fields_of_the_object(name: str) -> None:
+    make = MADE_OF[name]
+    assert fingerprint(make(1)) == fingerprint(make(1))
+    assert fingerprint(make(1)) != fingerprint(make(1000))
+    assert fingerprint(make(np.ones(3))) != fingerprint(make(np.zeros(3)))
+    assert fingerprint(make(Opaque())) == fingerprint(make(Opaque()))
+
+
+def test_a_cached_property_does_not_change_the_fingerprint_of_an_object() -> None:
+    plain, used = Scale(1), Scale(1)
+    assert used.twice == 2
+    assert fingerprint(plain) == fingerprint(used)
+
+
+def test_an_object_that_holds_itself_has_a_fingerprint() -> None:
+    one, other = Scale(1), Scale(1)
+    one.helper, other.helper = one, other
+    assert fingerprint(one) == fingerprint(other)
+
+
 class Hostile:
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(name)

@@ -162,14 +162,36 @@ def _describe_wrapping(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return ["partial", _describe(value.args), _describe(value.keywords), _describe_wrapping(value.func)]
     if isinstance(value, types.MethodType):
-        return ["method", _describe(value.__self__)]
+        return ["method", _describe_instance(value.__self__)]
     if isinstance(value, types.FunctionType):
         is_wrapper = hasattr(value, "__wrapped__") and not _is_installed(value.__code__.co_filename)
         return ["function", _code_text(value)] if is_wrapper else None
     if isinstance(value, (staticmethod, classmethod)):
         return _describe_wrapping(value.__func__)
     # A jit wrapper's options are in the decorator's text; its type is its version's affair.
-    return None if _plain_function(value) else ["callable", _describe(value)]
+    return None if _plain_function(value) else ["callable", _describe_instance(value)]
+
+
+def _describe_instance(value: Any, seen: dict[int, Any] | None = None) -> Any:
+    """Describes what a method is bound to, or an object that is called: by its fields where its repr tells nothing."""
+    described, seen = _describe(value), {} if seen is None else seen
+    if described != [_type_name(type(value)), ""]:
+        return described
+    if id(value) in seen:  # each once, as there may be very many ways to one
+        return [*described, list(seen).index(id(value))]
+    seen[id(value)] = value
+    try:
+        state = value.__getstate__()
+        # A dict, or with slots a pair of them.
+        parts = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]
+        fields = {name: field for part in parts for name, field in part.items() if not _is_cached(value, name)}
+        return [*described, [[name, _describe_instance(fields[name], seen)] for name in sorted(fields)]]
+    except Exception:
+        return described
+
+
+def _is_cached(value: Any, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), functools.cached_property)
 
 
 def _describe_defaults(function: types.FunctionType) -> Any:
