@@ -137,6 +137,35 @@ def test_static_data_of_a_pytree_class_counts_and_brings_no_address_in() -> None
     assert _values(_Node(jnp.ones(3), 1)) != _values(_Node(jnp.ones(3), 2))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Hiding:
+    shown: int
+    hidden: int = dataclasses.field(repr=False)
+
+
+def test_static_data_of_a_pytree_class_counts_also_where_its_repr_hides_it() -> None:
+    a = jnp.ones(3)
+    assert _values(_Node(a, _Hiding(1, 2))) == _values(_Node(a, _Hiding(1, 2)))
+    assert _values(_Node(a, _Hiding(1, 2))) != _values(_Node(a, _Hiding(1, 3)))
+    assert _values({"x": [_Node(a, _Hiding(1, 2))]}) != _values({"x": [_Node(a, _Hiding(1, 3))]})
+
+
+def test_structures_of_containers_are_described_by_their_repr() -> None:
+    tree = {"x": [jnp.ones(3), (1, None)], "y": _Pair(1, 2), "z": collections.OrderedDict(w=3)}
+    assert _values(tree)["a"]["structure"] == str(jax.tree.structure(tree))
+
+
+def test_static_data_that_cannot_be_looked_into_counts_by_its_repr() -> None:
+    class Named:
+        def __init__(self, name: str) -> None:
+            self.name, self.lock = name, threading.Lock()
+
+        def __repr__(self) -> str:
+            return self.name
+
+    assert _values(_Node(jnp.ones(3), Named("one"))) != _values(_Node(jnp.ones(3), Named("other")))
+
+
 def test_var_arguments_are_described() -> None:
     def kernel(*arrays: Any, BM: int = 2, **options: Any) -> None: ...
 
@@ -378,14 +407,20 @@ def test_an_object_that_holds_itself_can_be_described() -> None:
 def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
     path = tmp_path / "describe.py"
     path.write_text(
-        "import dataclasses, enum, json, jax\nfrom quarantune import problem\n"
+        "import dataclasses, enum, inspect, json, jax\nfrom quarantune import problem\n"
         "class Mode(enum.Enum):\n    UP = 1\n"
         "@dataclasses.dataclass(frozen=True)\nclass Options:\n    mode: Mode\n    names: frozenset\n"
+        "@jax.tree_util.register_pytree_node_class\n"
+        "class Node:\n"
+        "    def tree_flatten(self): return (1,), {'tags': frozenset('abcdef')}\n"
+        "    def tree_unflatten(data, children): return Node()\n"
         "class Slots:\n    __slots__ = ('x',)\n"
         "slots = Slots(); slots.x = 5\n"
         "values = [Options(Mode.UP, frozenset('abcdef')), lambda a: a + 1, slots, {'b': 1, 'a': (2, 3)}]\n"
         "values += [lambda a: a in {'x', 'y', 'z', ('u', 1)}, jax.grad(lambda a: a in {'x', 'y', 'z'})]\n"
         "print(json.dumps([problem.describe_static(value) for value in values]))\n"
+        "signature = inspect.signature(lambda a: a)\n"
+        "print(problem.describe_call(signature, (), (), ([Node()],), {}).key_values)\n"
     )
     source = str(Path(problem.__file__).parents[1])
 

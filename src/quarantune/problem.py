@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -181,14 +182,29 @@ def _describe_dynamic(value: Any, *, is_jitted: bool) -> Any:
 
 
 def _describe_structure(treedef: Any) -> Any:
-    text = str(treedef)
-    if not _ADDRESS.search(text):
-        return text
+    if _is_told_by_repr(treedef):
+        return str(treedef)
+    kind, data = treedef.node_data()
+    children = [_describe_structure(child) for child in treedef.children()]
+    try:
+        described = describe_static(data)
+    except TypeError:
+        described = _stable_repr(data)
+    return {"type": _name_of(kind), "data": described, "children": children}
+
+
+def _is_told_by_repr(treedef: Any) -> bool:
+    """Returns whether a structure is of containers alone: metadata need not show in its repr, or not in one order."""
     node = treedef.node_data()
     if node is None:
-        return "*"
-    children = [_describe_structure(child) for child in treedef.children()]
-    return {"type": _name_of(node[0]), "data": describe_static(node[1]), "children": children}
+        return True
+    kind, data = node
+    if kind in (dict, collections.OrderedDict):
+        if not all(type(key) in (str, int) for key in data):
+            return False
+    elif data is not None or not issubclass(kind, (list, tuple, type(None))):  # named tuples have no data
+        return False
+    return all(map(_is_told_by_repr, treedef.children()))
 
 
 def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
