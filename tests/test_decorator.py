@@ -255,6 +255,21 @@ def test_lookup_never_tunes_and_then_knows_the_winner(sweeps: list[str]) -> None
     assert fn.lookup(X[:3]) is None
 
 
+@pytest.mark.parametrize("value", [2.0, X.astype(np.float64), np.float64(2), [X.astype(np.float64), 2.0]])
+def test_what_x64_makes_another_call_of_is_tuned_again(value: Any, sweeps: list[str]) -> None:
+    @quarantune.autotune([{"n": 1}, {"n": 2}], rep=1)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def scale(x: Any, n: int = 1) -> Any:
+        return jax.tree.map(lambda leaf: leaf * n, x)
+
+    scale(value)
+    with jax.enable_x64(True):
+        assert scale.lookup(value) is None
+        scale(value)
+    scale(value)
+    assert len(sweeps) == 2
+
+
 def test_tune_tunes_even_what_is_cached_and_tells_of_every_config(sweeps: list[str]) -> None:
     fn = choosy({"n": [3, 2, 1]})
     fn(X)

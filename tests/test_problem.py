@@ -101,6 +101,16 @@ def test_python_scalars_in_dynamic_parameters_count_by_type() -> None:
     assert len({json.dumps(_values(value)) for value in (True, 1, 1.0, 1j, None)}) == 5
 
 
+def test_python_numbers_count_by_what_x64_makes_of_them() -> None:
+    numbers = (1, 1.0, 1j)
+    narrow = [_values(number) for number in numbers]
+    assert narrow == [{**_values(0), "a": {"scalar": kind}} for kind in ("int", "float", "complex")]
+    was = _values(True)
+    with jax.enable_x64(True):
+        assert [_values(number) == then for number, then in zip(numbers, narrow, strict=True)] == [False] * 3
+        assert _values(True) == was
+
+
 def test_pytrees_are_told_apart_by_structure_and_by_each_leaf() -> None:
     a = jnp.ones(3)
     calls = [{"x": a}, {"y": a}, [a], (a,), {"x": [a]}, {"x": a, "y": a}, {"x": jnp.ones(4)}, a]
@@ -176,6 +186,17 @@ def test_var_arguments_are_described() -> None:
     assert values(a, b) != values(b, a)
     assert values(a, scale=b, shift=a) == values(a, shift=a, scale=b)
     assert values(a, scale=b) != values(a, shift=b)
+
+
+def test_keywords_named_like_a_positional_parameter_do_not_hide_it() -> None:
+    def kernel(x: Any, /, *rest: Any, **options: Any) -> None: ...
+
+    def values(*args: Any, **kwargs: Any) -> Any:
+        return problem.describe_call(inspect.signature(kernel), (), (), args, kwargs).key_values
+
+    a, b = jnp.ones(2), jnp.ones(3)
+    calls = [values(a, x=b), values(b, x=a), values(a, x=a), values(a), values(a, b, rest=a), values(a, rest=a)]
+    assert len({json.dumps(call) for call in calls}) == len(calls)
 
 
 def test_static_arguments_taken_in_by_var_keywords_count_by_value() -> None:
@@ -302,6 +323,14 @@ def _cube(x: Any) -> Any:
     return x * x * x
 
 
+class _HalfLayer:
+    dtype = np.dtype("float16")
+
+
+class _OtherHalfLayer:
+    dtype = np.dtype("float16")
+
+
 EQUAL = {
     "wrappers": (_wrapping(_square, 2), _wrapping(_square, 2)),
     "wrapping objects": (_Wrapping(_square, 2), _Wrapping(_square, 2)),
@@ -359,6 +388,8 @@ DIFFERENT = {
     "partial": (functools.partial(_kernel, 1), functools.partial(_kernel, 2)),
     "bytes": (b"a", b"b"),
     "types": (int, float),
+    "types with a dtype": (_HalfLayer, _OtherHalfLayer),
+    "type with a dtype and that dtype": (_HalfLayer, np.dtype("float16")),
     "modules": (json, os),
     "specs": (jax.P("x"), jax.P("y")),
     "arrays of objects": (np.array([None, "a"], object), np.array([None, "b"], object)),

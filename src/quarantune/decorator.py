@@ -218,10 +218,11 @@ class Autotuned:
             return (arg.aval, arg.sharding)
         if is_static:
             return (type(arg), arg)
+        # What a number or NumPy's float64 is to JAX depends on x64; a JAX array is what it is.
         if isinstance(arg, (bool, int, float, complex)):
-            return type(arg)
+            return (type(arg), _is_x64())
         if isinstance(arg, (np.ndarray, np.generic)):
-            return (np.ndarray, arg.shape, arg.dtype)
+            return (np.ndarray, arg.shape, arg.dtype, _is_x64())
         if isinstance(arg, jax.core.Tracer):
             raise TypeError("what a tracer stands for is the resolver's business")
         leaves, structure = jax.tree_util.tree_flatten(arg)
@@ -249,6 +250,10 @@ class Bound:
 
 def _rebuild(plain: Callable[..., Any], jit: _jax_internals.JitOptions, configs: Any, options: Options) -> Autotuned:
     return Autotuned(jit.rebuild(plain), configs, options)
+
+
+def _is_x64() -> bool:
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 def _name_of(fn: object) -> str:

@@ -136,10 +136,11 @@ def _bind(
 
 
 def named(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
-    """Yields the arguments by name, those that `**kwargs` takes in by their own."""
+    """Yields the arguments by name, those that `**kwargs` takes in by their own where no parameter has it too."""
+    parameters = bound.signature.parameters
     for name, value in bound.arguments.items():
-        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-            yield from value.items()
+        if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            yield from ((f"**{key}" if key in parameters else key, item) for key, item in value.items())
         else:
             yield name, value
 
@@ -213,7 +214,9 @@ def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
     if _is_array(leaf) or isinstance(leaf, np.generic):
         return _describe_array(leaf, _canonical(leaf.dtype))
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, enum.Enum):
-        return {"scalar": next(kind.__name__ for kind in (bool, int, float, complex) if isinstance(leaf, kind))}
+        kind = next(kind.__name__ for kind in (bool, int, float, complex) if isinstance(leaf, kind))
+        is_wide = kind != "bool" and _canonical(np.dtype(np.float64)) == np.float64
+        return {"scalar": kind} | ({"x64": True} if is_wide else {})
     return describe_static(leaf)
 
 
@@ -330,8 +333,9 @@ def _describe_plain(value: Any) -> Any:
 
 def _describe_type(value: Any) -> Any:
     # jnp.float32, np.float32 and np.dtype("float32") are one thing to JAX.
-    dtype = np.dtype(value) if issubclass(value, np.generic) else getattr(value, "dtype", None)
-    return {"dtype": dtype.name} if isinstance(dtype, np.dtype) else {"type": _name_of(value)}
+    if issubclass(value, np.generic):
+        return {"dtype": np.dtype(value).name}
+    return {"dtype": value.dtype.name} if isinstance(value, type(jax.numpy.float32)) else {"type": _name_of(value)}
 
 
 def _describe_function(function: Any, outer: tuple[int, ...]) -> Any:
