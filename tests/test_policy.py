@@ -118,6 +118,27 @@ def test_calls_of_a_plain_function_share_no_result_over_dtypes_and_numbers(name:
     assert not from_cache(np.ones(3, np.float32), X, 6)
 
 
+def keywords(x: Any, **config: Any) -> Any:
+    return x * config["n"]
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_tunable_given_by_hand_to_what_finds_it_out_is_refused_before_any_work(name: str) -> None:
+    jitted = scaled(name)
+    says = re.escape("n is tuned here: leave it out")
+    for fn in (plain, keywords, jitted.__wrapped__):
+        with pytest.raises(TypeError, match=says):
+            quarantune.AutoTuner(fn, CONFIGS, name=name).run(X, n=2)
+    with pytest.raises(TypeError, match=says):
+        quarantune.AutoTuner(jitted.__wrapped__, lambda x: list(CONFIGS), name=name).run(X, n=2)
+    with pytest.raises(TypeError, match=says):
+        jitted.tune(X, 2)
+    with pytest.raises(TypeError, match=says):
+        quarantune.compile_configs(jitted.__wrapped__, CONFIGS, X, n=2)
+    with pytest.raises(TypeError, match="m, n are tuned here: leave them out"):
+        quarantune.AutoTuner(keywords, [{"n": 1, "m": 2}], name=name).run(X, n=2, m=3)
+
+
 # --- on a miss ----------------------------------------------------------------------------------------------
 
 

@@ -124,6 +124,7 @@ class Autotuned:
 
         Raises:
             TuningFailedError: every config failed.
+            TypeError: a tunable parameter is given by hand.
         """
         try:
             return self._resolver.tune(args, kwargs)

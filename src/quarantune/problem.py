@@ -108,7 +108,7 @@ def describe_call(
     """
     static, tunable = frozenset(static_names), frozenset(tunable_names)
     bound = _bind(signature, tunable, args, kwargs)
-    given = tunable.intersection(bound.arguments)
+    given = tunable.intersection(name for name, _ in named(bound))
     bound.apply_defaults()
     values = {name: value for name, value in named(bound) if name not in tunable}
     key_values = {

@@ -137,8 +137,9 @@ class Resolver:
         Raises:
             TuningFailedError: every config failed, now or earlier in this process.
             CacheMissError: nothing is remembered and `ON_MISS` is not `tune`.
+            TypeError: the call sets a tunable parameter by hand.
         """
-        _, key = self._describe(args, kwargs)
+        key = self._key_to_tune(args, kwargs)
         known = (key.device, key.text)
         with self._turns.setdefault((os.getpid(), known), threading.RLock()):
             settings = environment.current()
@@ -161,7 +162,7 @@ class Resolver:
         Returns:
             For each config its trial, and its executable where there is one that can leave its worker.
         """
-        _, key = self._describe(args, kwargs)
+        key = self._key_to_tune(args, kwargs)
         settings = environment.current()
         if num_workers is not None:
             settings = dataclasses.replace(settings, cpu_count=num_workers)
@@ -210,8 +211,13 @@ class Resolver:
             yield
 
     def tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TuningResult:
-        """Tunes for a call now, even if it is cached, and remembers the result."""
-        _, key = self._describe(args, kwargs)
+        """Tunes for a call now, even if it is cached, and remembers the result.
+
+        Raises:
+            TuningFailedError: every config failed.
+            TypeError: the call sets a tunable parameter by hand.
+        """
+        key = self._key_to_tune(args, kwargs)
         return self._tune(key, args, kwargs, environment.current(), start_over=True)
 
     def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config | None:
@@ -288,6 +294,16 @@ class Resolver:
         described = self._bucketed(call, args, kwargs)
         text = cache.canonical_json({"call": described, "code": self._fingerprint.digest})
         return call, _Key(device=kind, text=text, platform=platform, values=described)
+
+    def _key_to_tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Key:
+        """Returns the key of a call to find a config for: one given by hand would be what every config runs with."""
+        call, key = self._describe(args, kwargs)
+        if call.tunables_given:
+            verb, them = ("is", "it") if len(call.tunables_given) == 1 else ("are", "them")
+            raise TypeError(
+                f"{self.name}: {', '.join(sorted(call.tunables_given))} {verb} tuned here: leave {them} out"
+            )
+        return key
 
     def _bucketed(self, call: CallDescription, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what the key says of a call: of its arrays, what `key_fn` makes of them where there is one."""
