@@ -82,6 +82,7 @@ def test_without_jit_a_numpy_array_counts_by_its_own_dtype(dtypes: tuple[str, st
     one, other = (_plainly(np.ones(3, dtype)) for dtype in dtypes)
     assert one != other
     assert _plainly(np.ones(3, "float32")) == _plainly(jnp.zeros(3))
+    assert _plainly(jax.ShapeDtypeStruct((3,), np.float64)) == _plainly(jnp.zeros(3))
 
 
 def test_without_jit_what_stands_beside_arrays_counts_by_value() -> None:

@@ -209,7 +209,7 @@ def _is_told_by_repr(treedef: Any) -> bool:
 
 
 def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
-    if not is_jitted:
+    if not is_jitted and not isinstance(leaf, jax.ShapeDtypeStruct):  # JAX makes the array that a struct stands for
         return _describe_array(leaf, leaf.dtype) if _is_array(leaf) else describe_static(leaf)
     if _is_array(leaf) or isinstance(leaf, np.generic):
         return _describe_array(leaf, _canonical(leaf.dtype))
