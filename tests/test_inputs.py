@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import quarantune
 from quarantune import inputs
 
 FLOATS = [
@@ -155,3 +159,28 @@ def test_making_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not compiled
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def added_up(*arrays: Any, do: int = 1) -> Any:
+    return jnp.float32(do + sum(array.size for array in arrays))
+
+
+EMPTY = np.zeros((0, 3), np.float32)
+
+
+@pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none:RuntimeWarning")
+@pytest.mark.parametrize("settings", [{}, {"configs_per_worker": 4}, {"isolation": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "fn", [jax.jit(added_up, static_argnames=["do"]), lambda *arrays, do: added_up(*arrays, do=do)], ids=["jit", "any"]
+)
+@pytest.mark.parametrize(
+    "args", [(EMPTY,), (np.ones(3, np.float32), EMPTY), (jnp.ones(3), jnp.zeros((0, 3)))], ids=["alone", "numpy", "jax"]
+)
+def test_a_call_whose_last_array_is_empty_is_tuned(
+    args: tuple[Any, ...], fn: Callable[..., Any], settings: dict[str, Any]
+) -> None:
+    ref_fn = functools.partial(added_up, do=1)
+    with quarantune.settings(**settings):
+        result = quarantune.AutoTuner(fn, {"do": [1, 2]}, name="added_up", ref_fn=ref_fn, warmup=0, rep=2).run(*args)
+    assert result.trials[0].outcome in ("ok", "slow"), result.table()
+    assert result.trials[1].outcome == "wrong", result.table()
