@@ -330,9 +330,13 @@ def _judge(check_fn: Any, expected: Any = None) -> str | None:
 
 
 def test_without_a_check_the_expected_output_decides() -> None:
-    assert _judge(None) is None
     assert _judge(None, np.ones(2)) is None
     assert _judge(None, np.zeros(2)) == compare(np.ones(2), np.zeros(2), STRICT) is not None
+
+
+def test_a_reference_that_returns_none_expects_none_and_nothing_else() -> None:
+    assert _judge(None, None) == "ref_fn returned None, and the config did not: does ref_fn lack a return?"
+    assert judge(None, None, (), {}, tolerance=STRICT, check_fn=None) is None
 
 
 def test_a_check_sees_the_output_the_expected_one_and_the_arguments() -> None:

@@ -259,6 +259,17 @@ def test_a_reference_that_raises_in_this_process_is_the_callers_error_too(notes:
     assert notes.lines() == []
 
 
+@everywhere
+def test_a_reference_that_forgets_to_return_lets_nothing_pass(isolation: str) -> None:
+    def forgetful(x: Any) -> None:
+        jnp.square(x)
+
+    with isolated(isolation), pytest.raises(quarantune.TuningFailedError, match=r"ref_fn returned None.* lack a "):
+        tuned(lambda x, do: x * do, [1, 2], ref_fn=forgetful).tune(X)
+    with isolated(isolation):
+        assert ends(tuned(lambda x, do: None, [1, 2], ref_fn=forgetful).tune(X).trials) == ["ok"] * 2
+
+
 # --- the author's own check ---------------------------------------------------------------------------------
 
 

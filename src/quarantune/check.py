@@ -63,7 +63,7 @@ def judge(
 
     Args:
         output: what the config returned.
-        expected: what the reference returned; None where there is no reference.
+        expected: what the reference returned; None where there is none but a `check_fn`.
         args: the call's positional arguments, for `check_fn`.
         kwargs: the call's keyword arguments, for `check_fn`.
         tolerance: how far from `expected` is near enough; not looked at where there is a `check_fn`.
@@ -73,7 +73,9 @@ def judge(
         One sentence, or None where nothing is wrong.
     """
     if check_fn is None:
-        return None if expected is None else compare(output, expected, tolerance)
+        if expected is None and output is not None:
+            return "ref_fn returned None, and the config did not: does ref_fn lack a return?"
+        return compare(output, expected, tolerance)
     try:
         verdict = check_fn(output, expected, *args, **kwargs)
         if verdict is None:
