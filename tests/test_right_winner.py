@@ -131,6 +131,14 @@ def ends(trials: tuple[Trial, ...]) -> list[str]:
     return ["ok" if trial.outcome is Outcome.SLOW else trial.outcome.value for trial in trials]
 
 
+@everywhere
+def test_a_caller_who_has_switched_compiling_off_is_given_a_winner_all_the_same(isolation: str) -> None:
+    kernel = tuned(lambda x, do: x * do, [2], ref_fn=lambda x: 2 * x)
+    with isolated(isolation), jax.disable_jit():
+        np.testing.assert_array_equal(kernel(X), 2 * X)
+    assert kernel.lookup(X) == {"do": 2}
+
+
 # --- the reference ------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import logging
 import os
 import statistics
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
@@ -51,12 +51,19 @@ def run(
         if configs and "ref_fn" in call.companions:
             expected_fd = spool.create("expected")
             stack.callback(os.close, expected_fd)
-            with jax.ensure_compile_time_eval():
+            with _undisturbed():
                 _refer(bench(), expected_fd)
         for index, config in configs.items():
-            with jax.ensure_compile_time_eval():  # what the caller may be tracing must not become part of a trial
+            with _undisturbed():
                 ended = _run_one(bench(), config, expected_fd)
             finish(index, ended, ended.log_tail)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keeps what the caller may be tracing out of a trial, and compiles it where the caller has switched that off."""
+    with jax.disable_jit(False), jax.ensure_compile_time_eval():
+        yield
 
 
 def _refer(bench: trial.Bench, fd: int) -> None:
@@ -95,7 +102,7 @@ def compare(
     finalists = finals.finalists(measured)
     if len(finalists) < 2:
         return finals.Final()
-    with jax.ensure_compile_time_eval():
+    with _undisturbed():
         bench = trial.Bench(call, arrays_fd=arrays_fd, options=options)
         try:
             programs = [bench.compile(measured[index].config, target=None) for index in finalists]

@@ -33,8 +33,8 @@ _OFF_ALIGNMENT_BYTES = 16
 
 _CHUNK_BYTES = 64 << 20
 
-# Options that belong to a process: which devices it may touch, where it caches, whom it talks to. A worker's
-# are set by the sandbox.
+# Options that belong to a process: which devices it may touch, where it caches, whom it talks to, whether somebody
+# debugs it. A worker's are set by the sandbox.
 _PROCESS_OPTIONS = (
     "jax_platforms",
     "jax_platform_name",
@@ -61,6 +61,7 @@ _PROCESS_OPTIONS = (
     "jax_dump_ir",
     "jax_pjrt_client",
     "jax_default_device",
+    "jax_disable_jit",
     "jax_no_tracing",
     "jax_no_execution",
     "jax_transfer_guard",
