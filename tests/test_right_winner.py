@@ -610,9 +610,9 @@ def test_a_block_of_inputs_is_that_of_its_own_thread() -> None:
         ((X[:2],), r"float32\[2\] where the call has an array of float32\[3\]: make them alike"),
         ((X[:3].astype(np.int32),), r"int32\[3\] where the call has an array of float32\[3\]"),
         ((3.0,), r"a Python float where the call has an array of float32\[3\]"),
-        ((X[:3], X[:3]), "arguments of the structure .* and the call has"),
-        ((), "arguments of the structure"),
-        (({"x": X[:3]},), "arguments of the structure"),
+        ((X[:3], X[:3]), "gives arguments that the function does not take: too many positional"),
+        ((), "gives arguments that cannot be compared with the call's: missing a required argument"),
+        (({"x": X[:3]},), r"\['x'\].* where the call has an array of float32\[3\]"),
     ],
     ids=["shape", "dtype", "no array", "too many", "none", "a dict"],
 )
@@ -633,6 +633,69 @@ def test_inputs_of_another_mode_are_refused() -> None:
 
     with quarantune.set_autotune_inputs(SEVENS, "fast"), pytest.raises(ValueError, match=r"'fast' where .* 'exact'"):
         kernel(SEVENS, "exact")
+
+
+def spelt(fn: Any, *args: Any, **kwargs: Any) -> Any:
+    return supply.arguments(args, kwargs, "auto", fn=fn)
+
+
+@functools.partial(jax.jit, static_argnames=["n", "dtype", "do"])
+def static_or_not(x: Any, n: Any = 4, scale: Any = 1.0, *, dtype: Any = None, do: int = 1) -> Any:
+    return x * n
+
+
+def test_inputs_of_other_static_values_are_refused_and_other_numbers_are_not() -> None:
+    with quarantune.set_autotune_inputs(SEVENS, 4, 5.0, dtype=np.float32):
+        for n in (1000, True, 4.0):
+            with pytest.raises(ValueError, match=rf"for 'n' 4 where the call has {n}: make them alike"):
+                spelt(static_or_not, EIGHTS, n, 1.0, dtype=np.float32)
+        with pytest.raises(ValueError, match=r"for 'dtype' .*float32.* where the call has .*int32"):
+            spelt(static_or_not, EIGHTS, 4, 1.0, dtype=np.int32)
+        with pytest.raises(ValueError, match="for 'scale' a Python float where the call has a Python int"):
+            spelt(static_or_not, EIGHTS, 4, 1, dtype=np.float32)
+        for args, kwargs in [((4, 1.0), {}), ((), {"n": 4, "scale": 1.0}), ((4,), {"scale": 1.0})]:
+            args_given, kwargs_given = spelt(static_or_not, EIGHTS, *args, **kwargs, dtype=np.float32)
+            assert args_given[0] is SEVENS
+            assert (args_given[1:], kwargs_given) == (
+                tuple(5.0 if arg == 1.0 else arg for arg in args),
+                {name: 5.0 if arg == 1.0 else arg for name, arg in kwargs.items()} | {"dtype": np.float32},
+            )
+
+
+def test_inputs_may_be_spelt_otherwise_than_the_call_and_say_a_default_that_it_leaves_out() -> None:
+    with quarantune.set_autotune_inputs(SEVENS, n=4, do=1):
+        assert spelt(static_or_not, EIGHTS) == ((SEVENS,), {})
+        assert spelt(static_or_not, EIGHTS, 4) == ((SEVENS, 4), {})
+        assert spelt(static_or_not, n=4, x=EIGHTS) == ((), {"n": 4, "x": SEVENS})
+    with (
+        quarantune.set_autotune_inputs(SEVENS, do=2),
+        pytest.raises(ValueError, match="for 'do' 2 where the call has 1"),
+    ):
+        spelt(static_or_not, EIGHTS)
+
+
+def test_inputs_of_a_plain_callable_count_by_value_but_for_arrays() -> None:
+    def plain(x: Any, n: int, *rest: Any, do: int) -> None: ...
+
+    with quarantune.set_autotune_inputs(n=4, x=SEVENS):
+        assert spelt(plain, EIGHTS, 4) == ((SEVENS, 4), {})
+        with pytest.raises(ValueError, match="for 'n' 4 where the call has 5"):
+            spelt(plain, EIGHTS, 5)
+    with quarantune.set_autotune_inputs(SEVENS, 4, SEVENS):
+        assert spelt(plain, EIGHTS, 4, EIGHTS) == ((SEVENS, 4, SEVENS), {})
+        with pytest.raises(ValueError, match="for 'rest'"):
+            spelt(plain, EIGHTS, 4)
+
+
+@pytest.mark.parametrize("like", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
+def test_inputs_are_as_weakly_typed_as_the_call(like: Callable[..., Any]) -> None:
+    weak, strong = jnp.full(3, 7.0), jnp.full(3, 7, jnp.float32)
+    assert (weak.weak_type, strong.weak_type) == (True, False)
+    for ours, theirs in itertools.product((weak, strong, like(strong)), (weak, strong)):
+        with quarantune.set_autotune_inputs([ours]):
+            (((array,), *_), _) = spelt(static_or_not, [theirs])
+            assert getattr(array, "weak_type", False) is theirs.weak_type
+            np.testing.assert_array_equal(array, ours)
 
 
 def sees(number: float) -> Callable[..., bool]:

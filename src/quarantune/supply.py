@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from quarantune.problem import as_structs
+from quarantune import _jax_internals
+from quarantune.cache import canonical_json
+from quarantune.problem import as_structs, describe_call, named
+
+Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 _REAL = "with quarantune.set_autotune_inputs(...)"
 
@@ -51,54 +58,141 @@ class set_autotune_inputs:
 
 
 def arguments(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], supply: str | Callable[..., Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    supply: str | Callable[..., Any],
+    *,
+    fn: Callable[..., Any] | None = None,
+) -> Arguments:
     """Returns what a sweep for a call is to run with; what is still without a value is made from shape and dtype.
 
     Args:
         args: the call's positional arguments.
         kwargs: its keyword arguments.
         supply: the author's option.
+        fn: the function that is called, which says what is static and what stands where; None where nobody knows.
 
     Raises:
-        ValueError: the arguments given for the block, or the supplier's, are not of the call's shapes and dtypes.
+        ValueError: the arguments given for the block, or the supplier's, are not those of a call like this one.
     """
+    call = args, dict(kwargs)
     if _blocks.entered:
         given = _blocks.entered[-1]
-        _check_alike((given.args, given.kwargs), (args, dict(kwargs)), _REAL)
-        return given.args, dict(given.kwargs)
-    leaves = jax.tree.leaves((args, kwargs))
+        return _spelt_alike((given.args, dict(given.kwargs)), call, fn, _REAL)
+    leaves = jax.tree.leaves(call)
     if not callable(supply) or not any(_has_no_value(leaf) for leaf in leaves):
-        return args, dict(kwargs)
+        return call
     structs, _ = as_structs(args, kwargs)
     with jax.ensure_compile_time_eval():  # the call may be inside a trace, which this is not part of
         supplied = tuple(supply(structs))
-    _check_alike(supplied, args, "supply")
-    return supplied, dict(kwargs)
+    return _spelt_alike((supplied, dict(kwargs)), call, fn, "supply")
 
 
 def _has_no_value(leaf: Any) -> bool:
     return isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct))
 
 
-def _check_alike(given: Any, wanted: Any, source: str) -> None:
-    """Raises where two argument trees differ in structure, shape or dtype."""
-    ours: Any
-    theirs: Any
-    ours, theirs = jax.tree.structure(given), jax.tree.structure(wanted)
-    if ours != theirs:
-        raise ValueError(
-            f"{source} gives arguments of the structure {ours}, and the call has {theirs}: make them alike"
-        )
-    (given_structs, _), (wanted_structs, _) = as_structs((given,), {}), as_structs((wanted,), {})
-    for mine, its in zip(jax.tree.leaves(given_structs), jax.tree.leaves(wanted_structs), strict=True):
-        if _describe(mine) != _describe(its):
-            raise ValueError(f"{source} gives {_describe(mine)} where the call has {_describe(its)}: make them alike")
+def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any] | None, source: str) -> Arguments:
+    """Returns the arguments given, each where the call has its own, and as weakly typed.
+
+    Raises:
+        ValueError: they are not those of a call like this one.
+    """
+    signature, static = _describe_function(fn, call)
+    ours, theirs = _bind(signature, given, source), _bind(signature, call, "the call")
+    if static is None:  # of a function that is not jitted all counts by value but arrays
+        static = frozenset(name for name, value in theirs.items() if not any(map(_is_array, jax.tree.leaves(value))))
+    # What has no default and is not there is set by the configs.
+    spelt = signature.bind_partial(*call[0], **call[1]).arguments
+    tunables = [
+        name
+        for name, item in signature.parameters.items()
+        if name not in spelt and item.default is item.empty and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
+    ]
+
+    def described(arguments: Arguments) -> dict[str, Any]:
+        return describe_call(signature, static, tunables, *_without_weak_types(arguments)).key_values
+
+    try:
+        mine, its = described(given), described(call)
+    except TypeError as error:
+        raise ValueError(f"{source} gives arguments that cannot be compared with the call's: {error}") from error
+    for name in [*its, *mine]:
+        # As text, as the key has them: 4 and 4.0 are equal and give different programs.
+        if canonical_json(mine.get(name)) != canonical_json(its.get(name)):
+            difference = f"{_tell(name, mine)} where the call has {_tell(name, its)}"
+            raise ValueError(f"{source} gives for {name!r} {difference}: make them alike")
+    with jax.ensure_compile_time_eval():
+        alike = {
+            name: value if name in static else jax.tree.map(_as_weak_as, value, theirs[name])
+            for name, value in ours.items()
+            if name in theirs
+        }
+    return _in_place_of(call, alike, signature)
 
 
-def _describe(leaf: Any) -> str:
-    """Returns what two leaves that may stand for one another have in common."""
-    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
-        return f"an array of {leaf.dtype}{list(leaf.shape)}"
-    is_number = isinstance(leaf, (bool, int, float, complex))
-    return f"a Python {type(leaf).__name__}" if is_number else repr(leaf)
+def _describe_function(
+    fn: Callable[..., Any] | None, call: Arguments
+) -> tuple[inspect.Signature, frozenset[str] | None]:
+    """Returns a function's signature and static parameters; of one that is not known, what the call shows of it."""
+    if fn is not None:
+        from quarantune.tuner import describe_function
+
+        return describe_function(fn)[1:]
+    args, kwargs = call
+    positional = [inspect.Parameter(f"args{place}", inspect.Parameter.POSITIONAL_ONLY) for place in range(len(args))]
+    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs]
+    return inspect.Signature([*positional, *named]), frozenset()
+
+
+def _bind(signature: inspect.Signature, call: Arguments, source: str) -> dict[str, Any]:
+    try:
+        bound = signature.bind_partial(*call[0], **call[1])
+    except TypeError as error:
+        raise ValueError(f"{source} gives arguments that the function does not take: {error}") from None
+    bound.apply_defaults()
+    return dict(named(bound))
+
+
+def _in_place_of(call: Arguments, values: Mapping[str, Any], signature: inspect.Signature) -> Arguments:
+    """Returns a call that gives these values where another gives its own."""
+    positional = signature.bind_partial(*call[0])
+    positional.arguments = {name: values[name] for name in positional.arguments}
+    return positional.args, {name: values[name] for name in call[1]}
+
+
+def _without_weak_types(call: Arguments) -> Arguments:
+    args, kwargs = as_structs(*call)
+
+    def strong(leaf: Any) -> Any:
+        return leaf.update(weak_type=False) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+    def fill(value: Any) -> Any:
+        has_struct = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value))
+        return jax.tree.map(strong, value) if has_struct else value
+
+    return tuple(map(fill, args)), {name: fill(value) for name, value in kwargs.items()}
+
+
+def _as_weak_as(given: Any, wanted: Any) -> Any:
+    """Returns an array as weakly typed as another: what a person gives is seldom so on purpose."""
+    is_weak = bool(getattr(wanted, "weak_type", False))
+    if not _is_array(given) or is_weak == bool(getattr(given, "weak_type", False)):
+        return given
+    if isinstance(given, jax.ShapeDtypeStruct):
+        return given.update(weak_type=is_weak)
+    return _jax_internals.as_weak(jnp.asarray(given)) if is_weak else given.astype(given.dtype)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _tell(name: str, described: Mapping[str, Any]) -> str:
+    """Returns one argument's part of a description for people."""
+    if name not in described:
+        return "nothing"
+    value = described[name]
+    if isinstance(value, dict) and {"shape", "dtype"} <= value.keys():
+        return f"an array of {value['dtype']}{value['shape']}"
+    return f"a Python {value['scalar']}" if isinstance(value, dict) and "scalar" in value else repr(value)
