@@ -139,6 +139,15 @@ def test_a_block_may_be_entered_inside_itself() -> None:
     assert current().timeout is None
 
 
+def test_a_block_entered_again_inside_another_ends_where_it_was_entered_last() -> None:
+    outer, inner = settings(timeout=2), settings(timeout=3)
+    with outer, inner:
+        with outer:
+            assert current().timeout == 2.0
+        assert current().timeout == 3.0
+    assert current().timeout is None
+
+
 def test_none_in_a_block_stands_for_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_TIMEOUT", "1")
     with settings(timeout=None):

@@ -593,6 +593,15 @@ def test_blocks_of_inputs_nest_and_end_also_by_an_exception() -> None:
     np.testing.assert_array_equal(given(X[:3]), X[:3])
 
 
+def test_a_block_of_inputs_entered_again_inside_another_ends_where_it_was_entered_last() -> None:
+    sevens, eights = quarantune.set_autotune_inputs(SEVENS), quarantune.set_autotune_inputs(EIGHTS)
+    with sevens, eights:
+        with sevens:
+            assert given(X[:3]) is SEVENS
+        assert given(X[:3]) is EIGHTS
+    assert given(X[:3]) is not SEVENS
+
+
 def test_a_block_of_inputs_is_that_of_its_own_thread() -> None:
     seen: list[Any] = []
     with quarantune.set_autotune_inputs(SEVENS):

@@ -198,7 +198,8 @@ class settings:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _blocks.entered.remove(self)
+        # The last one: the same block may have been entered further out, too.
+        del _blocks.entered[max(place for place, block in enumerate(_blocks.entered) if block is self)]
 
     @property
     def values(self) -> dict[str, Any]:

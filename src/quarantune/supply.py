@@ -54,7 +54,8 @@ class set_autotune_inputs:
         _blocks.entered.append(self)
 
     def __exit__(self, *_: object) -> None:
-        _blocks.entered.remove(self)
+        # The last one: the same block may have been entered further out, too.
+        del _blocks.entered[max(place for place, block in enumerate(_blocks.entered) if block is self)]
 
 
 def arguments(
