@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import _jax_internals
-from quarantune.cache import canonical_json
 from quarantune.problem import as_structs, describe_call, named
 
 Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
@@ -99,6 +98,8 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any] | Non
     Raises:
         ValueError: they are not those of a call like this one.
     """
+    from quarantune.cache import canonical_json
+
     signature, static = _describe_function(fn, call)
     ours, theirs = _bind(signature, given, source), _bind(signature, call, "the call")
     if static is None:  # of a function that is not jitted all counts by value but arrays
