@@ -295,6 +295,14 @@ def test_tilelangs_par_compile_gives_kernels_in_the_order_of_the_configs() -> No
         np.testing.assert_allclose(kernel(A, B), A @ B + size, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("is_made", [False, True])
+def test_par_compile_gives_a_kernel_for_each_config_also_for_one_given_twice(is_made: bool) -> None:
+    times = jax.jit(lambda A, n=1: A * n, static_argnames=["n"])
+    configs = [{"n": n} for n in (1, 2, 1, 3)]
+    kernels = quarantune.compile_configs(times, (lambda A: iter(configs)) if is_made else configs, jnp.ones(2))
+    assert [float(kernel(jnp.ones(2))[0]) for kernel in kernels if kernel] == [1, 2, 1, 3]
+
+
 def test_tilelangs_artifact_is_saved_for_people_and_loaded_without_compiling(tmp_path: Path) -> None:
     traced = tmp_path / "traced"
 

@@ -42,6 +42,7 @@ def test_dicts_come_from_any_iterable(make: Any) -> None:
 def test_a_repeated_config_is_kept_once_at_its_first_place() -> None:
     configs = [{"a": 1, "b": 2}, {"a": 3, "b": 4}, {"b": 2, "a": 1}, {"a": np.int64(3), "b": 4}]
     assert expand(configs, fn_name="f") == [{"a": 1, "b": 2}, {"a": 3, "b": 4}]
+    assert expand(configs, fn_name="f", keep_repeated=True) == [{"a": 1, "b": 2}, {"a": 3, "b": 4}] * 2
 
 
 def test_values_that_only_compare_equal_are_different_configs() -> None:

@@ -37,29 +37,49 @@ def grid(**lists: Iterable[Any]) -> list[Config]:
     return expand(lists, fn_name="grid")
 
 
-def expand(configs: Configs, *, fn_name: str) -> list[Config]:
+def expand(configs: Configs, *, fn_name: str, keep_repeated: bool = False) -> list[Config]:
     """Returns the configs as a checked list: each once, in order, made of plain hashable Python values.
 
     Args:
         configs: dicts, or one dict of lists that stands for its full grid.
         fn_name: the function being tuned, for error messages.
+        keep_repeated: whether a config is there as often as it was given.
 
     Raises:
         TypeError: the configs are not of these forms, or hold a value JSON cannot.
         ValueError: there are none, or their keys differ.
     """
     if isinstance(configs, Mapping):
-        return _validate(_combinations(configs, fn_name), fn_name=fn_name)
+        configs = _combinations(configs, fn_name)
     if isinstance(configs, (str, bytes)) or not isinstance(configs, Iterable):
         raise TypeError(
             f"{fn_name}: configs is {configs!r}; give a list of dicts such as [{{'BM': 32}}, {{'BM': 64}}], "
             "a dict of lists such as {'BM': [32, 64]}, or a function that returns one of them."
         )
-    return _validate(configs, fn_name=fn_name)
+    checked = _validate(configs, fn_name=fn_name)
+    return checked if keep_repeated else distinct(checked)
+
+
+def distinct(configs: Iterable[Config]) -> list[Config]:
+    """Returns the configs without those that are there already."""
+    unique: dict[str, Config] = {}
+    for config in configs:
+        unique.setdefault(text_of(config), config)
+    return list(unique.values())
+
+
+def text_of(config: Config) -> str:
+    """Returns what equal configs have in common, 1 and True being different things."""
+    return json.dumps(config, sort_keys=True)
 
 
 def expand_callable(
-    configs_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, fn_name: str
+    configs_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    fn_name: str,
+    keep_repeated: bool = False,
 ) -> list[Config]:
     """Returns the configs that a user's function makes for one call.
 
@@ -68,6 +88,7 @@ def expand_callable(
         args: the call's positional arguments, arrays as `jax.ShapeDtypeStruct`.
         kwargs: its keyword arguments, likewise.
         fn_name: the function being tuned, for error messages.
+        keep_repeated: whether a config is there as often as it was made.
 
     Raises:
         TypeError: what it made is no config space.
@@ -81,7 +102,7 @@ def expand_callable(
     listed: Configs = made if isinstance(made, Mapping) or not isinstance(made, Iterable) else list(made)
     if isinstance(listed, (Mapping, list)) and not listed:
         raise ValueError(f"{source}yielded no config for these arguments; let it yield at least one dict.")
-    return expand(listed, fn_name=fn_name)
+    return expand(listed, fn_name=fn_name, keep_repeated=keep_repeated)
 
 
 def check_parameters(
@@ -169,8 +190,8 @@ def _combinations(lists: Mapping[str, Iterable[Any]], fn_name: str) -> list[dict
 
 
 def _validate(configs: Iterable[Mapping[str, Any]], *, fn_name: str) -> list[Config]:
-    """Returns the configs normalised, repeated ones dropped."""
-    unique: dict[str, Config] = {}
+    """Returns the configs normalised."""
+    checked: list[Config] = []
     first: Config | None = None
     for index, raw in enumerate(configs):
         where = f"{fn_name}: configs[{index}]"
@@ -183,13 +204,13 @@ def _validate(configs: Iterable[Mapping[str, Any]], *, fn_name: str) -> list[Con
                 f"{where} has the keys {sorted(config)}, configs[0] has {sorted(first)}; "
                 "give every config the same keys."
             )
-        unique.setdefault(json.dumps(config, sort_keys=True), config)
+        checked.append(config)
     if not first:
         problem = "configs is empty" if first is None else "the configs have no keys"
         raise ValueError(
             f"{fn_name}: {problem}; there is nothing to choose from: give at least one, as in [{{'BM': 32}}]."
         )
-    return list(unique.values())
+    return checked
 
 
 def _key(key: Any, where: str) -> str:

@@ -83,13 +83,14 @@ def compile_configs(
         **kwargs: the call's keyword arguments.
 
     Returns:
-        A callable for each config, in order, which runs what the worker compiled; None where that failed, which a
-        warning says.
+        A callable for each config, in order, also for one that was given before, which runs what the worker compiled;
+        None where that failed, which a warning says.
 
     Raises:
         TypeError: `fn` is not jitted, or something of the call cannot be sent to a worker.
         ValueError: the configs, or `num_workers`, are not valid.
     """
+    from quarantune.problem import as_structs
     from quarantune.resolve import Resolver
     from quarantune.winner import Winner, without_arrays
 
@@ -101,22 +102,26 @@ def compile_configs(
     if num_workers is not None and num_workers < 1:
         raise ValueError(f"num_workers={num_workers!r} is not valid: give at least 1, or leave it out")
     label = naming.cache_name(fn)
-    listed = configs if callable(configs) else space.expand(configs, fn_name=label)
-    resolver = Resolver(fn, listed, name=label, signature=signature, static_names=static_names, options=Options())
-    expanded = resolver.expand(args, kwargs)
+    if callable(configs):
+        listed = space.expand_callable(configs, *as_structs(args, kwargs), fn_name=label, keep_repeated=True)
+    else:
+        listed = space.expand(configs, fn_name=label, keep_repeated=True)
+    expanded = space.distinct(listed)
+    resolver = Resolver(fn, expanded, name=label, signature=signature, static_names=static_names, options=Options())
     resolver.check(expanded)
     compiled = resolver.compile(args, kwargs, expanded, num_workers=num_workers)
-    functions: list[Callable[..., Any] | None] = []
+    functions: dict[str, Callable[..., Any] | None] = {}
     call_args, call_kwargs = without_arrays(args, kwargs)
     for config, (trial, executable) in zip(expanded, compiled, strict=True):
+        # It may compile and yet be unable to leave its worker.
+        function: Callable[..., Any] | None = functools.partial(fn, **config)
         if executable is not None:
-            functions.append(Winner(fn, config, executable, args=call_args, kwargs=call_kwargs))
+            function = Winner(fn, config, executable, args=call_args, kwargs=call_kwargs)
         elif trial.outcome.is_failure:
             warnings.warn(f"{label}: {config} did not compile: {trial.outcome.value}: {trial.message}", stacklevel=2)
-            functions.append(None)
-        else:
-            functions.append(functools.partial(fn, **config))  # it compiles, but cannot leave its worker
-    return functions
+            function = None
+        functions[space.text_of(config)] = function
+    return [functions[space.text_of(config)] for config in listed]
 
 
 def describe_function(
