@@ -97,6 +97,21 @@ def test_each_kind_has_its_distribution(kind: str, low: int, high: int, mean: fl
     assert kind != "integer" or (numbers == numbers.round()).all()
 
 
+@pytest.mark.parametrize(
+    ("kind", "allowed"), [("zeros", {2.0**-127}), ("ones", {1.0}), ("integer", {1.0, 2.0}), ("uniform", None)]
+)
+def test_a_dtype_without_zero_and_sign_holds_what_is_nearest(kind: str, allowed: set[float] | None) -> None:
+    numbers = _numbers(inputs.make((1000,), "float8_e8m0fnu", kind=kind, seed=0))
+    assert np.isfinite(numbers).all()
+    assert allowed is None or set(numbers) == allowed
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4", "bool", "complex64"])
+def test_zeros_and_ones_are_what_they_say(dtype: str) -> None:
+    for kind, number in (("zeros", 0), ("ones", 1)):
+        assert (np.asarray(inputs.make((3,), dtype, kind=kind, seed=0)) == number).all()
+
+
 def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"kind must be one of auto, .*got 'gaussian'"):
         inputs.make((2,), "float32", kind="gaussian", seed=0)

@@ -117,7 +117,7 @@ def make(
     and `randn` are the standard normal distribution, `integer` floats are whole numbers from -2 to 2.
     Integers, which may be indices or lengths, are at least 0 and below both 8 and the array's smallest
     dimension (a scalar is 0), whatever the random kind; booleans are balanced; complex numbers have both
-    parts; PRNG keys are random keys.
+    parts; PRNG keys are random keys. Where a dtype has no zero, its smallest number stands for it, or 1 for `integer`.
 
     Args:
         shape: the shape.
@@ -140,7 +140,8 @@ def make(
         return restore_array(generator.integers(0, 2**32, data_shape, dtype=np.uint32), False, impl, sharding)
     dtype = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
     if kind in ("zeros", "ones"):
-        return restore_array(np.full(shape, kind == "ones", dtype), weak_type, None, sharding)
+        number = np.float64(kind == "ones")
+        return restore_array(np.full(shape, _held(number, kind, dtype), dtype), weak_type, None, sharding)
     tile = _tile(generator, shape, dtype, kind, elements=min(math.prod(shape), _TILE_ELEMENTS))
     return restore_array(np.resize(tile, shape), weak_type, None, sharding)
 
@@ -155,10 +156,13 @@ def _tile(
         return generator.integers(0, _index_bound(shape, dtype), elements).astype(dtype)
     if jnp.issubdtype(dtype, np.complexfloating):
         return (_floats(generator, kind, elements) + 1j * _floats(generator, kind, elements)).astype(dtype)
-    numbers = _floats(generator, kind, elements)
-    smallest = float(jnp.finfo(dtype).min)  # type: ignore[no-untyped-call]
-    unsigned = smallest > 0  # the fp8 format that holds nothing but scales
-    return (np.abs(numbers) if unsigned else numbers).astype(dtype)
+    return np.asarray(_held(_floats(generator, kind, elements), kind, dtype)).astype(dtype)
+
+
+def _held(numbers: Any, kind: str, dtype: np.dtype[Any]) -> Any:
+    """Returns numbers as near to these as a dtype has them that may hold nothing but scales: no zero, and no sign."""
+    smallest = float(jnp.finfo(dtype).min) if jnp.issubdtype(dtype, np.floating) else -1  # type: ignore[no-untyped-call]
+    return np.maximum(np.abs(numbers), 1 if kind == "integer" else smallest) if smallest > 0 else numbers
 
 
 def _index_bound(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
