@@ -290,6 +290,14 @@ def test_python_values_and_other_leaves_agree_by_value(got: Any, wanted: Any, ag
     assert _agree(got, wanted) is agrees
 
 
+def test_whole_numbers_larger_than_any_float_are_compared_exactly() -> None:
+    huge = 10**400
+    assert _agree(huge, huge, EXACT)
+    assert _agree(huge + 1, huge)
+    assert not _agree(huge + 1, huge, EXACT)
+    assert not any(_agree(*pair) for pair in [(huge, -huge), (huge, 1), (1, huge)])
+
+
 def test_keys_must_be_equal_and_of_one_kind() -> None:
     keys = jax.random.split(jax.random.key(0), 3)
     assert _agree(keys, keys, EXACT)

@@ -8,6 +8,7 @@ import numbers
 import reprlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, TypeAlias
 
 import jax
@@ -308,7 +309,10 @@ def _excess(got: _Array, wanted: _Array, tolerance: Tolerance | None) -> _Array:
     """Returns how far beyond its tolerance each element is: above 0 where it differs; None allows nothing."""
     if tolerance is None:
         return np.asarray(got != wanted, np.float64)
-    if got.dtype == object or _has_dtype(got, np.integer):
+    if got.dtype == object:
+        pairs = zip(got, wanted, strict=True)
+        return np.array([_excess_of_whole(mine, its, tolerance) for mine, its in pairs], np.float64)
+    if _has_dtype(got, np.integer):
         return _distances(got, wanted) - _allowances(wanted.astype(np.float64), tolerance)
     wide = np.result_type(got.dtype, np.float64)
     got, wanted = got.astype(wide), wanted.astype(wide)
@@ -320,6 +324,16 @@ def _excess(got: _Array, wanted: _Array, tolerance: Tolerance | None) -> _Array:
     return np.where(same, 0.0, np.where(finite, excess, np.inf))
 
 
+def _excess_of_whole(got: int, wanted: int, tolerance: Tolerance) -> float:
+    """Returns the same of Python's integers, which may be larger than any float."""
+    allowance = Fraction(float(tolerance.atol)) + Fraction(float(tolerance.rtol)) * abs(wanted)
+    excess = abs(got - wanted) - allowance
+    try:
+        return float(excess)
+    except OverflowError:
+        return math.inf if excess > 0 else -math.inf
+
+
 def _allowances(wanted: _Array, tolerance: Tolerance) -> _Array:
     allowances: _Array = tolerance.atol + tolerance.rtol * np.abs(wanted)
     return allowances
@@ -327,10 +341,7 @@ def _allowances(wanted: _Array, tolerance: Tolerance) -> _Array:
 
 def _distances(got: _Array, wanted: _Array) -> _Array:
     """Returns the absolute differences of integers, which need not fit into their own type."""
-    if got.dtype == object:
-        distances: _Array = np.abs(got - wanted)
-    else:
-        wide = np.uint64 if _has_dtype(got, np.unsignedinteger) else np.int64
-        got, wanted = got.astype(wide), wanted.astype(wide)
-        distances = np.maximum(got, wanted).astype(np.uint64) - np.minimum(got, wanted).astype(np.uint64)
+    wide = np.uint64 if _has_dtype(got, np.unsignedinteger) else np.int64
+    got, wanted = got.astype(wide), wanted.astype(wide)
+    distances: _Array = np.maximum(got, wanted).astype(np.uint64) - np.minimum(got, wanted).astype(np.uint64)
     return distances.astype(np.float64)
