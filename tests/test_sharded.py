@@ -163,6 +163,33 @@ def test_what_names_the_mesh_of_the_context_finds_it_in_the_worker(tmp_path: Pat
     )
 
 
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_in_this_process_configs_run_on_the_callers_own_devices(axis_type: str, tmp_path: Path) -> None:
+    run_script(
+        tmp_path,
+        """
+        def is_there(output, expected, x):
+            return x.sharding.mesh.devices.tolist() == jax.devices()[3:1:-1]
+
+        @quarantune.autotune({"n": [1, 2]}, rep=1, check_fn=is_there, name=f"f-{os.getpid()}")
+        @functools.partial(jax.jit, static_argnames=["n"])
+        def f(x, n: int = 1):
+            return x / n * n
+
+        warnings.simplefilter("ignore", RuntimeWarning)
+        mesh = Mesh(np.array(jax.devices()[3:1:-1]), ("a",), axis_types=(AxisType.KIND,))
+        x = place(X, mesh, "a")
+        with quarantune.settings(isolation="none"):
+            assert_all_ran(f.tune(x))
+            with jax.set_mesh(mesh):
+                assert_all_ran(f.tune(x))
+                struct = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh.abstract_mesh, P("a")))
+                assert_all_ran(f.tune(struct))
+        """.replace("KIND", axis_type),
+        devices=4,
+    )
+
+
 def test_a_worker_has_as_many_cpu_devices_as_its_caller_or_as_the_arguments_need(tmp_path: Path) -> None:
     run_script(
         tmp_path,

@@ -48,12 +48,18 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> tuple[
         if spec.made:
             dtype = spec.dtype if spec.key_impl is None else _jax_internals.key_dtype(spec.key_impl)
             return make(
-                spec.shape, dtype, spec.weak_type, kind=kind, seed=seed, index=spec.index, sharding=_sharding(spec)
+                spec.shape,
+                dtype,
+                spec.weak_type,
+                kind=kind,
+                seed=seed,
+                index=spec.index,
+                sharding=_sharding(call, spec),
             )
         data = _view(spool, spec)
         if spec.kind == "numpy":
             return data.copy()
-        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(spec))
+        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec))
 
     # Nobody closes the mapping: it goes with the last view of it.
     return _replace_refs(call, array)
@@ -74,7 +80,9 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> tuple[tuple[Any, ...
         dtype = dtype_from_name(spec.dtype) if spec.key_impl is None else _jax_internals.key_dtype(spec.key_impl)
         if spec.kind == "numpy":
             dtype = jax.dtypes.canonicalize_dtype(dtype)
-        return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding or _sharding(spec))
+        return jax.ShapeDtypeStruct(
+            spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding or _sharding(call, spec)
+        )
 
     return _replace_refs(call, struct)
 
@@ -95,9 +103,11 @@ def mesh_like(spec: MeshSpec) -> Mesh:
     return Mesh(np.array(devices).reshape(spec.shape), spec.axis_names, axis_types=axis_types)
 
 
-def _sharding(spec: ArraySpec) -> NamedSharding | None:
+def _sharding(call: Call, spec: ArraySpec) -> NamedSharding | None:
     if spec.sharding is None:
         return None
+    if call.own_shardings and (own := call.own_shardings[spec.index]) is not None:
+        return own
     return NamedSharding(mesh_like(spec.sharding.mesh), PartitionSpec(*spec.sharding.partitions))
 
 

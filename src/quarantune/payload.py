@@ -590,6 +590,21 @@ def _describe_mesh(mesh: Any) -> MeshSpec:
     return MeshSpec(shape=shape, axis_names=names, axis_types=kinds)
 
 
+def _own_sharding(array: Any, spec: ShardingSpec | None) -> jax.sharding.NamedSharding | None:
+    """Returns how an array is laid out over devices of this process; None where it is on one, or which is not known."""
+    if spec is None:
+        return None
+    sharding: Any = None if isinstance(array, jax.core.Tracer) else array.sharding
+    if sharding is not None and isinstance(sharding.mesh, jax.sharding.Mesh):
+        return cast("jax.sharding.NamedSharding", sharding)
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # JAX does not say while it traces
+        return None
+    is_same = _describe_mesh(mesh) == spec.mesh
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec.partitions)) if is_same else None
+
+
 def _context_mesh(specs: tuple[ArraySpec, ...]) -> MeshSpec | None:
     """Returns the mesh that `jax.set_mesh` has set, where it is that of an argument too."""
     mesh = _describe_mesh(jax.sharding.get_abstract_mesh())
@@ -685,6 +700,8 @@ class Call:
         specs: the arrays the references point to.
         companions: functions that judge the function's output, by name.
         context_mesh: the mesh that the worker is to set, as the caller has; None for none.
+        own_shardings: in the caller's own process, how each array is laid out over the caller's own devices, None where
+            that is on one of them or not known; empty in a worker, which has others.
     """
 
     fn: Callable[..., Any]
@@ -693,6 +710,7 @@ class Call:
     specs: tuple[ArraySpec, ...]
     companions: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     context_mesh: MeshSpec | None = None
+    own_shardings: tuple[jax.sharding.NamedSharding | None, ...] = ()
 
     @property
     def devices_needed(self) -> int:
@@ -736,7 +754,14 @@ def pack_call(
     specs = tuple(packer.specs)
     return PackedCall(
         blob=pickle.dumps((path, _travelling_config(), specs, _context_mesh(specs), dumps(root))),
-        call=Call(fn=fn, args=root.args, kwargs=root.kwargs, specs=specs, companions=root.companions),
+        call=Call(
+            fn=fn,
+            args=root.args,
+            kwargs=root.kwargs,
+            specs=specs,
+            companions=root.companions,
+            own_shardings=tuple(packer.shardings),
+        ),
         arrays=specs,
         spool_bytes=packer.spool_bytes,
         sources=tuple(packer.sources),
@@ -795,6 +820,7 @@ class _ArrayPacker:
     def __init__(self) -> None:
         self.specs: list[ArraySpec] = []
         self.sources: list[Any] = []
+        self.shardings: list[jax.sharding.NamedSharding | None] = []
         self.spool_bytes = 0
 
     def pack(self, value: Any) -> Any:
@@ -808,6 +834,7 @@ class _ArrayPacker:
         spec = _describe(array, index=len(self.specs), offset=_next_start(self.spool_bytes))
         self.specs.append(spec)
         self.sources.append(None if spec.made else array)
+        self.shardings.append(_own_sharding(array, spec.sharding))
         if spec.nbytes:
             self.spool_bytes = spec.offset + spec.nbytes
         return ArrayRef(spec.index, spec.shape, array.dtype)
