@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from jax.extend.core import primitives
 
+import quarantune
 from quarantune import _jax_internals, inputs, payload
 
 # A script without a guard, as users write them: all of it lives in `__main__`. Each case is a call; the
@@ -602,6 +603,34 @@ def test_numpy_arguments_arrive_as_writable_copies_that_leave_the_spool_alone() 
         first[:] = -1
         (second,), _ = inputs.materialize(call, spool.fileno(), seed=0)
     assert second.tolist() == [0, 1, 2, 3]
+
+
+def test_numpy_arguments_in_fortrans_order_arrive_in_it() -> None:
+    cube = np.arange(24).reshape(2, 3, 4)
+    orders = {"C": cube, "F": np.asfortranarray(cube), "neither": cube[:, ::2], "both": np.asfortranarray(np.arange(3))}
+    packed = payload.pack_call(_plain, tuple(orders.values()), {"x": np.zeros((0, 2), order="F")})
+    with tempfile.TemporaryFile() as spool:
+        payload.write_arrays(packed, spool.fileno())
+        arrived, _ = inputs.materialize(payload.unpack_call(packed.blob), spool.fileno(), seed=0)
+    for (order, given), array in zip(orders.items(), arrived, strict=True):
+        np.testing.assert_array_equal(array, given)
+        assert array.flags.c_contiguous is (order != "F"), order
+        assert array.flags.f_contiguous is (order in ("F", "both")), order
+        assert array.flags.owndata
+
+
+def test_a_plain_callable_sees_the_order_of_its_caller_and_a_jitted_function_the_elements() -> None:
+    given = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
+
+    def plain(x: Any, do: int) -> Any:
+        assert x.flags.f_contiguous
+        return x
+
+    for fn in (plain, jax.jit(lambda x, do=1: x, static_argnames=["do"])):
+        tuner = quarantune.AutoTuner(
+            fn, {"do": [1]}, name="ordered", ref_fn=lambda x: x + 0, rep=2, max_mismatched_ratio=0
+        )
+        assert tuner.run(given).best_config == {"do": 1}
 
 
 def test_jax_arguments_arrive_in_buffers_of_their_own_every_time() -> None:

@@ -58,7 +58,7 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> tuple[
             )
         data = _view(spool, spec)
         if spec.kind == "numpy":
-            return data.copy()
+            return data.copy(order="K")
         return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec))
 
     # Nobody closes the mapping: it goes with the last view of it.
@@ -205,7 +205,8 @@ def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
     dtype = dtype_from_name(spec.dtype)
     if spool is None or spec.nbytes == 0:
         return np.zeros(spec.data_shape, dtype)
-    return np.frombuffer(spool, dtype, math.prod(spec.data_shape), spec.offset).reshape(spec.data_shape)
+    flat = np.frombuffer(spool, dtype, math.prod(spec.data_shape), spec.offset)
+    return flat.reshape(spec.data_shape[::-1]).T if spec.is_transposed else flat.reshape(spec.data_shape)
 
 
 def _replace_refs(call: Call, make_array: Callable[[ArraySpec], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -629,6 +629,8 @@ class ArraySpec:
         nbytes: how many they are; 0 where it is made.
         made: whether there is no concrete value, so that the worker makes one.
         sharding: how it is laid out over several devices; None where it is on one.
+        is_transposed: whether its bytes are those of its transpose: a numpy array in Fortran's order stays so, on which
+            the speed of a plain callable may hang.
     """
 
     index: int
@@ -641,6 +643,7 @@ class ArraySpec:
     nbytes: int = 0
     made: bool = False
     sharding: ShardingSpec | None = None
+    is_transposed: bool = False
 
     @property
     def data_shape(self) -> tuple[int, ...]:
@@ -802,6 +805,7 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
     for spec, source in zip(packed.arrays, packed.sources, strict=True):
         if not spec.made and spec.nbytes:
             data = source if isinstance(source, np.ndarray) else _concrete_data(source)[0]
+            data = data.T if spec.is_transposed else data
             _write_all(fd, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data, spec.offset)
     # A zero-sized array at the end leaves the file shorter than its offsets say.
     if os.fstat(fd).st_size < packed.spool_bytes:
@@ -863,6 +867,7 @@ def _describe(array: Any, *, index: int, offset: int) -> ArraySpec:
             kind="jax" if type(array) is _jax_internals.typed_ndarray() else "numpy",
             offset=offset,
             nbytes=array.nbytes,
+            is_transposed=array.flags.f_contiguous and not array.flags.c_contiguous,
         )
     impl = _jax_internals.key_impl(array.dtype) if is_key_dtype(array.dtype) else None
     made = not _has_value(array)
