@@ -33,8 +33,8 @@ class set_autotune_inputs:
     """Has the sweeps of a block of code run with these arguments, in this thread only; blocks nest.
 
     It serves calls inside `jit` and its kin, which have no concrete arguments, and calls whose own arguments say little
-    about speed, such as indices that are all zero. What is tuned for is still the call: its shapes and dtypes must be
-    those of these arguments.
+    about speed, such as indices that are all zero. What is tuned for is still the call: its shapes, dtypes and static
+    values must be those of these arguments, in whichever way either is spelt.
 
     Args:
         *args: the tuned function's positional arguments, without tunables.
