@@ -133,3 +133,21 @@ def test_a_config_that_exits_does_not_take_this_process_along(monkeypatch: pytes
     first, second = tuner(leaving, [1, 2]).run(X).trials
     assert (first.outcome.value, first.message) == ("error", "SystemExit: 3")
     assert second.outcome.value == "ok"
+
+
+# --- which program is tuned ---------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames=["factor", "do"])
+def scaled(x: Any, factor: int = 4, do: int = 1) -> Any:
+    return x * factor
+
+
+def test_inputs_for_a_block_are_those_of_the_call_however_spelt_or_refused() -> None:
+    tuned = quarantune.autotune([{"do": 1}, {"do": 2}], warmup=1, rep=3)(scaled)
+    with quarantune.set_autotune_inputs(X, factor=5):
+        np.testing.assert_array_equal(tuned(2 * X, 5), 10)
+        with pytest.raises(ValueError, match="'factor' 5 where the call has 1000: make them alike"):
+            tuned(2 * X, 1000)
+    assert tuned.lookup(X, 5) is not None
+    assert tuned.lookup(X, 1000) is None
