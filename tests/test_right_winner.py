@@ -580,7 +580,7 @@ EIGHTS = np.full(3, 8, np.float32)
 
 
 def given(*args: Any) -> Any:
-    return supply.arguments(args, {}, "auto")[0][0]
+    return supply.arguments(lambda *args: args, args, {}, "auto")[0][0]
 
 
 def test_blocks_of_inputs_nest_and_end_also_by_an_exception() -> None:
@@ -645,7 +645,7 @@ def test_inputs_of_another_mode_are_refused() -> None:
 
 
 def spelt(fn: Any, *args: Any, **kwargs: Any) -> Any:
-    return supply.arguments(args, kwargs, "auto", fn=fn)
+    return supply.arguments(fn, args, kwargs, "auto")
 
 
 @functools.partial(jax.jit, static_argnames=["n", "dtype", "do"])

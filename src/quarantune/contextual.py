@@ -14,7 +14,7 @@ from quarantune.contextual_result import ContextualResult
 from quarantune.decorator import Autotuned, Bound
 from quarantune.options import Options, checked_options
 from quarantune.outcomes import Config
-from quarantune.tuner import describe_function
+from quarantune.problem import describe_function
 
 if TYPE_CHECKING:
     from quarantune.descent import ContextResolver

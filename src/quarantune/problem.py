@@ -135,6 +135,30 @@ def _bind(
     return bound
 
 
+def describe_function(
+    fn: Callable[..., Any],
+) -> tuple[Callable[..., Any], inspect.Signature, frozenset[str] | None]:
+    """Returns the function to tune, its signature, and its static parameters: None where it is not jitted.
+
+    Raises:
+        TypeError: `fn` cannot be called.
+    """
+    if not callable(fn):
+        raise TypeError(f"{fn!r} cannot be called: give a function")
+    inner = getattr(fn, "__wrapped__", None)
+    if inner is not None and not _jax_internals.is_jitted(fn) and _jax_internals.is_jitted(inner):
+        fn = inner  # an autotuned function is tuned here by other configs
+    static_names = _jax_internals.jit_options(fn).static_names if _jax_internals.is_jitted(fn) else None
+    try:
+        signature = inspect.signature(inspect.unwrap(fn))
+    except (TypeError, ValueError):
+        signature = inspect.signature(_anything)  # a built-in that does not tell
+    return fn, signature, static_names
+
+
+def _anything(*args: Any, **kwargs: Any) -> None: ...
+
+
 def named(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
     """Yields the arguments by name, those that `**kwargs` takes in by their own where no parameter has it too."""
     parameters = bound.signature.parameters

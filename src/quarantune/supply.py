@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import _jax_internals
-from quarantune.problem import as_structs, describe_call, named
+from quarantune.problem import as_structs, describe_call, describe_function, named
 
 Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
@@ -58,19 +58,15 @@ class set_autotune_inputs:
 
 
 def arguments(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    supply: str | Callable[..., Any],
-    *,
-    fn: Callable[..., Any] | None = None,
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], supply: str | Callable[..., Any]
 ) -> Arguments:
     """Returns what a sweep for a call is to run with; what is still without a value is made from shape and dtype.
 
     Args:
+        fn: the function that is called, which says what is static and what stands where.
         args: the call's positional arguments.
         kwargs: its keyword arguments.
         supply: the author's option.
-        fn: the function that is called, which says what is static and what stands where; None where nobody knows.
 
     Raises:
         ValueError: the arguments given for the block, or the supplier's, are not those of a call like this one.
@@ -92,7 +88,7 @@ def _has_no_value(leaf: Any) -> bool:
     return isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct))
 
 
-def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any] | None, source: str) -> Arguments:
+def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], source: str) -> Arguments:
     """Returns the arguments given, each where the call has its own, and as weakly typed.
 
     Raises:
@@ -100,7 +96,7 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any] | Non
     """
     from quarantune.cache import canonical_json
 
-    signature, static = _describe_function(fn, call)
+    _, signature, static = describe_function(fn)
     ours, theirs = _bind(signature, given, source), _bind(signature, call, "the call")
     if static is None:  # of a function that is not jitted all counts by value but arrays
         static = frozenset(name for name, value in theirs.items() if not any(map(_is_array, jax.tree.leaves(value))))
@@ -131,20 +127,6 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any] | Non
             if name in theirs
         }
     return _in_place_of(call, alike, signature)
-
-
-def _describe_function(
-    fn: Callable[..., Any] | None, call: Arguments
-) -> tuple[inspect.Signature, frozenset[str] | None]:
-    """Returns a function's signature and static parameters; of one that is not known, what the call shows of it."""
-    if fn is not None:
-        from quarantune.tuner import describe_function
-
-        return describe_function(fn)[1:]
-    args, kwargs = call
-    positional = [inspect.Parameter(f"args{place}", inspect.Parameter.POSITIONAL_ONLY) for place in range(len(args))]
-    named = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in kwargs]
-    return inspect.Signature([*positional, *named]), frozenset()
 
 
 def _bind(signature: inspect.Signature, call: Arguments, source: str) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def run(
 
     measured = dict(known or {})
     judges = {"ref_fn": options.ref_fn, "check_fn": options.check_fn}
-    args, kwargs = supply.arguments(problem.args, problem.kwargs, options.supply, fn=problem.fn)
+    args, kwargs = supply.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
     packed = payload.pack_call(problem.fn, args, kwargs, {name: fn for name, fn in judges.items() if fn is not None})
     if settings.isolation == "none":
         return _run_here(packed, configs, measured, options, finish)

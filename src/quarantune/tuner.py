@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from quarantune import _jax_internals, naming, space
+from quarantune import naming, space
 from quarantune.options import Options, checked_options
+from quarantune.problem import describe_function
 from quarantune.result import TuningResult
 
 
@@ -122,27 +122,3 @@ def compile_configs(
             function = None
         functions[space.text_of(config)] = function
     return [functions[space.text_of(config)] for config in listed]
-
-
-def describe_function(
-    fn: Callable[..., Any],
-) -> tuple[Callable[..., Any], inspect.Signature, frozenset[str] | None]:
-    """Returns the function to tune, its signature, and its static parameters: None where it is not jitted.
-
-    Raises:
-        TypeError: `fn` cannot be called.
-    """
-    if not callable(fn):
-        raise TypeError(f"{fn!r} cannot be called: give a function")
-    inner = getattr(fn, "__wrapped__", None)
-    if inner is not None and not _jax_internals.is_jitted(fn) and _jax_internals.is_jitted(inner):
-        fn = inner  # an autotuned function is tuned here by other configs
-    static_names = _jax_internals.jit_options(fn).static_names if _jax_internals.is_jitted(fn) else None
-    try:
-        signature = inspect.signature(inspect.unwrap(fn))
-    except (TypeError, ValueError):
-        signature = inspect.signature(_anything)  # a built-in that does not tell
-    return fn, signature, static_names
-
-
-def _anything(*args: Any, **kwargs: Any) -> None: ...
