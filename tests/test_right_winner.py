@@ -619,11 +619,12 @@ def test_a_block_of_inputs_is_that_of_its_own_thread() -> None:
         ((X[:2],), r"float32\[2\] where the call has an array of float32\[3\]: make them alike"),
         ((X[:3].astype(np.int32),), r"int32\[3\] where the call has an array of float32\[3\]"),
         ((3.0,), r"a Python float where the call has an array of float32\[3\]"),
-        ((X[:3], X[:3]), "gives arguments that the function does not take: too many positional"),
+        ((X[:3], X[:3]), r"gives for 'do' array\(.* where the call has None"),
+        ((X[:3], 1, 2), "gives arguments that the function does not take: too many positional"),
         ((), "gives arguments that cannot be compared with the call's: missing a required argument"),
         (({"x": X[:3]},), r"\['x'\].* where the call has an array of float32\[3\]"),
     ],
-    ids=["shape", "dtype", "no array", "too many", "none", "a dict"],
+    ids=["shape", "dtype", "no array", "a tunable", "too many", "none", "a dict"],
 )
 def test_inputs_unlike_the_call_are_refused(inputs_given: tuple[Any, ...], told: str) -> None:
     kernel = tuned(lambda x, do: x * do, [1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -118,7 +119,8 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], sour
     for name in [*its, *mine]:
         # As text, as the key has them: 4 and 4.0 are equal and give different programs.
         if canonical_json(mine.get(name)) != canonical_json(its.get(name)):
-            difference = f"{_tell(name, mine)} where the call has {_tell(name, its)}"
+            tell = _tell_static if name in static else _tell
+            difference = f"{tell(name, mine, ours)} where the call has {tell(name, its, theirs)}"
             raise ValueError(f"{source} gives for {name!r} {difference}: make them alike")
     with jax.ensure_compile_time_eval():
         alike = {
@@ -172,7 +174,11 @@ def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
-def _tell(name: str, described: Mapping[str, Any]) -> str:
+def _tell_static(name: str, described: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    return reprlib.repr(values[name]) if name in described else "nothing"
+
+
+def _tell(name: str, described: Mapping[str, Any], _: Mapping[str, Any]) -> str:
     """Returns one argument's part of a description for people."""
     if name not in described:
         return "nothing"
