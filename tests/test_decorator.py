@@ -112,6 +112,15 @@ def test_bad_configs_are_refused_at_decoration_with_the_fix(configs: Any, kind: 
 
 
 @pytest.mark.usefixtures("no_process")
+def test_what_is_static_by_position_alone_is_not_where_configs_set_it() -> None:
+    fn = jax.jit(lambda x, n=1: x * n, static_argnums=-1)  # which JAX counts from a call's last positional argument
+    with pytest.raises(ValueError, match=r"\['n'\] are not static.*static_argnames=\['n'\]"):
+        quarantune.autotune([{"n": 1}])(fn)
+    with pytest.raises(ValueError, match=r"\['n'\] are not static"):
+        quarantune.AutoTuner(fn, [{"n": 1}]).run(X)
+
+
+@pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("fn", [plain, functools.partial(plain, n=2), 3])
 def test_a_function_that_is_not_jitted_is_refused_with_the_fix(fn: Any) -> None:
     with pytest.raises(TypeError, match=r"put @jax\.jit\(static_argnames=\[\.\.\.\]\) between"):

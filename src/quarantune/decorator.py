@@ -84,7 +84,7 @@ class Autotuned:
             space.check_parameters(
                 listed,
                 parameters=self._signature,
-                static_names=self._jit_options.static_names,
+                static_names=frozenset(self._jit_options.static_argnames),
                 fn_name=self.name,
             )
         self._configs = listed

@@ -251,7 +251,9 @@ class Resolver:
         if self._static_names is None:
             space.check_keywords(configs, parameters=self._signature, fn_name=self.name)
             return
-        space.check_parameters(configs, parameters=self._signature, static_names=self._static_names, fn_name=self.name)
+        # Configs come by keyword, where what jit knows as static by its position alone is not.
+        static_names = frozenset(_jax_internals.jit_options(self.fn).static_argnames)
+        space.check_parameters(configs, parameters=self._signature, static_names=static_names, fn_name=self.name)
 
     def _tunable_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[str]:
         if not self._tunables:  # a callable space, whose keys show with its first use

@@ -113,7 +113,7 @@ def check_parameters(
     Args:
         configs: what `expand` returned.
         parameters: the signature of the function being tuned.
-        static_names: the parameters that `jax.jit` treats as static.
+        static_names: the parameters that `jax.jit` treats as static where they are given by keyword.
         fn_name: the function's name, for error messages.
 
     Raises:
