@@ -6,6 +6,7 @@ Bounds hold for the best of a few attempts, since a busy machine makes any of th
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import statistics
 import subprocess
@@ -154,6 +155,7 @@ def share_of_a_core() -> float:
 def test_the_sandbox_costs_at_most_60_ms_per_config_over_doing_it_in_process() -> None:
     x = np.zeros(4, np.float32)
     few, many = trivial(4), trivial(24)
+    numbers = itertools.count(100)  # JAX has compiled a number that it has seen
     few.tune(x)  # the template is up, and has what a worker imports
 
     def in_process_s(n: int) -> float:
@@ -166,7 +168,7 @@ def test_the_sandbox_costs_at_most_60_ms_per_config_over_doing_it_in_process() -
     def overhead_ms() -> float:
         """What a sweep costs whatever its size, such as its final, drops out: two sizes are compared."""
         share = share_of_a_core()
-        in_process = statistics.median(in_process_s(n) for n in range(100, 120))
+        in_process = statistics.median(in_process_s(next(numbers)) for _ in range(20))
         started = time.perf_counter()
         few.tune(x)
         between = time.perf_counter()
