@@ -125,7 +125,7 @@ def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_that_the_outer_ones_con
 @pytest.mark.parametrize("jitted", [False, True])
 def test_the_winners_are_what_runs_in_a_plain_function_and_in_a_jitted_one(jitted: bool) -> None:
     # Tracing the inner jit anew, every time, takes 25 ms, which no other difference must drown in.
-    slow, quick = kernel("left", {"ms": [80, 1]}, lambda x, ms: pause(x, ms) + ms), kernel("right", {"ms": [1, 80]})
+    slow, quick = kernel("left", {"ms": [50, 1]}, lambda x, ms: pause(x, ms) + ms), kernel("right", {"ms": [1, 50]})
 
     def add(x: Any, *, offset: int) -> Any:
         return jax.jit(lambda x: quick(slow(x)))(x) + offset  # what an inner jit has traced must not stick either

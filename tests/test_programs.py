@@ -16,6 +16,8 @@ import pytest
 
 import quarantune
 
+pytestmark = pytest.mark.usefixtures("two_slots")
+
 X = jnp.ones(8)
 
 

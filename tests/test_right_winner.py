@@ -33,6 +33,8 @@ from quarantune import Outcome, Trial, finals, in_process, inputs, payload, supp
 from quarantune.routes import Swept
 from quarantune.sandbox import spool, template
 
+pytestmark = pytest.mark.usefixtures("two_slots")
+
 X = np.linspace(-1, 1, 1000, dtype=np.float32)
 HASTE = {"timeout": 1, "compile_timeout": 1}
 SOON = {"warmup": 0, "rep": 3}

@@ -19,7 +19,7 @@ from quarantune.environment import current
 from quarantune.options import Options
 from quarantune.payload import MeshSpec
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("two_slots")]
 
 SOURCE = Path(quarantune.__file__).parents[1]
 PRELUDE = """
