@@ -180,9 +180,9 @@ def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[
 
 
 def _structs(value: Any) -> Any:
-    if not any(_is_array(leaf) for leaf in jax.tree_util.tree_leaves(value)):
+    if not any(is_array(leaf) for leaf in jax.tree_util.tree_leaves(value)):
         return value
-    return jax.tree_util.tree_map(lambda leaf: _struct(leaf) if _is_array(leaf) else leaf, value)
+    return jax.tree_util.tree_map(lambda leaf: _struct(leaf) if is_array(leaf) else leaf, value)
 
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:
@@ -234,8 +234,8 @@ def _is_told_by_repr(treedef: Any) -> bool:
 
 def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
     if not is_jitted and not isinstance(leaf, jax.ShapeDtypeStruct):  # JAX makes the array that a struct stands for
-        return _describe_array(leaf, leaf.dtype) if _is_array(leaf) else describe_static(leaf)
-    if _is_array(leaf) or isinstance(leaf, np.generic):
+        return _describe_array(leaf, leaf.dtype) if is_array(leaf) else describe_static(leaf)
+    if is_array(leaf) or isinstance(leaf, np.generic):
         return _describe_array(leaf, _canonical(leaf.dtype))
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, enum.Enum):
         kind = next(kind.__name__ for kind in (bool, int, float, complex) if isinstance(leaf, kind))
@@ -275,7 +275,8 @@ def _describe_spec(spec: Any) -> list[Any]:
     return axes
 
 
-def _is_array(leaf: Any) -> bool:
+def is_array(leaf: Any) -> bool:
+    """Returns whether a leaf is an array, or stands for one."""
     return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 

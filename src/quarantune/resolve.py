@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jaxlib.version
-import numpy as np
 
 from quarantune import _jax_internals, assignments, cache, discovery, environment, finals, measure, report, space, sweep
 from quarantune._version import __version__
@@ -34,7 +33,7 @@ from quarantune.outcomes import (
     count_outcomes,
     freeze,
 )
-from quarantune.problem import CallDescription, Problem, as_structs, describe_call, named
+from quarantune.problem import CallDescription, Problem, as_structs, describe_call, is_array, named
 from quarantune.progress import Progress
 from quarantune.result import TuningResult
 from quarantune.sandbox import template
@@ -280,7 +279,7 @@ class Resolver:
             return self._static_names
         bound = self._signature.bind_partial(*args, **kwargs)  # without the tunables, which need not have a default
         bound.apply_defaults()
-        return frozenset(name for name, value in named(bound) if not any(map(_is_array, jax.tree.leaves(value))))
+        return frozenset(name for name, value in named(bound) if not any(map(is_array, jax.tree.leaves(value))))
 
     # Remembering
 
@@ -741,10 +740,6 @@ class _Run:
 def _same(config: Config, other: Mapping[str, Any]) -> bool:
     """Returns whether two configs are equal, 1 and True being different things."""
     return config == other and [*map(type, config.values())] == [type(other[name]) for name in config]
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (np.ndarray, jax.Array, jax.ShapeDtypeStruct))
 
 
 def _afresh(error: TuningFailedError) -> TuningFailedError:

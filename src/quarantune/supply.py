@@ -10,10 +10,9 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from quarantune import _jax_internals
-from quarantune.problem import as_structs, describe_call, describe_function, named
+from quarantune.problem import as_structs, describe_call, describe_function, is_array, named
 
 Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
@@ -100,7 +99,7 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], sour
     _, signature, static = describe_function(fn)
     ours, theirs = _bind(signature, given, source), _bind(signature, call, "the call")
     if static is None:  # of a function that is not jitted all counts by value but arrays
-        static = frozenset(name for name, value in theirs.items() if not any(map(_is_array, jax.tree.leaves(value))))
+        static = frozenset(name for name, value in theirs.items() if not any(map(is_array, jax.tree.leaves(value))))
     # What has no default and is not there is set by the configs.
     spelt = signature.bind_partial(*call[0], **call[1]).arguments
     tunables = [
@@ -163,15 +162,11 @@ def _without_weak_types(call: Arguments) -> Arguments:
 def _as_weak_as(given: Any, wanted: Any) -> Any:
     """Returns an array as weakly typed as another: what a person gives is seldom so on purpose."""
     is_weak = bool(getattr(wanted, "weak_type", False))
-    if not _is_array(given) or is_weak == bool(getattr(given, "weak_type", False)):
+    if not is_array(given) or is_weak == bool(getattr(given, "weak_type", False)):
         return given
     if isinstance(given, jax.ShapeDtypeStruct):
         return given.update(weak_type=is_weak)
     return _jax_internals.as_weak(jnp.asarray(given)) if is_weak else given.astype(given.dtype)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
 def _tell_static(name: str, described: Mapping[str, Any], values: Mapping[str, Any]) -> str:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from quarantune import _jax_internals, executable
 from quarantune.outcomes import Config
+from quarantune.problem import is_array
 
 _Static = tuple[type, Any]
 
@@ -86,7 +86,6 @@ def without_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     """
 
     def emptied(arg: Any) -> Any:
-        arrays = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
-        return None if any(isinstance(leaf, arrays) for leaf in jax.tree.leaves(arg)) else arg
+        return None if any(map(is_array, jax.tree.leaves(arg))) else arg
 
     return tuple(map(emptied, args)), {name: emptied(arg) for name, arg in kwargs.items()}
