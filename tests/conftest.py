@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+# Each test process, and every process it starts, measures without waiting for the sweeps of the others.
+os.environ["_QUARANTUNE_LEASE_NAMESPACE"] = f"tests-{os.getpid()}-"
 
 
 @pytest.fixture(autouse=True)

@@ -327,6 +327,7 @@ def test_wait_can_be_interrupted(make: Callable[..., Claim]) -> None:
     holder.release()
 
 
+@pytest.mark.slow
 def test_sixteen_processes_find_one_answer_and_a_killed_finders_work_is_taken_over(tmp_path: Path) -> None:
     script = """
 import os, signal, sys

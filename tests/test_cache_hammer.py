@@ -72,6 +72,7 @@ def acknowledged(directory: Path) -> list[tuple[str, int]]:
     return [(key, int(number)) for key, number in (line.split() for line in lines)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locks", ["working", "no-op"])
 @pytest.mark.parametrize(("writes_each", "killed"), [(250, 0), (150, WRITERS // 2)])
 def test_no_acknowledged_write_is_lost_and_no_read_is_torn(

@@ -23,12 +23,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 TABLES = [
-    ("matmul.py", 12, r"agrees with a @ b"),
-    ("attention.py", 9, r"agrees with the direct formula"),
-    ("callable.py", 8, r"agrees with distances taken one by one"),
-    ("rmsnorm_rope.py", 18, r"the defaults take \d.*\nagrees with plain JAX"),
-    ("gated_mlp.py", 32, r"the defaults take \d.*\nagrees with plain JAX"),
-    ("fp8_matmul.py", 16, r"the defaults take \d.*\nagrees with plain JAX"),
+    pytest.param("matmul.py", 12, r"agrees with a @ b"),
+    pytest.param("attention.py", 9, r"agrees with the direct formula", marks=pytest.mark.slow),
+    pytest.param("callable.py", 8, r"agrees with distances taken one by one"),
+    pytest.param("rmsnorm_rope.py", 18, r"the defaults take \d.*\nagrees with plain JAX", marks=pytest.mark.slow),
+    pytest.param("gated_mlp.py", 32, r"the defaults take \d.*\nagrees with plain JAX", marks=pytest.mark.slow),
+    pytest.param("fp8_matmul.py", 16, r"the defaults take \d.*\nagrees with plain JAX", marks=pytest.mark.slow),
 ]
 
 
@@ -72,6 +72,7 @@ def test_an_example_tunes_every_config_and_checks_the_winner(
     assert re.search(verdict, told)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("example", ["contextual.py"])
 def test_the_contextual_example_reports_each_kernel(example: str, printed: dict[str, Future[str]]) -> None:

@@ -34,6 +34,7 @@ def tune(turns: int, *, seed: int = 0) -> None:
     assert ends(*[("good", str(seed))] * turns) == ["ok"] * turns
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_hundred_sweeps_in_a_row_leave_the_process_as_it_was() -> None:
     for seed in range(10):  # what is made once is made now

@@ -250,6 +250,7 @@ def test_when_the_tuning_one_of_sixteen_is_killed_another_finishes_its_sweep(
 # --- interrupted --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_sweep_killed_at_five_random_moments_runs_no_finished_trial_twice(
     fleet: Fleet, cache_dir: Path, place: Path
 ) -> None:

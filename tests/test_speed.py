@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import quarantune
 from quarantune.cache import Store
@@ -180,6 +181,7 @@ def test_the_sandbox_costs_at_most_60_ms_per_config_over_doing_it_in_process() -
     assert best_of(overhead_ms, limit=60) <= 60
 
 
+@pytest.mark.slow
 def test_a_config_costs_the_callers_process_little_cpu() -> None:
     # In a process of its own: the garbage collector's rounds take longer in one that has run two thousand tests.
     measure = """

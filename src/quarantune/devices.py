@@ -17,6 +17,8 @@ _logger = logging.getLogger("quarantune")
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "ROCR_VISIBLE_DEVICES"}
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+_NAMESPACE = "_QUARANTUNE_LEASE_NAMESPACE"
+"""Prefixes the names of leases, so that test processes that run side by side do not wait for one another's turns."""
 _LEASE_PATIENCE_S = 60.0
 """A lease held by another tuner for this long is taken for stuck, as a stopped process is."""
 _YIELD_S = 0.12
@@ -237,7 +239,8 @@ class Lease:
         self._waiting.clear()
 
     def _names(self, role: str) -> list[str]:
-        return [f"\0quarantune-{role}-{device.name}" for device in self._device.members]
+        namespace = os.environ.get(_NAMESPACE, "")
+        return [f"\0quarantune-{role}-{namespace}{device.name}" for device in self._device.members]
 
 
 def _bind(name: str) -> socket.socket | None:
