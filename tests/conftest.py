@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-
 # Each test process, and every process it starts, measures without waiting for the sweeps of the others.
 os.environ["_QUARANTUNE_LEASE_NAMESPACE"] = f"tests-{os.getpid()}-"
 
