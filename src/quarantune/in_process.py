@@ -8,12 +8,11 @@ import functools
 import logging
 import os
 import statistics
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
-from quarantune import finals, payload, trial
+from quarantune import caller, finals, payload, trial
 from quarantune.outcomes import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.sandbox import spool
 from quarantune.sandbox.worker import describe_error
@@ -82,7 +81,7 @@ def _warn() -> None:
         "QUARANTUNE_ISOLATION=none: configs run in this process, so that one that crashes or hangs takes it along; "
         "unset it to tune in worker processes"
     )
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    caller.warn(message, RuntimeWarning)
 
 
 def compare(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-import warnings
+
+from quarantune import caller
 
 
 class CacheWarning(UserWarning):
@@ -28,4 +29,4 @@ def report_once(message: str) -> None:
         if message in _reported:
             return
         _reported.add(message)
-    warnings.warn(message, CacheWarning, stacklevel=3)
+    caller.warn(message, CacheWarning)

@@ -1,0 +1,44 @@
+"""Warns at the line of the user's code that led here, however deep inside this package and JAX the reason was found."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+
+_PASSED_THROUGH = frozenset({"quarantune", "jax", "jaxlib", "contextlib", "functools"})
+"""Packages whose frames may stand between a user's call and a warning."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Issues a warning that points to the user's line.
+
+    `warnings.warn` would want the number of frames in between, which depends on the way that a call took: a cached
+    warning may come from a plain call, from a trace that JAX makes, or from `lookup`.
+
+    Args:
+        message: the text.
+        category: the class of the warning.
+    """
+    frame = _users_frame()
+    names = frame.f_globals
+    warnings.warn_explicit(
+        message,
+        category,
+        filename=frame.f_code.co_filename,
+        lineno=frame.f_lineno,
+        module=str(names.get("__name__") or "<unknown>"),
+        registry=names.setdefault("__warningregistry__", {}),
+    )
+
+
+def _users_frame() -> types.FrameType:
+    """Returns the innermost frame of the user's code; the outermost of all where none is."""
+    frame = sys._getframe(1)
+    while _package(frame) in _PASSED_THROUGH and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
+def _package(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
