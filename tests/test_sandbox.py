@@ -54,6 +54,10 @@ def say_who_i_am(x, path):
          oom=Path("/proc/self/oom_score_adj").read_text().strip(), main="__main__" in sys.modules,
          fds=len(os.listdir("/proc/self/fd")))
 
+def say_what_signals_do(x, path):
+    ignored = [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
+    tell(blocked=list(signal.pthread_sigmask(signal.SIG_BLOCK, ())), ignored=ignored)
+
 def fail(x, path):
     raise ArithmeticError("no good")
 
@@ -377,6 +381,31 @@ def test_after_a_config_goes_wrong_the_next_one_is_fine(
             assert "Segmentation fault" in sandbox.log(worker.number)
             assert "in segfault" in sandbox.log(worker.number)
         assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+
+
+@METHODS
+def test_signals_blocked_or_ignored_by_the_caller_are_neither_in_workers(
+    method: str, load: Callable[..., ModuleType]
+) -> None:
+    template.close_shared()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        template.shared()
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
+        worker = run(sandbox, do="say_what_signals_do")  # its end is told, which takes a SIGCHLD
+        python_ignores = [signal.SIGPIPE, signal.SIGXFSZ]
+        assert facts_of(sandbox, worker) == {"blocked": [], "ignored": python_ignores}
+
+
+def test_a_module_that_blocks_sigchld_as_it_is_loaded_hides_no_worker(load: Callable[..., ModuleType]) -> None:
+    blocks = "    import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})"
+    with sandbox_for(load(HOSTILE.format(hostility=blocks)).act) as sandbox:
+        assert sandbox.forks_loaded
+        assert run(sandbox).types == ["compiled", "measured"]
 
 
 def test_long_last_words_are_heard_in_full(load: Callable[..., ModuleType]) -> None:

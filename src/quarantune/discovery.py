@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import time
 from typing import Any
 
 import jax
@@ -18,6 +19,9 @@ from quarantune.sandbox import template
 
 _TOLD = "QUARANTUNE_SANDBOX_DEVICE"
 """Tells a worker what it works for, as a compile worker for a GPU has none to ask."""
+
+_PROBE_DEADLINE_S = 120.0
+"""How long the devices may take to be counted; a driver that hangs takes for ever."""
 
 
 def telling(platform: str, kind: str) -> dict[str, str]:
@@ -106,14 +110,14 @@ def _probe(_: tuple[str | None, ...]) -> dict[str, Any]:
     """
     # Where JAX's backends are up, as is usual, nothing of this is needed.
     from quarantune.sandbox import pool
-    from quarantune.scheduler import STARTUP_DEADLINE_S
 
     with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
         sandbox.open(load_timeout_s=None)
         number = sandbox.start({"do": "probe", "trial": None, "platforms": _platforms(), "last": True})
+        deadline = time.monotonic() + _PROBE_DEADLINE_S
         said: dict[str, Any] = {}
-        while True:
-            for event in sandbox.poll(STARTUP_DEADLINE_S):
+        while (left_s := deadline - time.monotonic()) > 0:
+            for event in sandbox.poll(left_s):
                 if isinstance(event, pool.Said):
                     said = event.message
                 elif event.number == number:
@@ -121,3 +125,7 @@ def _probe(_: tuple[str | None, ...]) -> dict[str, Any]:
                         return said
                     detail = said.get("message") or sandbox.log(number)[-2000:]
                     raise SandboxError(f"the device probe failed: {detail}")
+    raise SandboxError(
+        f"the device probe did not end within {_PROBE_DEADLINE_S:g} s: a device's driver or a JAX plugin hangs; "
+        "to tune without it, name the platforms to use, as in JAX_PLATFORMS=cpu"
+    )

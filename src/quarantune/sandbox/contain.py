@@ -22,6 +22,21 @@ KILL_DEADLINE_S = 2.0
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
+_IGNORED_BY_PYTHON = frozenset({signal.SIGPIPE, signal.SIGXFSZ})
+
+
+def reset_signals() -> None:
+    """Unblocks every signal and ends the ignoring of any, as the thread that started this process may have left them.
+
+    A new process inherits both. A template that never sees SIGCHLD would never tell that a worker has ended.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in signal.valid_signals() - _IGNORED_BY_PYTHON:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            how = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, how)
+
+
 def die_with_parent(parent: int) -> None:
     """Asks the kernel to kill this process when `parent`'s forking thread ends; exits when it already has."""
     if _libc is not None:

@@ -62,6 +62,8 @@ class Forker:
         for end in (self._wakeup, self._wakeup_write):
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wake-up descriptor is written
+        # The module of a sweep's function may have blocked it as it was loaded.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         signal.set_wakeup_fd(self._wakeup_write.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
         self._lifeline_fd = _watch_process(lifeline_pid)

@@ -13,6 +13,9 @@ from typing import Any, NoReturn
 
 def run(options: dict[str, Any]) -> NoReturn:
     """Runs the role named in `options`."""
+    from quarantune.sandbox import contain
+
+    contain.reset_signals()
     if options["role"] == "template":
         from quarantune.sandbox import forker
 
