@@ -173,6 +173,48 @@ def _check_the_interrupt(program: Program, process: subprocess.Popen[bytes]) -> 
     assert sorted(program.measured()) == list(range(20))
 
 
+# Config 1 works for a second when it runs first, and says so; its limits are two.
+STOPPED = """
+import json, sys, time
+from pathlib import Path
+import quarantune
+
+HERE = Path({here!r})
+
+def work(*, n: int = 0) -> int:
+    if n == 1 and not (HERE / "runs").exists():
+        (HERE / "runs").touch()
+        time.sleep(1.0)
+    time.sleep(0.005 * (4 - n))
+    return 0
+
+result = quarantune.AutoTuner(work, {{"n": [0, 1, 2, 3]}}, rep=3, timeout=2, compile_timeout=2).run()
+(HERE / "result").write_text(json.dumps([result.best_config, [trial.outcome.value for trial in result.trials]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole_tree", [False, True], ids=["the caller", "all its processes"])
+def test_stopping_and_resuming_the_caller_costs_no_config_its_result(tmp_path: Path, whole_tree: bool) -> None:
+    script, mark = tmp_path / "program.py", uuid.uuid4().hex
+    script.write_text(STOPPED.format(here=str(tmp_path)), encoding="utf-8")
+    environ = {**os.environ, MARK: mark, "PYTHONPATH": str(SOURCE)}
+    with subprocess.Popen([sys.executable, str(script)], env=environ, stderr=subprocess.PIPE) as process:
+        assert eventually((tmp_path / "runs").exists, timeout_s=60)
+        stopped = carriers(MARK, mark) if whole_tree else [process.pid]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(4.0)  # longer than any limit
+        for pid in reversed(stopped):
+            os.kill(pid, signal.SIGCONT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors.decode()
+    best, outcomes = json.loads((tmp_path / "result").read_text())
+    assert best == {"n": 3}
+    assert set(outcomes) <= {"ok", "slow"}, outcomes
+    assert eventually(lambda: not carriers(MARK, mark))
+
+
 class Watcher(logging.Handler):
     """Does something when the first config of a sweep has ended."""
 

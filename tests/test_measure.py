@@ -17,7 +17,7 @@ from quarantune import clocks, finals, measure
 from quarantune.outcomes import Outcome, Trial
 
 SOFT_BUDGET_S = 0.25
-DAMAGED = [2.0**64 / 1e6, 0.0, -1.0, math.inf, math.nan]
+DAMAGED = [2.0**64 / 1e6, 0.0, -1.0, math.inf, math.nan, 1e-300]
 
 
 class Time:

@@ -582,19 +582,44 @@ def test_checking_and_measuring_have_one_deadline_from_when_the_device_is_held(r
     assert result.trials[0].compile_s == 1.0
 
 
-@ROUTES
-def test_configs_that_made_trouble_before_have_a_quarter_of_the_time(route: Route) -> None:
-    plan = plan_for(route, compile_timeout_s=6.0, timeout_s=4.0, troubled=frozenset({1, 3}))
+class Stopping(FakeSandbox):
+    """A sandbox whose caller is stopped for a while when it listens for the `nth` time."""
 
-    def slow(worker: FakeWorker) -> list[Step]:
-        if worker.trial in (0, 1):
-            return compiles(worker, 2.0) if worker.do == "compile" else behaves(worker)
-        return measures(worker, 1.5) if worker.do == "measure" else behaves(worker)
+    def __init__(self, clock: Clock, act: Act, *, nth: int, seconds: float, frozen: bool) -> None:
+        super().__init__(clock, act)
+        self.nth, self.seconds, self.frozen = nth, seconds, frozen
 
-    result = run(plan, 4, lambda worker: None if worker.trial is None else slow(worker))
-    assert result.outcomes == ["ok", "timeout", "ok", "timeout"]
-    assert result.trials[1].message == "compiling took longer than 1.5 s"
-    assert result.trials[3].message == "checking and measuring took longer than 1 s"
+    def poll(self, timeout_s: float) -> list[pool.Event]:
+        self.nth -= 1
+        if self.nth:
+            return super().poll(timeout_s)
+        self.clock.now += self.seconds
+        if self.frozen:  # with its workers: what they were about to say comes as much later
+            self._agenda = [(due + self.seconds, order, event) for due, order, event in self._agenda]
+        return []  # a call that is interrupted by a signal returns nothing once its time is up
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["alone", "with its workers"])
+@EVERY_WAY
+def test_a_caller_that_was_stopped_first_reads_what_has_come_and_extends_all_deadlines(
+    route: Route, exclusive: bool, frozen: bool
+) -> None:
+    plain = run(plan_for(route, exclusive=exclusive), 4)
+    for nth in range(1, 40, 2):
+        clock = Clock()
+        sandbox = Stopping(clock, lambda worker: None, nth=nth, seconds=300.0, frozen=frozen)
+        result = run(plan_for(route, exclusive=exclusive), 4, clock=clock, sandbox=sandbox)
+        assert result.outcomes == ["ok"] * 4, f"stopped at the poll number {nth}: {result.trials}"
+        assert {trial.time_ms for trial in result.trials.values()} == {trial.time_ms for trial in plain.trials.values()}
+
+
+def test_a_hang_is_still_a_timeout_after_the_caller_was_stopped() -> None:
+    clock = Clock()
+    act = for_config(1, when("measure", lambda worker: []))
+    sandbox = Stopping(clock, act, nth=60, seconds=300.0, frozen=False)
+    result = run(plan_for(Route.TOGETHER), 3, act, clock=clock, sandbox=sandbox)
+    assert result.outcomes == ["ok", "timeout", "ok"]
+    assert 300.0 < result.seconds < 300.0 + 2 * WAITS_LONG_S
 
 
 @ROUTES
@@ -689,6 +714,9 @@ SENSELESS = [
     {"type": "measured", "samples_ms": [float("nan")]},
     {"type": "measured", "samples_ms": [float("inf")]},
     {"type": "measured", "samples_ms": [-1.0]},
+    {"type": "measured", "samples_ms": [0.0]},
+    {"type": "measured", "samples_ms": [1.0, 1e-300]},
+    {"type": "measured", "samples_ms": [True]},
     {"type": "measured", "samples_ms": [10**400]},
     {"type": "measured", "samples_ms": [[1.0]]},
     {"type": "phase", "phase": "lunch"},
@@ -977,7 +1005,18 @@ def test_a_comparing_worker_that_dies_is_replaced_once(status: int | None) -> No
 @pytest.mark.parametrize("forged", ["rounds_ms", "warm_ms"])
 @pytest.mark.parametrize(
     "rounds_ms",
-    [None, [], [[1.0]], [[1.0], [1.0, 2.0], [1.0]], [[], [], []], [[10**400]] * 3, [[float("nan")]] * 3, [1.0] * 3],
+    [
+        None,
+        [],
+        [[1.0]],
+        [[1.0], [1.0, 2.0], [1.0]],
+        [[], [], []],
+        [[10**400]] * 3,
+        [[0.0]] * 3,
+        [[1e-300]] * 3,
+        [[float("nan")]] * 3,
+        [1.0] * 3,
+    ],
     ids=lambda rounds_ms: str(rounds_ms)[:40],
 )
 def test_a_comparison_that_makes_no_sense_is_none(rounds_ms: object, forged: str) -> None:
@@ -1486,7 +1525,6 @@ def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, me
         devices=fake_devices(generator.randrange(1, 4)),
         configs_per_worker=generator.choice([1, 2, 32]),
         target=generator.choice([None, TARGET]) if route is Route.APART else None,
-        troubled=frozenset(generator.sample(range(25), 5)),
     )
     clock = Clock()
     scripted = anything(generator)

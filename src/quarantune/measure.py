@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from quarantune.outcomes import Trial
+from quarantune.outcomes import Trial, is_plausible_ms
 
 _FIRST_LOOK = 3
 _MIN_SAMPLES = 5
@@ -31,8 +31,6 @@ _FIRSTS = 1.5
 adds is much the same for all."""
 TELLING_MS = 5.0
 """Two runs longer than this, one after another, say something: neither the cold nor an interruption takes as long."""
-_LONGEST_MS = 1e8
-"""Longer samples are the clock's error, not the kernel's: a device clock was seen to answer with nearly 2^64 ns."""
 BUSY = {"device": 0.05, "queued": 0.15, "wall": 0.25}
 """Scatter, as a share of the median, above which something else was going on, by the clock that took the samples."""
 _MAD_TO_SIGMA = 1.4826
@@ -140,7 +138,7 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float) 
 
 def plausible(samples_ms: Sequence[float]) -> list[float]:
     """Returns the samples that can be times of a kernel at all."""
-    return [sample for sample in samples_ms if 0.0 < sample < _LONGEST_MS]
+    return [sample for sample in samples_ms if is_plausible_ms(sample)]
 
 
 def typical_spread(trials: Sequence[Trial]) -> float:

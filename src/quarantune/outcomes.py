@@ -10,6 +10,11 @@ from typing import Any, TypeAlias
 ConfigValue: TypeAlias = "int | float | str | bool | tuple[ConfigValue, ...] | None"
 Config: TypeAlias = dict[str, ConfigValue]
 
+_SHORTEST_MS = 1e-6
+"""No call takes less than a nanosecond."""
+_LONGEST_MS = 1e8
+"""Longer samples are the clock's error, not the kernel's: a device clock was seen to answer with nearly 2^64 ns."""
+
 
 class Outcome(enum.StrEnum):
     """How one config ended; every config ends in exactly one of these."""
@@ -95,14 +100,22 @@ class Trial:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
-        """Returns the trial that `to_json` described."""
-        route, phase = data.get("route"), data.get("phase")
+        """Returns the trial that `to_json` described.
+
+        Raises:
+            KeyError, TypeError, ValueError: this describes none, or one with times that no call can take.
+        """
+        route, phase, time_ms = data.get("route"), data.get("phase"), data.get("time_ms")
+        samples_ms = tuple(data.get("samples_ms", ()))
+        for told_ms in (*samples_ms, *(() if time_ms is None else (time_ms,))):
+            if not is_plausible_ms(told_ms):
+                raise ValueError(f"{told_ms!r} ms is no time that a call can take")
         return cls(
             config={name: freeze(value) for name, value in data["config"].items()},
             outcome=Outcome(data["outcome"]),
             phase=None if phase is None else Phase(phase),
-            time_ms=data.get("time_ms"),
-            samples_ms=tuple(data.get("samples_ms", ())),
+            time_ms=time_ms,
+            samples_ms=samples_ms,
             compile_s=data.get("compile_s"),
             peak_memory_bytes=data.get("peak_memory_bytes"),
             message=data.get("message", ""),
@@ -111,6 +124,12 @@ class Trial:
             device=data.get("device", ""),
             clock=data.get("clock", ""),
         )
+
+
+def is_plausible_ms(time_ms: object) -> bool:
+    """Returns whether a number of milliseconds can be the time of one call; anything may lie in a shared directory."""
+    # Compared as it is: a huge whole number is no float.
+    return isinstance(time_ms, (int, float)) and not isinstance(time_ms, bool) and _SHORTEST_MS <= time_ms < _LONGEST_MS
 
 
 def freeze(value: Any) -> Any:

@@ -466,7 +466,6 @@ class _Run:
         self._settings = settings
         self._start_over = start_over
         self._trials: dict[int, Trial] = {}
-        self._given_more_time: set[int] = set()
         self._troubled: set[int] = set()
         self._unsaved: CacheWriteError | None = None
         self._directory: Path | None = None if settings.disable_cache else settings.cache_dir
@@ -535,16 +534,14 @@ class _Run:
                 index = positions.get(cache.canonical_json(trial.config))
                 if index is None:
                     continue
-                if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits():
-                    self._given_more_time.add(index)
-                elif not self._start_over and self._still_counts(trial, record):
+                if not self._start_over and self._still_counts(trial, record):
                     self._trials[index] = trial
         if self._start_over:
             with self._saving():
                 self._journal.discard()
 
     def _still_counts(self, trial: Trial, record: Mapping[str, Any]) -> bool:
-        if trial.outcome in _UNSETTLED:
+        if trial.outcome in _UNSETTLED or (trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits()):
             return False
         return not self._settings.version_check or record["versions"] == versions()
 
@@ -575,7 +572,8 @@ class _Run:
 
             return Swept()
         self._troubled = self._find_troubled(left)
-        ordered = sorted(left, key=lambda index: index in self._troubled)
+        last = set() if self._start_over else self._troubled
+        ordered = sorted(left, key=lambda index: index in last)
 
         def on_trial(index: int, trial: Trial) -> None:
             self._trials[index] = trial
@@ -589,7 +587,7 @@ class _Run:
             settings=self._settings,
             on_trial=on_trial,
             on_tick=self._show_life,
-            troubled=self._troubled,
+            troubled=last,
             known=self._trials,
             on_phase=self._resolver.on_phase,
         )
@@ -614,8 +612,7 @@ class _Run:
         if self._directory is None:
             return set()
         known = cache.troublesome(self._directory, self._resolver.name, self._key.device)
-        troubled = {index for index, config in left.items() if cache.canonical_json(config) in known}
-        return troubled - self._given_more_time
+        return {index for index, config in left.items() if cache.canonical_json(config) in known}
 
     def _record(self, index: int, trial: Trial) -> None:
         if self._directory is None:

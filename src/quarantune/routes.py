@@ -209,7 +209,6 @@ class Routes:
             timeout_s=self._settings.timeout or float(self._options.timeout),
             memory_limit_bytes=self._memory_limit(workers),
             compile_only=self._compile_only,
-            troubled=frozenset(self._troubled),
         )
         self._scheduler = Scheduler(
             self._sandbox,

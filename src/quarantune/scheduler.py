@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from quarantune import finals, host, measure
+from quarantune import finals, host, measure, stops
 from quarantune.devices import Device, Lease
-from quarantune.outcomes import Config, Outcome, Phase, Route, Trial
+from quarantune.outcomes import Config, Outcome, Phase, Route, Trial, is_plausible_ms
 from quarantune.sandbox import pool, spool
 
 _logger = logging.getLogger("quarantune")
@@ -42,7 +42,6 @@ _MAX_DEVICE_FAILURES = 2
 _ERRAND_TRIES = 2
 _RAISED = frozenset({Outcome.ERROR, Outcome.WRONG, Outcome.DEVICE_OOM})
 """What a worker may say its config came to; all else is seen from outside."""
-_TROUBLED_DIVISOR = 4
 _Kept = TypeVar("_Kept")
 _MAX_READY = 64
 """Executables that wait to be measured; each holds a descriptor."""
@@ -89,7 +88,6 @@ class Plan:
         timeout_s: for checking and measuring one config, from the moment it holds its device.
         memory_limit_bytes: host memory of one worker and its children.
         compile_only: whether configs are compiled and not run.
-        troubled: indices of configs that hung or crashed before; their deadlines are a quarter as long.
     """
 
     route: Route
@@ -105,7 +103,6 @@ class Plan:
     timeout_s: float
     memory_limit_bytes: int
     compile_only: bool = False
-    troubled: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(eq=False)
@@ -143,6 +140,8 @@ class _Worker:
     """How long its first run took, where that tells something and it waits for its turn to go on."""
     own_ms: float = 0.0
     """The same without the time that it waited for a CPU."""
+    was_stopped: bool = False
+    """Whether this process was stopped while it was there, and it too, perhaps: then its first run tells nothing."""
     granted_at: float = 0.0
     held_s: float = 0.0
     """How long it has held the device before."""
@@ -249,6 +248,7 @@ class Scheduler:
         """The config that ran in their place, by the indices of those that it stood for."""
         self._ended: dict[int, tuple[Trial, str]] = {}
         self._expected_fd = expected_fd
+        self._stops = stops.Stops(clock)
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
         """Runs every config to its outcome.
@@ -262,6 +262,7 @@ class Scheduler:
         jobs = [_Job(index, config) for index, config in configs.items()]
         self._pending.extend(jobs)
         self._unfinished = len(jobs)
+        self._stops.begin()
         try:
             is_news = True
             while self._unfinished:
@@ -332,6 +333,7 @@ class Scheduler:
         for _ in range(_ERRAND_TRIES):
             if not self._devices:
                 raise ErrandError("no device is left")
+            self._stops.begin()
             try:
                 worker = self._send_on_errand(self._devices[0], task, fds, patience)
                 while worker.number in self._workers:
@@ -506,7 +508,7 @@ class Scheduler:
         parked = [worker for worker in self._workers.values() if worker.parked and worker.device is state]
         # Those that have run come after those that have not.
         for worker in sorted(parked, key=lambda worker: worker.run_ms or 0.0):
-            if worker.run_ms is not None and worker.job is not None:
+            if worker.run_ms is not None and worker.job is not None and not worker.was_stopped:
                 fastest_ms = min(ms for ms in (self._bar_ms, worker.run_ms) if ms is not None)
                 if measure.is_hopeless(worker.own_ms, fastest_ms=fastest_ms, fastest_first_ms=self._fastest_first_ms):
                     self._rule_out(worker, worker.job, worker.run_ms, fastest_ms)
@@ -574,7 +576,7 @@ class Scheduler:
         if worker.run_ms is None:
             self._on_phase(worker.job.index, worker.phase.value)
         worker.granted_at = self._clock()
-        worker.deadline = worker.granted_at + self._patience(worker, self._plan.timeout_s) - worker.held_s
+        worker.deadline = worker.granted_at + self._plan.timeout_s - worker.held_s
         # One worker for both halves may be asked to wait between its first run and the others; it is retired in the
         # end.
         last = not self._together and worker.used + 1 >= self._plan.configs_per_worker
@@ -626,7 +628,7 @@ class Scheduler:
             case "phase":
                 if (worker.compiling or worker.errand_s) and not worker.began:
                     worker.began = True
-                    allowed_s = worker.errand_s or self._patience(worker, self._plan.compile_timeout_s)
+                    allowed_s = worker.errand_s or self._plan.compile_timeout_s
                     worker.deadline = self._clock() + allowed_s
             case "ready" if worker.device is not None and worker in worker.device.bench:
                 worker.idle, worker.deadline = True, float("inf")
@@ -651,7 +653,7 @@ class Scheduler:
                 worker.job.slack_s = worker.deadline - self._clock()
                 self._recognise(worker, worker.job, str(message["program"]))
             case "checked" if self._together and worker.device is not None and worker.device.measuring is worker:
-                worker.run_ms, worker.own_ms = _duration(message["run_ms"]), _duration(message["own_ms"])
+                worker.run_ms, worker.own_ms = _run_ms(message["run_ms"]), _duration(message["own_ms"])
                 self._fastest_first_ms = min(self._fastest_first_ms, worker.run_ms)
                 worker.held_s += self._clock() - worker.granted_at
                 worker.parked, worker.deadline, worker.device.measuring = True, float("inf"), None
@@ -931,7 +933,13 @@ class Scheduler:
         return max(0.0, min(soonest, max(self._next_tick, now + 0.001), now + _TICK_S) - now)
 
     def _watch(self) -> None:
+        if lost_s := self._stops.lost_s():
+            self._extend_deadlines(lost_s)
         now = self._clock()
+        if any(now >= worker.deadline for worker in self._workers.values()):
+            # Whatever came in time counts, however late it is read.
+            for event in self._sandbox.poll(0.0):
+                self._handle(event)
         for worker in list(self._workers.values()):
             if now >= worker.deadline:
                 self._condemn(worker, *self._overdue(worker))
@@ -945,19 +953,23 @@ class Scheduler:
                 self._next_look = now + _LOOK_S
                 self._watch_memory(now)
 
-    def _patience(self, worker: _Worker, allowed_s: float) -> float:
-        is_troubled = worker.job is not None and worker.job.index in self._plan.troubled
-        return allowed_s / _TROUBLED_DIVISOR if is_troubled else allowed_s
+    def _extend_deadlines(self, lost_s: float) -> None:
+        """Gives back to all workers the time in which this process, and perhaps they too, did not run."""
+        _logger.info("this process was stopped for %.1f s: deadlines are extended by it", lost_s)
+        for worker in self._workers.values():
+            worker.deadline += lost_s
+            worker.granted_at += lost_s
+            worker.was_stopped = True
+            if worker.given_up_at is not None:
+                worker.given_up_at += lost_s
 
     def _overdue(self, worker: _Worker) -> tuple[Outcome, str]:
         if worker.errand_s is not None and worker.began:
             return Outcome.TIMEOUT, f"it took longer than {worker.errand_s:g} s"
         if worker.errand_s is None and worker.device is not None and worker.device.measuring is worker:
-            allowed_s = self._patience(worker, self._plan.timeout_s)
-            return Outcome.TIMEOUT, f"checking and measuring took longer than {allowed_s:g} s"
+            return Outcome.TIMEOUT, f"checking and measuring took longer than {self._plan.timeout_s:g} s"
         if worker.began:
-            allowed_s = self._patience(worker, self._plan.compile_timeout_s)
-            return Outcome.TIMEOUT, f"compiling took longer than {allowed_s:g} s"
+            return Outcome.TIMEOUT, f"compiling took longer than {self._plan.compile_timeout_s:g} s"
         return Outcome.LOST, f"the worker was not up within {STARTUP_DEADLINE_S:g} s"
 
     def _give_up(self, worker: _Worker) -> None:
@@ -1046,10 +1058,17 @@ def _telling_part(log: str) -> str:
 
 def _checked_samples(samples_ms: Any) -> list[float]:
     """Returns the samples of a message, which may be forged, as numbers that can be times."""
-    checked = [_duration(sample) for sample in samples_ms]
+    checked = [_run_ms(sample) for sample in samples_ms]
     if not checked:
         raise ValueError("no samples")
     return checked
+
+
+def _run_ms(value: Any) -> float:
+    """Returns the milliseconds that a worker says a run took, if a run can take as long."""
+    if not is_plausible_ms(value):
+        raise ValueError(f"{value!r} ms is no time that a call can take")
+    return float(value)
 
 
 def _gigabytes(amount: int) -> str:

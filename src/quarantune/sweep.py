@@ -57,7 +57,7 @@ def run(
         settings: the operator's, which beat the author's.
         on_trial: called with each config's index and trial as it ends.
         on_tick: called many times a second while the sweep lives.
-        troubled: indices of configs that hung or crashed before, and get shorter deadlines.
+        troubled: indices of configs that hung or crashed before, and come last.
         known: trials of an earlier sweep, by index, which are not run again but may be finalists.
         on_phase: told of the phases that configs enter, by their indices, and of their `end`.
         compile_only: whether configs are only compiled, and their executables returned.

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from quarantune import host
+from quarantune import host, stops
 from quarantune.outcomes import SandboxError
 from quarantune.sandbox import spawning, spool, template, wire
 from quarantune.sandbox.wire import Connection, Message
@@ -22,6 +22,7 @@ _SLOW_S = 5.0
 _STARTUP_DEADLINE_S = 120.0
 _MAX_REVIVALS = 3
 _CHECK_S = 0.1
+_LOAD_LOOK_S = 0.05
 _SWEEP = 0
 """The number of the sweep's template among the children of the process's template."""
 
@@ -360,8 +361,10 @@ class Sandbox:
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._manager, selectors.EVENT_READ)
+            stopped = stops.Stops(time.monotonic)
             while True:
-                selector.select(max(0.0, deadline - time.monotonic()))
+                selector.select(max(0.0, min(_LOAD_LOOK_S, deadline - time.monotonic())))
+                deadline += stopped.lost_s()
                 loaded += _receive_quietly(connection)
                 try:
                     messages = [message for message, _ in self._manager.receive()]
