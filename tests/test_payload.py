@@ -243,13 +243,43 @@ def of_node(node):
     named = 100 if paths == [".x"] else 0
     return jax.tree_util.tree_map(lambda x: x * node.tag + named, node).x
 
-for cls in (Node, ClassNode, KeysClassNode, KeysNode, DataNode):
+class FieldsMeta(type):
+    def __new__(mcs, name, bases, namespace):
+        cls = super().__new__(mcs, name, bases, namespace)
+        fields = tuple(namespace.get("__annotations__", ()))
+        named_module.FIELDS[cls] = fields  # for whoever makes one
+        flatten = lambda node: (tuple(getattr(node, field) for field in fields), node.tag)
+        jax.tree_util.register_pytree_node(cls, flatten, lambda tag, children: cls(*children, tag))
+        return cls
+
+class MetaNode(named_module.Tabled, metaclass=FieldsMeta):
+    x: object
+    def __init__(self, x, tag):
+        (field,) = named_module.FIELDS[type(self)]
+        setattr(self, field, x)
+        self.tag = tag
+
+class SelfRegistering:
+    def __init_subclass__(cls, *, meta):
+        dataclasses.dataclass(cls)
+        jax.tree_util.register_dataclass(cls, ["x"], [meta])
+
+class SubclassNode(SelfRegistering, meta="tag"):
+    x: object
+    tag: int
+
+for cls in (Node, ClassNode, KeysClassNode, KeysNode, DataNode, MetaNode, SubclassNode):
     CASES[f"a_pytree_class_{cls.__name__}"] = lambda cls=cls: (of_node, (cls(X, 3),), {})
 
 @case
 def a_pytree_class_inside_a_dict_and_a_static_node():
     tree = {"n": DataNode(jnp.asarray(X), 2), "s": StaticNode(5)}
     return jax.jit(lambda d: d["n"].x * d["s"].tag), (tree,), {}
+
+@case
+def a_marker_compared_by_identity():
+    marker = named_module.MISSING
+    return jax.jit(lambda a: a * (3 if marker is named_module.MISSING else 5)), (X,), {}
 
 @case
 def the_structure_of_a_pytree_class():
@@ -402,8 +432,12 @@ for blob, call in calls.items():
 """
 
 NAMED_MODULE = """
-import functools, threading
+import functools, threading, weakref
 import jax
+class Missing: ...
+MISSING = Missing()
+class Tabled: ...
+FIELDS = weakref.WeakKeyDictionary()
 lock = threading.Lock()  # could not travel by value
 @jax.jit
 def tuned(a):
@@ -481,6 +515,9 @@ CASES = [
     "a_pytree_class_KeysClassNode",
     "a_pytree_class_KeysNode",
     "a_pytree_class_DataNode",
+    "a_pytree_class_MetaNode",
+    "a_pytree_class_SubclassNode",
+    "a_marker_compared_by_identity",
     "a_pytree_class_inside_a_dict_and_a_static_node",
     "the_structure_of_a_pytree_class",
     "a_named_tuple_class",

@@ -279,6 +279,56 @@ def register_pytree(cls: type, registration: PytreeRegistration) -> None:
         )
 
 
+@contextlib.contextmanager
+def pytree_registrations_held_back() -> Iterator[HeldBack]:
+    """Keeps whatever the block registers as a pytree class from JAX, which cannot forget a registration.
+
+    Private (`tree_util._all_registries`) because a class that registers itself while it is made, in its metaclass or
+    `__init_subclass__`, may call any of JAX's functions for it, and all of them end there.
+    """
+    from jax._src import tree_util
+
+    real, held = getattr(tree_util, "_all_registries", None), HeldBack()
+    if real is None:  # another version of JAX: the registration stays
+        yield held
+        return
+    setattr(tree_util, "_all_registries", (held,))  # noqa: B010 - mypy is told nothing of it
+    try:
+        yield held
+    finally:
+        setattr(tree_util, "_all_registries", real)  # noqa: B010
+
+
+class HeldBack:
+    """Stands in for a pytree registry of JAX: notes registrations and makes none."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[type, str, tuple[Any, ...]]] = []
+
+    def register_node(self, nodetype: type, *functions: Any) -> None:
+        """Notes a class with the functions that flatten and unflatten it."""
+        self._noted.append((nodetype, "register_node", functions))
+
+    def register_dataclass_node(self, nodetype: type, *fields: Any) -> None:
+        """Notes a class with its fields."""
+        self._noted.append((nodetype, "register_dataclass_node", fields))
+
+    def release(self, *, but: type) -> None:
+        """Makes the registrations after all, except those of one class, which JAX is not to know.
+
+        Args:
+            but: the class.
+        """
+        from jax._src import tree_util
+
+        for nodetype, method, arguments in self._noted:
+            if nodetype is but:
+                tree_util._registry.pop(nodetype, None)
+            else:
+                for registry in tree_util._all_registries:
+                    getattr(registry, method)(nodetype, *arguments)
+
+
 def _closure(function: Any) -> Mapping[str, Any]:
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
     if code is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import importlib
 import io
@@ -18,7 +19,7 @@ from typing import Any
 import cloudpickle
 import jax
 
-from quarantune import _jax_internals, unpicklable
+from quarantune import _jax_internals, classes, unpicklable
 from quarantune.arrays import concrete_data, restore_array
 
 _SIGNATURE_ATTRIBUTES = (
@@ -91,13 +92,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_class(self, cls: type) -> Any:
         self._note_module(cls.__module__)
         reduced = super().reducer_override(cls)
-        if not isinstance(reduced, tuple) or len(reduced) != 6:
+        if not isinstance(reduced, tuple) or len(reduced) != 6 or isinstance(cls, enum.EnumMeta):
             return reduced
-        registration = _jax_internals.pytree_registration(cls)
-        if registration is None:
-            return reduced
-        rebuild, arguments, state, _, _, set_state = reduced
-        return rebuild, arguments, (set_state, state, registration), None, None, _set_class_and_register
+        return classes.reduce_class(cls, reduced, self._can_import)
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
         self._note_module(function.__module__)
@@ -156,6 +153,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_jax_object(self, obj: Any) -> Any:
         # JAX compares its sentinels (Pallas's `no_block_spec`) by identity: they must arrive as themselves.
         return _reference_from([sys.modules[type(obj).__module__]], obj)
+
+    def _reduce_plain(self, obj: Any) -> Any:
+        # A marker that others compare by identity must arrive as itself.
+        module = sys.modules.get(type(obj).__module__)
+        if module is None or not classes.is_sentinel(obj) or not self._can_import(module.__name__):
+            return NotImplemented
+        return _reference_from([module], obj)
 
     def _reduce_primitive(self, primitive: Any) -> Any:
         # The rules for a primitive are found by its identity, and it may live in any module.
@@ -232,7 +236,7 @@ def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
         return _Pickler._reduce_primitive
     if kind.__module__.partition(".")[0] == "jax" and kind.__module__ in sys.modules:
         return _Pickler._reduce_jax_object
-    return None
+    return _Pickler._reduce_plain if kind.__eq__ is object.__eq__ and kind.__module__ != "builtins" else None
 
 
 @functools.cache
@@ -323,9 +327,3 @@ def _rebuild_lru_cache(function: Callable[..., Any], maxsize: int | None, typed:
 
 def _set_attributes(obj: Any, attributes: Mapping[str, Any]) -> None:
     vars(obj).update(attributes)
-
-
-def _set_class_and_register(cls: type, state: tuple[Any, Any, _jax_internals.PytreeRegistration]) -> None:
-    set_state, class_state, registration = state
-    set_state(cls, class_state)
-    _jax_internals.register_pytree(cls, registration)
