@@ -81,6 +81,7 @@ class JitOptions:
         inline: as for `jax.jit`.
         compiler_options: as for `jax.jit`, as pairs.
         cannot_travel: the options given that are tied to devices of this process.
+        takes_no_keywords: whether the function refuses keyword arguments, because it was given `in_shardings`.
     """
 
     static_names: frozenset[str] = frozenset()
@@ -92,6 +93,7 @@ class JitOptions:
     inline: Any = False
     compiler_options: tuple[tuple[str, Any], ...] = ()
     cannot_travel: tuple[str, ...] = ()
+    takes_no_keywords: bool = False
 
     def is_static_position(self, index: int, count: int) -> bool:
         """Returns whether positional argument `index` of `count` is static; negative positions count from the end."""
@@ -158,6 +160,7 @@ def jit_options(fn: Any) -> JitOptions:
         inline=info.inline,
         compiler_options=tuple(info.compiler_options_kvs),
         cannot_travel=_device_bound_options(info),
+        takes_no_keywords=bool(info.user_specified_in_shardings),
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from quarantune import _jax_internals, assignments, naming, payload, space
+from quarantune import _jax_internals, assignments, naming, payload, space, suitable
 from quarantune.options import Options, checked_options
 from quarantune.outcomes import Config
 from quarantune.result import TuningResult
@@ -33,7 +33,8 @@ def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Aut
         A decorator for a function that `jax.jit` has wrapped.
 
     Raises:
-        TypeError: the function is not jitted, or the configs are of no usable type.
+        TypeError: the function is not jitted, or has options of `jax.jit` that keep it from being tuned; or the configs
+            are of no usable type.
         ValueError: the configs are empty, differ in their keys, or name parameters that are not static or have no
             default.
 
@@ -79,6 +80,7 @@ class Autotuned:
         label = getattr(fn, "__qualname__", "fn")
         listed = configs if callable(configs) else space.expand(configs, fn_name=label)
         self.name = options.name or f"{naming.module_name(fn)}.{label}"
+        suitable.check_jit_options(fn, self.name)
         self._signature = inspect.signature(plain)
         if not callable(configs):
             space.check_parameters(

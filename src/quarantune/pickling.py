@@ -288,6 +288,11 @@ def _find_spec(name: str, path: Any) -> Any:
     return None
 
 
+def may_travel_by_name(obj: Any) -> bool:
+    """Returns whether `travels_by_name` may hold for an object once its module is complete."""
+    return "<" not in obj.__qualname__ and _can_import(obj.__module__)
+
+
 def travels_by_name(obj: Any) -> bool:
     """Returns whether another process finds this very object by its module and qualified name."""
     try:

@@ -19,7 +19,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jaxlib.version
 
-from quarantune import _jax_internals, assignments, cache, discovery, environment, finals, measure, report, space, sweep
+from quarantune import (
+    _jax_internals,
+    assignments,
+    cache,
+    discovery,
+    environment,
+    finals,
+    measure,
+    report,
+    space,
+    suitable,
+    sweep,
+)
 from quarantune._version import __version__
 from quarantune.cache import CacheWriteError, Claim, Entry, Fingerprint, Journal, Store
 from quarantune.environment import Settings
@@ -290,6 +302,9 @@ class Resolver:
     def _describe(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[CallDescription, _Key]:
         tunables = self._tunable_names(args, kwargs)
         statics, is_jitted = self._statics(args, kwargs), self._static_names is not None
+        if is_jitted:
+            bound = named(self._signature.bind_partial(*args, **kwargs))
+            suitable.check_arguments({name: value for name, value in bound if name not in statics}, self.name)
         call = describe_call(self._signature, statics, tunables, args, kwargs, is_jitted=is_jitted)
         platform, kind = discovery.platform_and_kind(call.devices[0].platform if call.devices else None)
         described = self._bucketed(call, args, kwargs)

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from quarantune import naming, space
+from quarantune import naming, space, suitable
 from quarantune.options import Options, checked_options
 from quarantune.problem import describe_function
 from quarantune.result import TuningResult
@@ -47,6 +47,8 @@ class AutoTuner:
         fn, signature, static_names = describe_function(fn)
         checked = checked_options("AutoTuner", options)
         label = naming.cache_name(fn)
+        if static_names is not None:
+            suitable.check_jit_options(fn, label)
         listed = configs if callable(configs) else space.expand(configs, fn_name=label)
         self._resolver = Resolver(
             fn,
@@ -102,6 +104,7 @@ def compile_configs(
     if num_workers is not None and num_workers < 1:
         raise ValueError(f"num_workers={num_workers!r} is not valid: give at least 1, or leave it out")
     label = naming.cache_name(fn)
+    suitable.check_jit_options(fn, label)
     if callable(configs):
         listed = space.expand_callable(configs, *as_structs(args, kwargs), fn_name=label, keep_repeated=True)
     else:
