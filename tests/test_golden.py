@@ -1,0 +1,64 @@
+"""What an earlier version wrote must be found: keys, fingerprints, entries and journals recorded in `data/`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import quarantune
+from quarantune import discovery
+from quarantune.cache import Journal, Store
+from quarantune.outcomes import Trial
+
+DATA = Path(__file__).parent / "data"
+NAMES = ["plain", "closing", "by_name", "pallas"]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(DATA))
+    yield importlib.import_module("golden_kernels")
+    for name in ("golden_kernels", "golden_helpers"):
+        sys.modules.pop(name, None)
+
+
+def recorded(name: str) -> Path:
+    (path,) = (DATA / "golden_cache").glob(f"golden_kernels.*{name}*.json")
+    return path
+
+
+@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # of other versions of JAX
+@pytest.mark.parametrize("name", NAMES)
+def test_results_that_an_earlier_version_wrote_are_found(
+    kernels: Any, name: str, cache_dir: Path, sweeps: list[str]
+) -> None:
+    ((entries),) = json.loads(recorded(name).read_text()).values()
+    here = discovery.platform_and_kind(None)[1]
+    cache_dir.mkdir()
+    (cache_dir / recorded(name).name).write_text(json.dumps({here: entries}))
+    tuned = quarantune.autotune(kernels.SPACE, rep=1, **kernels.OPTIONS[name])(getattr(kernels, name))
+    (entry,) = entries.values()
+    assert tuned.lookup(jnp.arange(16.0)) == entry["config"]
+    tuned(jnp.arange(16.0))
+    assert sweeps == []
+
+
+def test_journals_that_an_earlier_version_wrote_are_read(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "golden_cache" / "golden_kernels.plain.trials", tmp_path / "golden_kernels.plain.trials")
+    ((device, entries),) = Store(DATA / "golden_cache").read("golden_kernels.plain").items()
+    (key,) = entries
+    trials = [
+        Trial.from_json(record["trial"]) for record in Journal(tmp_path, "golden_kernels.plain", device, key).records()
+    ]
+    assert [(trial.config, trial.outcome, len(trial.samples_ms)) for trial in trials] == [
+        ({"block": 4}, "ok", 2),
+        ({"block": 8}, "ok", 2),
+    ]
