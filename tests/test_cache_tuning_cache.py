@@ -63,6 +63,21 @@ def test_keys_and_iteration_name_all_entries_and_a_key_gets_its_config(cache: Tu
     assert {record.key: record.entry["config"] for record in TuningCache(cache.directory)} == configs
 
 
+def test_in_and_len_go_by_the_key(cache: TuningCache) -> None:
+    assert len(cache) == 0
+    cache.put("matmul", (1024, 512), "cuda:0", {"BM": 64})
+    cache.put("matmul", "text", "cuda:0", {"BM": 64})
+    for found in (cache, TuningCache(cache.directory)):
+        assert len(found) == 2
+        assert all(key in found for key in found.keys())
+        assert all(record in found for record in found)
+        assert ("matmul", [1024, 512], "cuda:0") in found
+        assert CacheKey("matmul", "text", "cuda:0") in found
+        assert ("matmul", (1024, 513), "cuda:0") not in found
+        assert ("matmul", "text") not in found
+        assert "matmul" not in found
+
+
 def test_delete_forgets_in_memory_and_on_disk(cache: TuningCache) -> None:
     cache.put("f", 1, "cpu", {"BM": 64})
     assert cache.delete("f", 1, "cpu")

@@ -155,6 +155,16 @@ class TuningCache:
         with self._lock:
             return sorted(on_disk | set(self._configs))
 
+    def __len__(self) -> int:
+        """Returns how many configs can be found: as many as there are `keys`."""
+        return len(self.keys())
+
+    def __contains__(self, key: object) -> bool:
+        """Returns whether a config can be found by a key: a `CacheKey`, or a tuple as `get` takes its arguments."""
+        if isinstance(key, CacheRecord):
+            return self.entry(*key.key) == key.entry
+        return isinstance(key, tuple) and len(key) == 3 and self.get(*key) is not None
+
     def __iter__(self) -> Iterator[CacheRecord]:
         """Iterates over the entries on disk, as they are now."""
         for name, contents in self._contents():
