@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -349,6 +350,12 @@ ODD = {
 }
 
 
+def test_a_namespace_with_sets_counts_by_its_fields() -> None:
+    one, other = (types.SimpleNamespace(names={"a", "b", last}, plain=1) for last in "cd")
+    assert closure_over(one) == closure_over(types.SimpleNamespace(names={"c", "b", "a"}, plain=1))
+    assert closure_over(one) != closure_over(other)
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_odd_objects_are_described_and_never_raise(name: str) -> None:
     assert closure_over(ODD[name]) == closure_over(ODD[name])
@@ -396,10 +403,16 @@ bound = functools.partial(check, expected=3)
 def test_a_fingerprint_is_the_same_in_every_process_and_directory(tmp_path: Path) -> None:
     module = textwrap.dedent(
         """
-        import functools
+        import collections, functools, types
+        class Shown:
+            def __init__(self): self.names = {"shown", "in", "any", "order"}
+            def __repr__(self): return f"Shown({self.names})"
+        SPACE = types.SimpleNamespace(a={"one", "two", "three", "four"}, b=[frozenset({"x", "y", "z"})])
+        QUEUE = collections.deque([{"k", "l", "m", "n"}])
+        SHOWN = [Shown()]
         SET = frozenset({"a", "b", "c", 1, 2.5})
         class Thing: pass
-        def helper(x, thing=Thing(), names={"u", "v", "w"}): return x in {"p", "q", "r"}, SET
+        def helper(x, thing=Thing(), names={"u", "v", "w"}): return x in {"p", "q", "r"}, SET, SPACE, QUEUE, SHOWN
         def make():
             thing, fn = Thing(), (lambda x: x in {"i", "j", "k"})
             def kernel(x, BM=32): return helper(x), thing, fn

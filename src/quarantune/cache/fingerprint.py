@@ -4,6 +4,7 @@ from __future__ import annotations
 import __future__
 
 import ast
+import collections
 import contextlib
 import dataclasses
 import dis
@@ -14,12 +15,12 @@ import inspect
 import logging
 import operator
 import re
-import sysconfig
 import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from quarantune.cache import reach
 from quarantune.cache.keys import canonical_json, short_hash
 
 _LARGEST_HASHED_BYTES = 1 << 24
@@ -51,10 +52,12 @@ class Fingerprint:
 def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = None) -> Fingerprint:
     """Returns the fingerprint of a function and the options that decide which config wins.
 
-    It covers the function's code, its defaults and closure by value, and from its own module, transitively,
-    the functions, classes and constants that its code names. Comments, docstrings, whitespace, the decorators
-    of `fn` itself and its place in the file do not count. It is the same in every process. Values count as
-    they are now: take it once, before the function has run.
+    It covers the function's code, its defaults and closure by value, and, transitively, the functions, classes
+    and constants of the user's own modules that its code names: as globals, as attributes of modules
+    (`kernels.body`), and as methods. Of an installed package only the name counts, as its version is recorded
+    beside the fingerprint, and so it is with a module that the function imports itself. Comments, docstrings,
+    whitespace, the decorators of `fn` itself and its place in the file do not count. It is the same in every
+    process. Values count as they are now: take it once, before the function has run.
 
     Args:
         fn: the function or other callable, wrapped or not.
@@ -67,7 +70,7 @@ def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = N
 def _describe_option(value: Any) -> Any:
     described = _describe(value)
     function = _root_function(value) if callable(value) else None
-    if function is None or _is_installed(function.__code__.co_filename):
+    if function is None or reach.is_library_file(function.__code__.co_filename):
         return described
     return [described, _Walk(value).parts]
 
@@ -78,11 +81,16 @@ def _root_function(fn: Any) -> types.FunctionType | None:
 
 
 class _Walk:
-    """Collects the parts of one callable, and of what it names in its own module."""
+    """Collects the parts of one callable, and of what it reaches in the user's own code.
+
+    What is in the callable's own module is a `helper` or `class` by its plain name; what is in another of the
+    user's modules goes by that module's name too.
+    """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.parts: dict[str, str] = {}
         self._seen: set[int] = set()
+        self._followed: set[int] = set()
         function = _root_function(fn)
         self._module = function.__globals__ if function else {}
         if function is None:
@@ -93,7 +101,8 @@ class _Walk:
         self._seen.add(id(function))
         self.parts["code"] = _hash(_code_text(function, with_decorators=False))
         self.parts["defaults"] = _hash(_describe_defaults(function))
-        self._visit_surroundings("closure", function)
+        self._follow_bound(fn)
+        self._visit_surroundings("closure", function, owner=_owner(fn))
 
     def _visit(self, kind: str, name: str, value: Any) -> None:
         function = _plain_function(value)
@@ -103,6 +112,7 @@ class _Walk:
             self._visit_class(value)
         else:
             self.parts[f"{kind}:{name}"] = _hash(_describe(value))
+            self._follow(value)
 
     def _visit_helper(self, part: str, value: Any, function: types.FunctionType) -> None:
         if id(function) in self._seen:
@@ -110,23 +120,119 @@ class _Walk:
         self._seen.add(id(function))
         description = [_code_text(function), _describe_defaults(function), _describe_wrapping(value)]
         self.parts[part] = _hash(description)
-        self._visit_surroundings(f"{part}:closure", function)
+        self._follow_bound(value)
+        self._visit_surroundings(f"{part}:closure", function, owner=_owner(value))
 
     def _visit_class(self, cls: type) -> None:
         if id(cls) in self._seen:
             return
         self._seen.add(id(cls))
-        self.parts[f"class:{cls.__qualname__}"] = _hash([_type_name(base) for base in cls.__mro__])
+        is_own = cls.__module__ == self._module.get("__name__")
+        label = cls.__qualname__ if is_own else f"{cls.__module__}.{cls.__qualname__}"
+        self.parts[f"class:{label}"] = _hash([_type_name(base) for base in cls.__mro__])
         for name, member in vars(cls).items():
-            if name not in _CLASS_MACHINERY:
-                self._visit("class", f"{cls.__qualname__}.{name}", getattr(member, "fget", None) or member)
+            if name not in _CLASS_MACHINERY and (is_own or _is_written_out(member)):
+                self._visit("class", f"{label}.{name}", getattr(member, "fget", None) or member)
+        if issubclass(cls, enum.Enum) and not is_own:
+            values = {name: member.value for name, member in cls.__members__.items()}
+            self.parts[f"class:{label}.values"] = _hash(_describe(values))
+        for base in cls.__mro__[1:]:
+            if reach.is_users_class(base):
+                self._visit_class(base)
 
-    def _visit_surroundings(self, kind: str, function: types.FunctionType) -> None:
-        for name, value in _closure(function):
-            self._visit(kind, name, value)
+    def _visit_surroundings(self, kind: str, function: types.FunctionType, *, owner: type | None) -> None:
+        is_own = function.__globals__ is self._module
+        prefix = "" if is_own else f"{function.__module__}."
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._follow(default)
+        free = dict(_closure(function))
+        for name, value in free.items():
+            if is_own:
+                self._visit(kind, name, value)
+            else:  # a description of the function has them by value
+                self._follow(value)
         for name in sorted(set(_global_names(function.__code__))):
-            if name in self._module:
-                self._visit("global", name, self._module[name])
+            if name in function.__globals__:
+                self._visit("global", prefix + name, function.__globals__[name])
+        for chain in reach.chains(function.__code__):
+            if chain.kind == "first":
+                self._visit_chain("class", owner, chain.path[:1], function)
+            else:
+                scope = function.__globals__ if chain.kind == "global" else free
+                self._visit_chain("global", scope.get(chain.root, reach.NOTHING), chain.path, function)
+
+    def _visit_chain(self, kind: str, value: Any, path: tuple[str, ...], function: types.FunctionType) -> None:
+        """Visits what a dotted name stands for, where its root is a module, a class or an object of the user's own."""
+        for name in path:
+            if isinstance(value, types.ModuleType):
+                if reach.is_library(value.__name__):
+                    return
+                found = reach.attribute(value, name)
+                if found is not reach.NOTHING and not isinstance(found, types.ModuleType):
+                    self._visit(kind, f"{value.__name__}.{name}", found)
+            else:
+                cls = value if isinstance(value, type) else type(value)
+                if value is reach.NOTHING or not reach.is_users_class(cls):
+                    return
+                found = reach.attribute(value, name)
+                if found is not reach.NOTHING and _is_written_out(reach.attribute(cls, name)):
+                    label = cls.__qualname__ if self._is_own(cls) else f"{cls.__module__}.{cls.__qualname__}"
+                    self._visit("class", f"{label}.{name}", getattr(found, "fget", None) or found)
+            value = found
+        if isinstance(value, types.ModuleType) and not reach.is_library(value.__name__):
+            # Under another name, or handed on: any name in the code may be one of its attributes.
+            for name in sorted(reach.names(function.__code__) & vars(value).keys()):
+                self._visit_chain(kind, value, (name,), function)
+        elif callable(value) and not isinstance(value, (type, types.FunctionType)):
+            self._visit_chain("class", value, ("__call__",), function)
+
+    def _is_own(self, cls: type) -> bool:
+        return cls.__module__ == self._module.get("__name__")
+
+    def _follow(self, value: Any, depth: int = 0) -> None:
+        """Visits what a value that has been described reaches in turn, which no description of it shows."""
+        function = _plain_function(value)
+        if function is not None:
+            self._follow_bound(value)
+            if id(function) not in self._followed and not reach.is_library_file(function.__code__.co_filename):
+                self._followed.add(id(function))
+                self._visit_surroundings(f"{function.__qualname__}:closure", function, owner=_owner(value))
+        elif isinstance(value, type):
+            if reach.is_users_class(value):
+                self._visit_class(value)
+        elif type(value) in (list, tuple, dict) and depth < _DEEPEST_FOLLOWED:
+            for item in value.values() if isinstance(value, dict) else value:
+                if not isinstance(item, _LITERALS):
+                    self._follow(item, depth + 1)
+
+    def _follow_bound(self, value: Any) -> None:
+        """Follows the arguments that partials have bound."""
+        while isinstance(value, functools.partial):
+            for item in (*value.args, *value.keywords.values()):
+                self._follow(item)
+            value = value.func
+
+
+_DEEPEST_FOLLOWED = 8
+
+
+def _owner(fn: Any) -> type | None:
+    """Returns the class whose method runs where `fn` is called, or None."""
+    if isinstance(fn, types.MethodType):
+        return fn.__self__ if isinstance(fn.__self__, type) else type(fn.__self__)
+    if isinstance(fn, functools.partial):
+        return _owner(fn.func)
+    function = _plain_function(fn)
+    if function is None:
+        return type(fn)
+    return reach.defining_class(function)
+
+
+def _is_written_out(member: Any) -> bool:
+    """Returns whether a class's member is what its author wrote: functions, classes and constants, not machinery."""
+    if isinstance(member, (type, property, *_LITERALS)):
+        return True
+    return _plain_function(member) is not None
 
 
 _CLASS_MACHINERY = frozenset(
@@ -164,7 +270,7 @@ def _describe_wrapping(value: Any) -> Any:
     if isinstance(value, types.MethodType):
         return ["method", _describe_instance(value.__self__)]
     if isinstance(value, types.FunctionType):
-        is_wrapper = hasattr(value, "__wrapped__") and not _is_installed(value.__code__.co_filename)
+        is_wrapper = hasattr(value, "__wrapped__") and not reach.is_library_file(value.__code__.co_filename)
         return ["function", _code_text(value)] if is_wrapper else None
     if isinstance(value, (staticmethod, classmethod)):
         return _describe_wrapping(value.__func__)
@@ -316,8 +422,34 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return [kind, _describe(fields, inside)]
+    if _holds_set(value):
+        return [kind, _describe(_state(value), inside)]  # a repr shows a set in an order that another process does not give it
     text = repr(value)
     return [kind, "" if _ADDRESS.search(text) else text]
+
+
+def _state(value: Any) -> Any:
+    """Returns what an object would be built from again, or None."""
+    try:
+        _, arguments, *state = value.__reduce_ex__(4)
+    except Exception:
+        return None
+    return [arguments, *[list(part) if isinstance(part, Iterator) else part for part in state]]
+
+
+def _holds_set(value: Any, outer: tuple[int, ...] = ()) -> bool:
+    if isinstance(value, (set, frozenset)):
+        return len(value) > 1
+    if id(value) in outer or isinstance(value, (type, types.FunctionType, types.ModuleType, *_LITERALS)):
+        return False
+    outer = (*outer, id(value))
+    if isinstance(value, (list, tuple)):
+        return any(_holds_set(item, outer) for item in value)
+    if isinstance(value, Mapping):
+        return any(_holds_set(item, outer) for pair in value.items() for item in pair)
+    if isinstance(value, (types.SimpleNamespace, collections.deque)) or reach.is_users_class(type(value)):
+        return _holds_set(_state(value), outer)
+    return False
 
 
 _LITERALS = (type(None), bool, int, float, complex, str, bytes, type(...))
@@ -335,18 +467,12 @@ def _describe_array(value: Any) -> list[Any]:
 
 def _describe_function(function: types.FunctionType, inside: tuple[int, ...]) -> list[Any]:
     name = f"{function.__module__}.{function.__qualname__}"
-    if _is_installed(function.__code__.co_filename):
+    if reach.is_library_file(function.__code__.co_filename):
         # The code of libraries is their versions' affair, which entries record beside the fingerprint.
         return [name]
     closure = [[name, _describe(value, inside)] for name, value in _closure(function)]
     defaults = [_describe(function.__defaults__, inside), _describe(function.__kwdefaults__, inside)]
     return [_code_text(function), closure, defaults]
-
-
-@functools.cache
-def _is_installed(filename: str) -> bool:
-    paths = sysconfig.get_paths()
-    return filename.startswith(tuple(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
 
 
 def _type_name(kind: type) -> str:

@@ -1,0 +1,121 @@
+"""Which attributes a function's code names, what they are, and whether that is the user's own code or a library's."""
+
+from __future__ import annotations
+
+import dataclasses
+import dis
+import functools
+import inspect
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NOTHING = object()
+"""The answer of `attribute` where there is none."""
+_OWN_PACKAGE = str(Path(__file__).parent.parent)
+_VERSIONED = frozenset({"jax", "jaxlib", "quarantune"})
+"""Packages whose versions an entry records, wherever they are installed."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Chain:
+    """A dotted name in a function's code: `kernels.body` is the root `kernels` and the path `("body",)`.
+
+    Attributes:
+        kind: `global`, `closure` for a free variable, or `first` for the function's first parameter.
+        root: the variable.
+        path: the attributes that follow; empty where the variable is used as it is.
+    """
+
+    kind: str
+    root: str
+    path: tuple[str, ...]
+
+
+def chains(code: types.CodeType) -> list[Chain]:
+    """Returns the dotted names in a function's code and in the functions within it, sorted and each once."""
+    first = code.co_varnames[0] if code.co_argcount else None
+    return sorted(set(_chains(code, first)))
+
+
+def _chains(code: types.CodeType, first: str | None, *, nested: bool = False) -> Iterator[Chain]:
+    open_chain: tuple[str, str] | None = None
+    path: list[str] = []
+    for instruction in dis.get_instructions(code):
+        name = instruction.opname
+        if name in ("LOAD_ATTR", "LOAD_METHOD") and open_chain:
+            path.append(instruction.argval)
+            continue
+        if open_chain:
+            yield Chain(*open_chain, tuple(path))
+        open_chain, path = None, []
+        if name in ("LOAD_GLOBAL", "LOAD_NAME"):
+            open_chain = ("global", instruction.argval)
+        elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
+            open_chain = ("first" if instruction.argval == first else "closure", instruction.argval)
+        elif name.startswith("LOAD_FAST") and not nested:
+            # Newer versions of Python load two variables at once: the second is the one that an attribute follows.
+            last = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
+            open_chain = ("first", last) if last == first else None
+    if open_chain:
+        yield Chain(*open_chain, tuple(path))
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _chains(constant, first, nested=True)
+
+
+def names(code: types.CodeType) -> frozenset[str]:
+    """Returns all names of globals and attributes in a function's code, those within nested functions included."""
+    inner = (names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def attribute(value: Any, name: str) -> Any:
+    """Returns an attribute of a module, a class or an object without running any code, or `NOTHING`."""
+    try:
+        if isinstance(value, types.ModuleType):
+            return value.__dict__.get(name, NOTHING)
+        return inspect.getattr_static(value, name, NOTHING)
+    except Exception:
+        return NOTHING
+
+
+def defining_class(function: types.FunctionType) -> type | None:
+    """Returns the class at the top level of a module, or within one there, in whose body a method was written."""
+    path = function.__qualname__.split(".")[:-1]
+    if not path or "<locals>" in path:
+        return None
+    found: Any = function.__globals__.get(path[0])
+    for name in path[1:]:
+        found = attribute(found, name)
+    return found if isinstance(found, type) else None
+
+
+def is_users_class(cls: type) -> bool:
+    """Returns whether a class is the user's own code."""
+    return not is_library(cls.__module__)
+
+
+def is_library(module: str) -> bool:
+    """Returns whether a module is Python's own or installed, so that its version stands for its code."""
+    root = module.partition(".")[0]
+    if root in _VERSIONED:
+        return True
+    found = sys.modules.get(module)
+    file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
+    if isinstance(file, str):
+        return is_library_file(file)
+    return root in sys.stdlib_module_names
+
+
+@functools.cache
+def is_library_file(filename: str) -> bool:
+    """Returns whether a file is part of Python or of an installed package, as `is_library` does for modules."""
+    paths = sysconfig.get_paths()
+    if filename.startswith(tuple(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))):
+        return True
+    parts = Path(filename).parts
+    return "site-packages" in parts or "dist-packages" in parts or filename.startswith(_OWN_PACKAGE)

@@ -1,0 +1,224 @@
+"""The fingerprint follows what a function reaches in the user's own modules, and stops at installed ones."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quarantune.cache import Fingerprint, fingerprint
+
+FILES = {
+    "config.py": "BLOCK = 8\nUNREACHED = 1\n",
+    "deep.py": """
+        import config
+        OFFSET = 1
+        def deepest(x):
+            return x + OFFSET + config.BLOCK
+        """,
+    "kernels.py": """
+        import enum
+        import functools
+        import deep
+        SCALE = 2.0
+        class Mode(enum.Enum):
+            FAST = 1
+        class Base:
+            def shared(self, x):
+                return x - 5
+        class Layer(Base):
+            size = 3
+            def apply(self, x):
+                return self.inner(x) + self.size
+            def inner(self, x):
+                return x * 7
+            def __call__(self, x):
+                return x * 9
+            @property
+            def doubled(self):
+                return 18
+        def body(x):
+            return helper(x) * SCALE
+        def helper(x):
+            return deep.deepest(x) + 11
+        def chosen(x):
+            return x * 13
+        OPS = {"one": [chosen], "two": functools.partial(helper)}
+        layer = Layer()
+        def unreached(x):
+            return x / 17
+        """,
+    "main_module.py": """
+        import functools
+        import deep as renamed
+        import config
+        import kernels
+        import numpy as np
+        from kernels import body, layer, Layer, OPS
+        def attribute(x):
+            return kernels.body(np.asarray(x))
+        def by_name(x):
+            return body(x)
+        def data(x):
+            return x * config.BLOCK
+        def alias(x):
+            module = renamed
+            return module.deepest(x)
+        def method(x):
+            return layer.apply(x)
+        def called(x):
+            return layer(x)
+        def through_module(x):
+            return kernels.layer.doubled
+        def made(x):
+            return Layer().shared(x)
+        def container(x):
+            return OPS["one"][0](x) + OPS["two"](x)
+        def member(x):
+            return x if kernels.Mode.FAST else 0
+        def default(x, act=kernels.body):
+            return act(x)
+        bound = functools.partial(default, act=kernels.helper)
+        def make():
+            from kernels import helper as captured
+            def closing(x):
+                return captured(x)
+            return closing
+        closing = make()
+        class Tuned(kernels.Layer):
+            def run(self, x):
+                return self.own(x)
+            def own(self, x):
+                return x ** 19
+        run = Tuned.run
+        """,
+}
+
+
+def fingerprint_of(directory: Path, name: str, monkeypatch: pytest.MonkeyPatch, **changed: str) -> Fingerprint:
+    for file, text in FILES.items():
+        (directory / file).write_text(changed.get(file.removesuffix(".py"), textwrap.dedent(text)))
+    modules = [file.removesuffix(".py") for file in FILES]
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(directory))
+        patch.setattr(sys, "dont_write_bytecode", True)
+        for module in modules:
+            sys.modules.pop(module, None)
+        importlib.invalidate_caches()
+        try:
+            return fingerprint(getattr(importlib.import_module("main_module"), name))
+        finally:
+            for module in modules:
+                sys.modules.pop(module, None)
+
+
+def change(tmp_path: Path, name: str, patch: pytest.MonkeyPatch, module: str, old: str, new: str) -> list[str]:
+    text = textwrap.dedent(FILES[f"{module}.py"])
+    assert old in text
+    (tmp_path / "before").mkdir()
+    (tmp_path / "after").mkdir()
+    before = fingerprint_of(tmp_path / "before", name, patch)
+    return before.differences(fingerprint_of(tmp_path / "after", name, patch, **{module: text.replace(old, new)}))
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "old", "new", "part"),
+    [
+        ("attribute", "kernels", "* SCALE", "/ SCALE", "global:kernels.body"),
+        ("attribute", "kernels", "SCALE = 2.0", "SCALE = 3.0", "global:kernels.SCALE"),
+        ("attribute", "kernels", "+ 11", "+ 12", "global:kernels.helper"),
+        ("attribute", "deep", "x + OFFSET", "x - OFFSET", "global:deep.deepest"),
+        ("attribute", "deep", "OFFSET = 1", "OFFSET = 2", "global:deep.OFFSET"),
+        ("attribute", "config", "BLOCK = 8", "BLOCK = 9", "global:config.BLOCK"),
+        ("by_name", "kernels", "+ 11", "+ 12", "global:kernels.helper"),
+        ("by_name", "kernels", "SCALE = 2.0", "SCALE = 3.0", "global:kernels.SCALE"),
+        ("data", "config", "BLOCK = 8", "BLOCK = 9", "global:config.BLOCK"),
+        ("alias", "deep", "OFFSET = 1", "OFFSET = 2", "global:deep.OFFSET"),
+        ("method", "kernels", "+ self.size", "- self.size", "class:kernels.Layer.apply"),
+        ("method", "kernels", "x * 7", "x * 8", "class:kernels.Layer.inner"),
+        ("method", "kernels", "size = 3", "size = 4", "class:kernels.Layer.size"),
+        ("called", "kernels", "x * 9", "x * 10", "class:kernels.Layer.__call__"),
+        ("through_module", "kernels", "return 18", "return 19", "class:kernels.Layer.doubled"),
+        ("made", "kernels", "x - 5", "x - 6", "class:kernels.Base.shared"),
+        ("container", "kernels", "+ 11", "+ 12", "global:OPS"),
+        ("container", "deep", "OFFSET = 1", "OFFSET = 2", "global:deep.OFFSET"),
+        ("member", "kernels", "FAST = 1", "FAST = 2", "class:kernels.Mode.values"),
+        ("default", "kernels", "SCALE = 2.0", "SCALE = 3.0", "global:kernels.SCALE"),
+        ("bound", "deep", "OFFSET = 1", "OFFSET = 2", "global:deep.OFFSET"),
+        ("closing", "deep", "OFFSET = 1", "OFFSET = 2", "global:deep.OFFSET"),
+        ("run", "main_module", "x ** 19", "x ** 20", "helper:Tuned.own"),
+    ],
+)
+def test_an_edit_of_what_a_function_reaches_in_another_module_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, old: str, new: str, part: str
+) -> None:
+    assert change(tmp_path, name, monkeypatch, module, old, new) == [part]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "old", "new"),
+    [
+        ("attribute", "kernels", "x / 17", "x / 18"),
+        ("attribute", "kernels", "x * 13", "x * 14"),
+        ("attribute", "config", "UNREACHED = 1", "UNREACHED = 2"),
+        ("attribute", "kernels", "def helper(x):", "# a comment\ndef helper(x):"),
+        ("data", "config", "UNREACHED = 1", "UNREACHED = 2"),
+        ("called", "kernels", "x * 7", "x * 8"),
+    ],
+)
+def test_an_edit_beside_what_a_function_reaches_is_not_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, old: str, new: str
+) -> None:
+    assert change(tmp_path, name, monkeypatch, module, old, new) == []
+
+
+def test_the_code_of_installed_packages_counts_by_its_version_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    found = []
+    for constant in "12":
+        (package / "an_installed_one.py").write_text(f"def f(x): return x + {constant}\n")
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        monkeypatch.syspath_prepend(str(package))
+        monkeypatch.delitem(sys.modules, "an_installed_one", raising=False)
+        module = importlib.import_module("an_installed_one")
+
+        def kernel(x: Any, module: Any = None) -> Any:
+            return an_installed_one.f(x)  # type: ignore[name-defined] # noqa: F821
+
+        monkeypatch.setitem(kernel.__globals__, "an_installed_one", module)
+        found.append(fingerprint(kernel))
+    monkeypatch.delitem(sys.modules, "an_installed_one")
+    assert found[0] == found[1]
+
+
+def test_helpers_in_a_circle_over_two_modules_end_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = "import kernels\ndef deepest(x):\n    return kernels.body(x) if x else kernels.helper(x)\n"
+    assert "global:deep.deepest" in fingerprint_of(tmp_path, "attribute", monkeypatch, deep=one).parts
+
+
+def test_a_reached_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(textwrap.dedent(text))
+    script = """
+import types, main_module
+from quarantune.cache import fingerprint
+names = [name for name in vars(main_module) if callable(getattr(main_module, name))]
+print([fingerprint(getattr(main_module, name)).digest for name in sorted(names)])
+"""
+    digests = set()
+    for seed in range(2):
+        paths = [str(tmp_path), *(str(Path(path).resolve()) for path in sys.path if path)]
+        environment = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-c", script]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        digests.add(run.stdout)
+    assert len(digests) == 1
