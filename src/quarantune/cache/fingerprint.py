@@ -422,8 +422,8 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
     if dataclasses.is_dataclass(value):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return [kind, _describe(fields, inside)]
-    if _holds_set(value):
-        return [kind, _describe(_state(value), inside)]  # a repr shows a set in an order that another process does not give it
+    if _holds_set(value):  # a repr shows it in an order of this process
+        return [kind, _describe(_state(value), inside)]
     text = repr(value)
     return [kind, "" if _ADDRESS.search(text) else text]
 
