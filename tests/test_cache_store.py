@@ -491,3 +491,9 @@ def test_a_warning_made_an_error_leaves_the_store_usable(store: Store) -> None:
             store.get("f", "cpu", "k")
         store.put("f", "cpu", "k", ENTRY)
     assert store.get("f", "cpu", "k") == STORED
+
+
+def test_a_lock_timeout_of_zero_saves_what_nobody_else_is_writing(tmp_path: Path) -> None:
+    store = Store(tmp_path, lock_timeout_s=0)
+    store.put("f", "cpu", "k", ENTRY)
+    assert store.get("f", "cpu", "k") is not None

@@ -77,7 +77,9 @@ def test_a_variable_is_read_when_asked_for(
         ("start_method", "forkserver", "'fork' or 'spawn'"),
         ("isolation", "docker", "'process' or 'none'"),
         ("progress", "2", "0, 1, or 'auto'"),
-        ("lock_timeout", "-0.1", "0 or more"),
+        ("lock_timeout", "-0.1", "from 0 to 1e9"),
+        ("timeout", "1e10", "at most 1e9"),
+        ("memory_limit", "1", "a number with a unit"),
     ],
 )
 def test_a_bad_value_is_refused_by_name_with_what_is_accepted(
@@ -96,7 +98,7 @@ def test_a_bad_value_is_refused_by_name_with_what_is_accepted(
     [
         ("timeout", 5, 5.0),
         ("timeout", "5", 5.0),
-        ("memory_limit", 1024, 1024),
+        ("memory_limit", 2**25, 2**25),
         ("devices", [0, 2], ("0", "2")),
         ("devices", 1, ("1",)),
         ("progress", True, True),
@@ -109,7 +111,19 @@ def test_a_block_takes_python_values_and_strings(name: str, value: Any, expected
         assert getattr(current(), name) == expected
 
 
-@pytest.mark.parametrize(("name", "value"), [("timeout", True), ("cpu_count", False), ("devices", []), ("on_miss", 3)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("timeout", True),
+        ("cpu_count", False),
+        ("devices", []),
+        ("on_miss", 3),
+        ("timeout", 10**400),
+        pytest.param("timeout", 10**5000, id="very long"),
+        pytest.param("memory_limit", 10**5000, id="very much"),
+        ("memory_limit", 1),
+    ],
+)
 def test_a_block_refuses_a_bad_value_before_it_is_entered(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         settings(**{name: value})
@@ -184,12 +198,12 @@ def test_an_unknown_option_is_refused_with_the_nearest_one_and_the_list() -> Non
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("1", 1),
-        (4096, 4096),
+        ("16777216", 2**24),
+        (2**30, 2**30),
         ("8GB", 8 * 10**9),
         ("8gib", 8 * 2**30),
-        ("1.5k", 1500),
-        ("2 MiB", 2**21),
+        ("64000.5k", 64000500),
+        ("32 MiB", 2**25),
         ("3T", 3 * 10**12),
     ],
 )
@@ -197,10 +211,23 @@ def test_memory_is_parsed(text: int | str, expected: int) -> None:
     assert parse_memory(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "1e9", "nan", "8 XB", True, 0, "0.2"])
+@pytest.mark.parametrize("text", ["", "GB", "-1", "1e9", "nan", "8 XB", True, 0, "0.2", "9" * 400, 10**400])
 def test_what_is_no_memory_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="amount of memory"):
         parse_memory(text)
+
+
+@pytest.mark.parametrize("text", [1, "512", "8k"])
+def test_less_memory_than_any_process_needs_is_taken_for_a_missing_unit(text: Any) -> None:
+    with pytest.raises(ValueError, match="no worker starts with less than 16 MiB: give a number with a unit"):
+        parse_memory(text)
+
+
+def test_a_variable_that_does_not_exist_is_told_once_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUARANTUNE_TIMEOUTT", "5")
+    with pytest.warns(RuntimeWarning, match="no variable QUARANTUNE_TIMEOUTT.*Did you mean 'QUARANTUNE_TIMEOUT'"):
+        assert current().timeout is None
+    current()  # the second time in silence: a warning would be an error here
 
 
 def test_a_relative_cache_directory_does_not_move_with_the_working_directory(

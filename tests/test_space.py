@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 import enum
 import inspect
+import itertools
 import math
 from typing import Any
 
@@ -13,6 +15,31 @@ from quarantune.space import check_parameters, expand, expand_callable, grid
 
 class Size(enum.IntEnum):
     SMALL = 16
+
+
+class Order(enum.Enum):
+    ROWS = "rows"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    sizes: Any
+    order: Order = Order.ROWS
+
+
+@dataclasses.dataclass
+class Loose:
+    size: int
+
+
+def _within_itself() -> list[Any]:
+    inner: list[Any] = [1]
+    inner.append(inner)
+    return inner
+
+
+def _nested(depth: int) -> Any:
+    return 1 if depth == 0 else [_nested(depth - 1)]
 
 
 def matmul(a: Any, b: Any, BM: int = 32, BN: int = 64, *, flip: bool, scale: float = 1.0) -> None: ...
@@ -58,6 +85,36 @@ def test_values_become_plain_hashable_python() -> None:
     hash(tuple(found))
 
 
+def test_enums_dataclasses_and_dicts_are_config_values_that_jit_can_hash() -> None:
+    values = [Size.SMALL, 16, Order.ROWS, "ROWS", Tile((1, 2)), Tile([1, np.int64(2)]), {"x": [1]}, {"x": (True,)}]
+    found = [config["a"] for config in expand([{"a": value} for value in values], fn_name="f")]
+    assert found == [Size.SMALL, 16, Order.ROWS, "ROWS", Tile((1, 2)), {"x": (1,)}, {"x": (True,)}]
+    assert [type(value) for value in found[:2]] == [Size, int]
+    hash(tuple(found))
+    with pytest.raises(TypeError, match="cannot be changed"):
+        found[-1]["x"] = 2
+
+
+def test_keys_that_a_config_lacks_take_the_functions_defaults() -> None:
+    configs = [{"BM": 16}, {"BN": 16, "BM": 8}, {"BM": 16, "BN": 64}]
+    found = expand(configs, fn_name="matmul", parameters=MATMUL)
+    assert found == [{"BM": 16, "BN": 64}, {"BM": 8, "BN": 16}]
+    made = expand_callable(lambda: iter(configs), (), {}, fn_name="matmul", parameters=MATMUL)
+    assert made == found
+
+
+@pytest.mark.parametrize(
+    ("configs", "says"),
+    [
+        ([{"BM": 1}, {"flip": True}], r"configs\[0\] lacks 'flip', which has no default"),
+        ([{"BM": 1}, {"bm": 2}], "lacks 'bm', .*Did you mean 'BM'"),
+    ],
+)
+def test_a_key_that_a_config_lacks_and_that_has_no_default_is_refused(configs: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        expand(configs, fn_name="matmul", parameters=MATMUL)
+
+
 def test_a_numpy_range_is_a_list_of_values() -> None:
     assert expand({"a": np.arange(2)}, fn_name="f") == [{"a": 0}, {"a": 1}]
 
@@ -80,9 +137,15 @@ def test_a_numpy_range_is_a_list_of_values() -> None:
         ([{"a": 1}, {"a": 1, "b": 1}], ValueError, "the same keys"),
         ([{1: 1}], TypeError, "names of parameters"),
         ([{"a": object()}], TypeError, r"configs\[0\]\['a'\].*what JSON holds"),
-        ([{"a": {"b": 1}}], TypeError, "what JSON holds"),
+        ([{"a": {1: 1}}], TypeError, r"\['a'\] has the key 1"),
+        ([{"a": {"$enum": 1}}], TypeError, "do not begin with"),
+        ([{"a": Tile([object()])}], TypeError, r"\['a'\].sizes\[0\] is <object"),
+        ([{"a": Loose(1)}], TypeError, r"no hash.*@dataclass\(frozen=True\) above class Loose"),
+        ([{"a": _within_itself()}], ValueError, r"\['a'\]\[1\] contains itself"),
+        ([{"a": _nested(100)}], ValueError, "nested more than 32 deep"),
+        (({"a": index} for index in itertools.count()), ValueError, "a generator has to end"),
+        ({"a": range(10**6), "b": range(10**6)}, ValueError, "a grid of 1,000,000,000,000 configs"),
         ([{"a": [1, {2}]}], TypeError, r"\['a'\]\[1\]"),
-        ([{"a": Size.SMALL}], TypeError, "of type Size"),
         ([{"a": np.float32}], TypeError, "look the object up"),
         ([{"a": 1j}], TypeError, "what JSON holds"),
         ([{"a": np.datetime64("2020-01-01")}], TypeError, "what JSON holds"),
@@ -127,7 +190,8 @@ def test_static_keyword_parameters_with_defaults_are_accepted() -> None:
         (grid(BMM=[1]), {"BM"}, TypeError, "no parameter of matmul.*Did you mean 'BM'"),
         (grid(zzz=[1]), {"BM"}, TypeError, r"Add it to the function, as in `zzz=1`"),
         (grid(BM=[1], BN=[2]), {"BM"}, ValueError, r"@jax.jit\(static_argnames=\['BM', 'BN'\]\)"),
-        (grid(flip=[True]), {"flip"}, ValueError, r"def matmul\(..., flip=True\)"),
+        (grid(bm=[1]), {"BM"}, TypeError, "Did you mean 'BM'"),
+        (grid(flip=[True]), {"flip"}, TypeError, r"def matmul\(..., flip=True\)"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_with_the_fix(

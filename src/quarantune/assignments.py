@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from quarantune.outcomes import Config, freeze
+from quarantune import config_values
+from quarantune.outcomes import Config
 
 if TYPE_CHECKING:
     from quarantune.decorator import Autotuned
@@ -70,8 +71,13 @@ class Assignment:
         """
         if self.others != OWN and slot not in self.seen:
             self.seen[slot] = look()
-        if slot in self.chosen and (self.others != OWN or self.chosen[slot] in look().configs):
-            return True, self.chosen[slot]
+        if slot in self.chosen:
+            # From the kernel's own list, as a config that went through JSON may have lost its types.
+            text = config_values.text_of(self.chosen[slot])
+            configs = look().configs if self.others == OWN else self.seen[slot].configs
+            found = next((config for config in configs if config_values.text_of(config) == text), None)
+            if found is not None or self.others != OWN:
+                return True, found or self.chosen[slot]
         if self.others == FIRST and self.seen[slot].configs:
             return True, self.seen[slot].configs[0]
         return self.others != OWN, None
@@ -131,7 +137,9 @@ class Runner:
     def report(self, config: Mapping[str, Any]) -> bytes:
         """Returns the slots that were asked for under an assignment, in order, for `read_report`."""
         seen = self.assignment(config[KEY]).seen
-        return json.dumps([[*slot, *about] for slot, about in seen.items()]).encode()
+        return json.dumps(
+            [[*slot, config_values.encode(about.configs), about.space] for slot, about in seen.items()]
+        ).encode()
 
 
 def read_report(report: bytes) -> dict[Slot, Seen]:
@@ -163,7 +171,7 @@ def nested(chosen: Mapping[Slot, Config]) -> dict[str, dict[str, Config]]:
     """Returns configs by the kernels' names, then by keys, as JSON can hold them."""
     by_name: dict[str, dict[str, Config]] = {}
     for slot, config in chosen.items():
-        by_name.setdefault(slot.name, {})[slot.key] = config
+        by_name.setdefault(slot.name, {})[slot.key] = config_values.encode(config)
     return by_name
 
 
@@ -180,7 +188,7 @@ def chosen_from(data: Any) -> dict[Slot, Config]:
 
 
 def _config(data: Mapping[str, Any]) -> Config:
-    return {name: freeze(value) for name, value in data.items()}
+    return config_values.restore(data, {})
 
 
 class _Stack(threading.local):

@@ -78,7 +78,9 @@ class Autotuned:
         self._jit_options = _jax_internals.jit_options(fn)
         plain = inspect.unwrap(fn)
         label = getattr(fn, "__qualname__", "fn")
-        listed = configs if callable(configs) else space.expand(configs, fn_name=label)
+        listed = (
+            configs if callable(configs) else space.expand(configs, fn_name=label, parameters=inspect.signature(plain))
+        )
         self.name = options.name or f"{naming.module_name(fn)}.{label}"
         suitable.check_jit_options(fn, self.name)
         self._signature = inspect.signature(plain)
@@ -108,6 +110,7 @@ class Autotuned:
             signature=self._signature,
             static_names=self._jit_options.static_names,
             options=self._options,
+            need_defaults=True,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import functools
 import math
 import os
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from quarantune.texts import did_you_mean, shown
+
+LONGEST_S = 1e9
+"""The longest time that may be given, in seconds: thirty years."""
+_LEAST_MEMORY = 16 * 2**20
 _PREFIX = "QUARANTUNE_"
 _UNITS = {prefix: 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
 _UNITS |= {f"{prefix}i": 1024**power for power, prefix in enumerate(("", "k", "m", "g", "t")) if prefix}
@@ -27,15 +33,21 @@ def parse_memory(value: int | str) -> int:
             `B` may be left out, and case does not matter.
 
     Raises:
-        ValueError: the value is no positive amount of memory.
+        ValueError: the value is no amount of memory, or less than a process can start with.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(value).strip().lower())
-    amount = int(float(match[1]) * _UNITS[match[2] or ""]) if match and not isinstance(value, bool) else 0
-    if amount < 1:
+    text = shown(value) if isinstance(value, int) else str(value)  # an int may have too many digits for str
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    amount = float(match[1]) * _UNITS[match[2] or ""] if match and not isinstance(value, bool) else 0
+    if not 1 <= amount < 2**63:
         raise ValueError(
-            f"{value!r} is no amount of memory: give bytes, or a number with a unit, as in '8GB' or '512MiB'"
+            f"{shown(value)} is no amount of memory: give bytes, or a number with a unit, as in '8GB' or '512MiB'"
         )
-    return amount
+    if amount < _LEAST_MEMORY:
+        raise ValueError(
+            f"{shown(value)} is {amount:.0f} bytes, and no worker starts with less than 16 MiB: "
+            "give a number with a unit, as in '8GB' or '512MiB'"
+        )
+    return int(amount)
 
 
 def _flag(value: Any) -> bool:
@@ -142,8 +154,10 @@ class Settings:
     cpu_utilization: float = _setting(_number(above=0, most=1), "a number above 0 and at most 1", 0.9)
     cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 to choose one", -1)
     max_cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 for no bound", -1)
-    compile_timeout: float | None = _setting(_number(above=0), "a number of seconds above 0")
-    timeout: float | None = _setting(_number(above=0), "a number of seconds above 0")
+    compile_timeout: float | None = _setting(
+        _number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9"
+    )
+    timeout: float | None = _setting(_number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9")
     memory_limit: int | None = _setting(parse_memory, "bytes, or a number with a unit such as '8GB' or '512MiB'")
     devices: tuple[str, ...] | None = _setting(_names, "different indices or UUIDs, as in '0,2'", unset="all")
     configs_per_worker: int | None = _setting(_integer(least=1), "a whole number of at least 1", unset="auto")
@@ -151,7 +165,7 @@ class Settings:
     isolation: str = _setting(_choice("process", "none"), "'process' or 'none'", "process")
     progress: bool | None = _setting(_flag, "0, 1", unset="auto")
     log_dir: Path | None = _setting(_path, "a directory")  # noqa: RUF009 - makes a field
-    lock_timeout: float = _setting(_number(least=0), "a number of seconds, 0 or more", 60.0)
+    lock_timeout: float = _setting(_number(least=0, most=LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
@@ -187,8 +201,7 @@ class settings:
     def __init__(self, **overrides: Any) -> None:
         unknown = [name for name in overrides if name not in _FIELDS]
         if unknown:
-            close = difflib.get_close_matches(unknown[0].lower(), _FIELDS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(unknown[0], _FIELDS)
             raise TypeError(f"settings() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(_FIELDS)}.")
         self._values = {name: _parse(name, name, value) for name, value in overrides.items()}
 
@@ -214,6 +227,10 @@ def current() -> Settings:
         ValueError: a variable has a bad value.
     """
     values = {}
+    for variable in os.environ:
+        name = variable.removeprefix(_PREFIX)
+        if name != variable and name.lower() not in _FIELDS and not name.startswith("SANDBOX"):  # our own marks
+            _warn_unknown(variable)
     for name in _FIELDS:
         variable = _PREFIX + name.upper()
         text = os.environ.get(variable, "").strip()
@@ -222,6 +239,13 @@ def current() -> Settings:
     for block in _blocks.entered:
         values |= block.values
     return Settings(**values)
+
+
+@functools.cache
+def _warn_unknown(variable: str) -> None:
+    """Warns, once, of a variable that has no effect: one of another version may be set on purpose."""
+    hint = did_you_mean(variable, [_PREFIX + name.upper() for name in _FIELDS])
+    warnings.warn(f"there is no variable {variable}, so it has no effect.{hint}", RuntimeWarning, stacklevel=3)
 
 
 def _parse(name: str, label: str, value: Any) -> Any:
@@ -233,4 +257,4 @@ def _parse(name: str, label: str, value: Any) -> Any:
     try:
         return field.metadata["parse"](value)
     except (ValueError, TypeError, OverflowError):
-        raise ValueError(f"{label}={value!r} is not valid: it must be {field.metadata['accepts']}.") from None
+        raise ValueError(f"{label}={shown(value)} is not valid: it must be {field.metadata['accepts']}.") from None

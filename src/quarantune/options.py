@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quarantune.environment import parse_memory
+from quarantune.environment import LONGEST_S, parse_memory
+from quarantune.texts import did_you_mean, shown
 
 SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 
@@ -69,20 +69,23 @@ class Options:
         for field, least in (("warmup", 0), ("rep", 1), ("devices_per_trial", 1)):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{field}={value!r} is not valid: give a whole number of at least {least}")
+                raise ValueError(f"{field}={shown(value)} is not valid: give a whole number of at least {least}")
         for field in ("compile_timeout", "timeout"):
             value = getattr(self, field)
-            if not _is_number(value) or not 0 < value < math.inf:
-                raise ValueError(f"{field}={value!r} is not valid: give a number of seconds above 0")
+            if not _is_number(value) or not 0 < value <= LONGEST_S:
+                raise ValueError(
+                    f"{field}={shown(value)} is not valid: give a number of seconds above 0 and at most {LONGEST_S:.0e}"
+                )
         if self.memory_limit is not None:
             parse_memory(self.memory_limit)
         if not callable(self.supply) and self.supply not in SUPPLIES:
             raise ValueError(f"supply={self.supply!r} is not valid: give one of {', '.join(SUPPLIES)}, or a function")
         for field in ("rtol", "atol", "max_mismatched_ratio"):
             value = getattr(self, field)
-            most = 1.0 if field == "max_mismatched_ratio" else math.inf
-            if not _is_number(value) or not (0 <= value <= most and math.isfinite(value)):
-                raise ValueError(f"{field}={value!r} is not valid: give a number of at least 0")
+            most = 1.0 if field == "max_mismatched_ratio" else sys.float_info.max
+            if not _is_number(value) or not 0 <= value <= most:
+                accepts = "a share of the elements, from 0 to 1" if most == 1 else "a number of at least 0"
+                raise ValueError(f"{field}={shown(value)} is not valid: give {accepts}")
         if self.check_grad and self.ref_fn is None:
             raise ValueError("check_grad=True needs a reference whose gradients are right: give ref_fn")
 
@@ -108,8 +111,7 @@ def checked_options(face: str, options: Mapping[str, Any]) -> Options:
     known = [field.name for field in dataclasses.fields(Options)]
     unknown = [name for name in options if name not in known]
     if unknown:
-        close = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(unknown[0], known)
         raise TypeError(f"{face}() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(known)}.")
     return Options(**options)
 

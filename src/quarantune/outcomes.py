@@ -7,7 +7,10 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-ConfigValue: TypeAlias = "int | float | str | bool | tuple[ConfigValue, ...] | None"
+from quarantune.config_values import encode, freeze
+
+ConfigValue: TypeAlias = Any
+"""A number, a string, a boolean or None; an enum's member; or a tuple, `FrozenDict` or frozen dataclass of them."""
 Config: TypeAlias = dict[str, ConfigValue]
 
 _SHORTEST_MS = 1e-6
@@ -96,11 +99,11 @@ class Trial:
         """Returns the trial as JSON-able data, with nothing left out."""
         # Not dataclasses.asdict: it copies all parts deeply, and this is done for every config.
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return data | {"config": dict(self.config), "samples_ms": list(self.samples_ms)}
+        return data | {"config": encode(self.config), "samples_ms": list(self.samples_ms)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
-        """Returns the trial that `to_json` described.
+        """Returns the trial that `to_json` described, its config as JSON gives it back.
 
         Raises:
             KeyError, TypeError, ValueError: this describes none, or one with times that no call can take.
@@ -130,11 +133,6 @@ def is_plausible_ms(time_ms: object) -> bool:
     """Returns whether a number of milliseconds can be the time of one call; anything may lie in a shared directory."""
     # Compared as it is: a huge whole number is no float.
     return isinstance(time_ms, (int, float)) and not isinstance(time_ms, bool) and _SHORTEST_MS <= time_ms < _LONGEST_MS
-
-
-def freeze(value: Any) -> Any:
-    """Returns a config value with lists turned into tuples, so that jit can hash it."""
-    return tuple(freeze(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:

@@ -253,6 +253,7 @@ class Call:
         kwargs: keyword arguments, likewise.
         specs: the arrays the references point to.
         companions: functions that judge the function's output, by name.
+        config_values: what configs hold that JSON does not give back, by its text.
         context_mesh: the mesh that the worker is to set, as the caller has; None for none.
         own_shardings: in the caller's own process, how each array is laid out over the caller's own devices, None where
             that is on one of them or not known; empty in a worker, which has others.
@@ -263,6 +264,7 @@ class Call:
     kwargs: dict[str, Any]
     specs: tuple[ArraySpec, ...]
     companions: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    config_values: dict[str, Any] = dataclasses.field(default_factory=dict)
     context_mesh: MeshSpec | None = None
     own_shardings: tuple[jax.sharding.NamedSharding | None, ...] = ()
 
@@ -280,12 +282,14 @@ class _Root(unpicklable.Bundle):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     companions: dict[str, Any]
+    config_values: dict[str, Any]
 
     def labelled_parts(self) -> Iterator[tuple[str, Any]]:
         yield f"the function {getattr(self.fn, '__qualname__', unpicklable.short(self.fn))!r}", self.fn
         yield from ((f"argument {index}", value) for index, value in enumerate(self.args))
         yield from ((f"argument {key!r}", value) for key, value in self.kwargs.items())
         yield from ((f"the function given as {key}", value) for key, value in self.companions.items())
+        yield from ((f"the config value {unpicklable.short(value)}", value) for value in self.config_values.values())
 
 
 def pack_call(
@@ -293,6 +297,7 @@ def pack_call(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     companions: Mapping[str, Callable[..., Any]] | None = None,
+    config_values: Mapping[str, Any] | None = None,
 ) -> PackedCall:
     """Packs a function with its arguments for other processes.
 
@@ -301,6 +306,7 @@ def pack_call(
         args: positional arguments; arrays may be concrete, tracers or `jax.ShapeDtypeStruct`.
         kwargs: keyword arguments, likewise.
         companions: functions that judge its output, by name.
+        config_values: what the configs hold that JSON does not give back, by its text.
 
     Raises:
         TypeError: something in the call cannot travel.
@@ -309,7 +315,7 @@ def pack_call(
     packer = _ArrayPacker()
     packed_args = tuple(packer.pack(value) for value in args)
     packed_kwargs = {name: packer.pack(value) for name, value in kwargs.items()}
-    root = _Root(fn, packed_args, packed_kwargs, dict(companions or {}))
+    root = _Root(fn, packed_args, packed_kwargs, dict(companions or {}), dict(config_values or {}))
     path = [os.path.abspath(entry) for entry in sys.path]  # "" means where this process stands
     specs = tuple(packer.specs)
     return PackedCall(
@@ -320,6 +326,7 @@ def pack_call(
             kwargs=root.kwargs,
             specs=specs,
             companions=root.companions,
+            config_values=root.config_values,
             own_shardings=tuple(packer.shardings),
         ),
         arrays=specs,
@@ -345,6 +352,7 @@ def unpack_call(blob: bytes) -> Call:
         kwargs=root.kwargs,
         specs=specs,
         companions=root.companions,
+        config_values=root.config_values,
         context_mesh=context_mesh,
     )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quarantune.outcomes import Config, Outcome, Trial
+from quarantune.texts import printable
 
 _WIDTH = 80
 _REASON_ROWS = 20
@@ -13,7 +16,7 @@ _REASON_ROWS = 20
 
 def format_config(config: Config) -> str:
     """Returns a config on one line, as `BM=32 BN=64`."""
-    return " ".join(f"{name}={_short(value)}" for name, value in config.items())
+    return " ".join(f"{printable(name)}={_short(value)}" for name, value in config.items())
 
 
 def table(
@@ -35,7 +38,7 @@ def table(
     """
     names = list(dict.fromkeys(name for trial in trials for name in trial.config))
     figures = _figures(flops, moved_bytes)
-    header = ["", *names, "outcome", *figures]
+    header = ["", *map(printable, names), "outcome", *figures]
     rows = [
         [
             "*" if best is not None and trial.config == best else "",
@@ -85,25 +88,40 @@ def failure_message(name: str, trials: Sequence[Trial]) -> str:
     lines = [f"All {len(trials)} configs failed for {name}:"]
     for trial in trials[:_REASON_ROWS]:
         phase = f" ({trial.phase.value})" if trial.phase is not None else ""
-        reason = " ".join(trial.message.split())
-        lines.append(f"  {format_config(trial.config)}: {trial.outcome.value}{phase} {_cut(reason, 200)}".rstrip())
+        lines.append(
+            f"  {format_config(trial.config)}: {trial.outcome.value}{phase} {_cut(_reason(trial), 200)}".rstrip()
+        )
     if len(trials) > _REASON_ROWS:
         lines.append(f"  ... and {len(trials) - _REASON_ROWS} more")
     if log := next((trial.log_tail for trial in trials if trial.log_tail.strip()), ""):
-        lines += ["The first one's last output:", *(f"  | {line}" for line in log.splitlines()[-12:])]
+        lines += ["The first one's last output:", *(f"  | {printable(line)}" for line in log.splitlines()[-12:])]
     return "\n".join(lines)
 
 
 def _short(value: object) -> str:
+    if isinstance(value, enum.Enum):
+        return printable(str(value.name or value.value))
     if isinstance(value, str):
-        return value
+        return printable(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # All but what the class says by itself: that is what tells one config from another.
+        fields = [field for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
+        return f"({', '.join(f'{field.name}={_short(getattr(value, field.name))}' for field in fields)})"
     if isinstance(value, tuple):
-        return json.dumps(value, separators=(",", ":"))
+        return f"[{','.join(map(_inner, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{json.dumps(key)}:{_inner(item)}' for key, item in value.items())}}}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _inner(value: object) -> str:
+    """Returns a value inside another, as JSON writes it where it can."""
+    is_plain = value is None or type(value) in (bool, int, float, str)
+    return json.dumps(value) if is_plain else _short(value)
+
+
 def _reason(trial: Trial) -> str:
-    return " ".join(trial.message.split())
+    return printable(" ".join(trial.message.split()))
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], reason: str, figures: int) -> str:

@@ -34,6 +34,7 @@ from quarantune import (
 )
 from quarantune._version import __version__
 from quarantune.cache import CacheWriteError, Claim, Entry, Fingerprint, Journal, Store
+from quarantune.config_values import encode, freeze, text_of
 from quarantune.environment import Settings
 from quarantune.options import Options
 from quarantune.outcomes import (
@@ -43,7 +44,6 @@ from quarantune.outcomes import (
     Trial,
     TuningFailedError,
     count_outcomes,
-    freeze,
 )
 from quarantune.problem import CallDescription, Problem, as_structs, describe_call, is_array, named
 from quarantune.progress import Progress
@@ -89,6 +89,7 @@ class Resolver:
         static_names: frozenset[str] | None,
         options: Options,
         on_phase: Callable[[int, str], None] | None = None,
+        need_defaults: bool = False,
     ) -> None:
         """Sets up a resolver; nothing is read or started yet.
 
@@ -101,12 +102,14 @@ class Resolver:
                 arrays.
             options: the author's.
             on_phase: told of the phases that configs enter, by their indices, and of their `end`.
+            need_defaults: whether every tunable must have a default, because the function is also called without.
         """
         self.fn = fn
         self.name = name
         self.options = options
         self._configs = configs
         self._signature = signature
+        self._need_defaults = need_defaults
         self._static_names = static_names
         self.on_phase = on_phase or (lambda index, phase: None)
         self._tunables = frozenset() if callable(configs) else frozenset(configs[0])
@@ -246,7 +249,9 @@ class Resolver:
         if not callable(self._configs):
             return list(self._configs)
         struct_args, struct_kwargs = as_structs(args, kwargs)
-        configs = space.expand_callable(self._configs, struct_args, struct_kwargs, fn_name=self.name)
+        configs = space.expand_callable(
+            self._configs, struct_args, struct_kwargs, fn_name=self.name, parameters=self._signature
+        )
         self.check(configs)
         return configs
 
@@ -264,7 +269,13 @@ class Resolver:
             return
         # Configs come by keyword, where what jit knows as static by its position alone is not.
         static_names = frozenset(_jax_internals.jit_options(self.fn).static_argnames)
-        space.check_parameters(configs, parameters=self._signature, static_names=static_names, fn_name=self.name)
+        space.check_parameters(
+            configs,
+            parameters=self._signature,
+            static_names=static_names,
+            fn_name=self.name,
+            need_defaults=self._need_defaults,
+        )
 
     def _tunable_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[str]:
         if not self._tunables:  # a callable space, whose keys show with its first use
@@ -542,13 +553,14 @@ class _Run:
 
     def _recall(self) -> None:
         """Takes over what an earlier sweep of this problem finished, unless it is to be done afresh."""
-        positions = {cache.canonical_json(config): index for index, config in enumerate(self._configs)}
+        positions = {text_of(config): index for index, config in enumerate(self._configs)}
         for record in self._journal.records():
             with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
                 trial = Trial.from_json(record["trial"])
                 index = positions.get(cache.canonical_json(trial.config))
                 if index is None:
                     continue
+                trial = dataclasses.replace(trial, config=self._configs[index])
                 if not self._start_over and self._still_counts(trial, record):
                     self._trials[index] = trial
         if self._start_over:
@@ -627,7 +639,7 @@ class _Run:
         if self._directory is None:
             return set()
         known = cache.troublesome(self._directory, self._resolver.name, self._key.device)
-        return {index for index, config in left.items() if cache.canonical_json(config) in known}
+        return {index for index, config in left.items() if text_of(config) in known}
 
     def _record(self, index: int, trial: Trial) -> None:
         if self._directory is None:
@@ -642,7 +654,7 @@ class _Run:
                     self._directory,
                     self._resolver.name,
                     self._key.device,
-                    trial.config,
+                    encode(trial.config),
                     trial.outcome.value,
                 )
 
@@ -710,7 +722,7 @@ class _Run:
 
     def _entry(self, best: Trial, trials: Sequence[Trial]) -> Entry:
         return {
-            "config": best.config,
+            "config": encode(best.config),
             "time_ms": best.time_ms,
             "key_values": self._key.values,
             "fingerprint": self._resolver._fingerprint.parts,
@@ -721,7 +733,8 @@ class _Run:
         }
 
     def _result_of(self, entry: Entry) -> TuningResult:
-        config = {name: freeze(value) for name, value in entry["config"].items()}
+        config = _find(entry["config"], self._configs)
+        assert config is not None  # or it would not have been an answer
         return self._result(config, float(entry["time_ms"]), (), from_cache=True)
 
     def _result(
@@ -770,7 +783,7 @@ def _find(raw: Any, configs: Sequence[Config]) -> Config | None:
         text = cache.canonical_json(raw)
     except ValueError:  # 1e999 is JSON, and infinite
         return None
-    return next((dict(config) for config in configs if cache.canonical_json(config) == text), None)
+    return next((dict(config) for config in configs if text_of(config) == text), None)
 
 
 def _changed_versions(entry: Entry) -> str:
@@ -782,7 +795,7 @@ def _changed_versions(entry: Entry) -> str:
 
 def space_of(configs: Sequence[Config]) -> dict[str, Any]:
     """Returns what tells one config space from another, whatever its order."""
-    texts = sorted(map(cache.canonical_json, configs))
+    texts = sorted(map(text_of, configs))
     return {"configs": len(texts), "hash": cache.short_hash("\n".join(texts))}
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quarantune import report
-from quarantune.outcomes import Config, Trial, count_outcomes, freeze
+from quarantune.config_values import encode, originals, restore
+from quarantune.outcomes import Config, Trial, count_outcomes
 
 if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics
@@ -107,7 +108,11 @@ class TuningResult:
             )
         folder.mkdir(parents=True, exist_ok=True)
         plain = self.fn.func if isinstance(self.fn, functools.partial) else getattr(self.fn, "__wrapped__", self.fn)
-        parts = {_FUNCTION: payload.dumps((plain, self.call))}
+        parts = {
+            _FUNCTION: payload.dumps(
+                (plain, self.call, originals([self.best_config, *self.tie, *(trial.config for trial in self.trials)]))
+            )
+        }
         if self.executable is not None:
             parts[_WINNER] = self.executable
         for name, content in parts.items():
@@ -116,11 +121,11 @@ class TuningResult:
             (folder / _WINNER).unlink(missing_ok=True)
         about = {
             "schema": _SCHEMA,
-            "best_config": self.best_config,
+            "best_config": encode(self.best_config),
             "time_ms": self.time_ms,
             "device": self.device,
             "versions": self.versions,
-            "tie": self.tie,
+            "tie": encode(self.tie),
             "key": self.key,
             "from_cache": self.from_cache,
             "files": {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()},
@@ -149,13 +154,13 @@ class TuningResult:
         about = _read_json(folder / _JSON)
         try:
             loaded = cls(
-                best_config={name: freeze(value) for name, value in about["best_config"].items()},
+                best_config=restore(about["best_config"], {}),
                 time_ms=float(about["time_ms"]),
                 trials=tuple(Trial.from_json(trial) for trial in about["trials"]),
                 key=about["key"],
                 device=about["device"],
                 from_cache=about["from_cache"],
-                tie=tuple({name: freeze(value) for name, value in config.items()} for config in about["tie"]),
+                tie=tuple(restore(config, {}) for config in about["tie"]),
                 versions=dict(about["versions"]),
                 fn=functools.partial(_refuse, folder),
             )
@@ -170,13 +175,15 @@ class TuningResult:
         from quarantune.resolve import versions
         from quarantune.winner import Winner
 
-        plain, call = payload.loads(contents[_FUNCTION])
-        fn: Callable[..., Any] = functools.partial(plain, **self.best_config)
+        plain, call, *rest = payload.loads(contents[_FUNCTION])  # results of old hold no config values
+        values = rest[0] if rest else {}
+        best = restore(self.best_config, values)
+        fn: Callable[..., Any] = functools.partial(plain, **best)
         executable = contents.get(_WINNER)
         if executable is not None:
             here = discovery.platform_and_kind(None)[1]
             if (here, versions()) == (self.device, self.versions):
-                fn = Winner(plain, self.best_config, executable, args=call[0], kwargs=call[1])
+                fn = Winner(plain, best, executable, args=call[0], kwargs=call[1])
             else:
                 warnings.warn(
                     f"the saved winner was compiled for {self.device} under {self.versions}, and this is {here} under "
@@ -184,7 +191,15 @@ class TuningResult:
                     RuntimeWarning,
                     stacklevel=3,
                 )
-        return dataclasses.replace(self, fn=fn, executable=executable, call=call)
+        return dataclasses.replace(
+            self,
+            best_config=best,
+            trials=tuple(dataclasses.replace(trial, config=restore(trial.config, values)) for trial in self.trials),
+            tie=tuple(restore(config, values) for config in self.tie),
+            fn=fn,
+            executable=executable,
+            call=call,
+        )
 
 
 def _refuse(folder: Path, *_: object, **__: object) -> None:

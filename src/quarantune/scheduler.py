@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from quarantune import finals, host, measure, stops
+from quarantune.config_values import encode
 from quarantune.devices import Device, Lease
 from quarantune.outcomes import Config, Outcome, Phase, Route, Trial, is_plausible_ms
 from quarantune.sandbox import pool, spool
@@ -294,7 +295,7 @@ class Scheduler:
             What they showed; nothing where they could not be compared.
         """
         ran = {index: self._twins.get(index, index) for index in configs}
-        entries = [{"config": config, "saved": ran[index] in self._kept} for index, config in configs.items()]
+        entries = [{"config": encode(config), "saved": ran[index] in self._kept} for index, config in configs.items()]
         fds = [self._kept[index][1] for index in ran.values() if index in self._kept]
         try:
             reply = self._errand({"do": "compare", "entries": entries}, fds, patience=len(configs))
@@ -460,7 +461,7 @@ class Scheduler:
         task = {
             "do": "compile",
             "trial": job.index,
-            "config": job.config,
+            "config": encode(job.config),
             "options": self._plan.options,
             "target": self._plan.target,
         }
@@ -586,7 +587,7 @@ class Scheduler:
         task = {
             "do": "measure",
             "trial": worker.job.index,
-            "config": worker.job.config,
+            "config": encode(worker.job.config),
             "load": not self._together,
             "checked": worker.run_ms is not None,
             "pause": self._together,

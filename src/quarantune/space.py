@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import inspect
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from quarantune.config_values import FrozenDict, is_tagged, text_of
 from quarantune.outcomes import Config, ConfigValue
+from quarantune.texts import did_you_mean, shown
 
 Configs: TypeAlias = "Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]"
 
 
+_MOST_CONFIGS = 1_000_000
+"""More are taken for a mistake: a generator without an end, or a grid of far too many values."""
+_MOST_NESTED = 32
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -37,17 +41,21 @@ def grid(**lists: Iterable[Any]) -> list[Config]:
     return expand(lists, fn_name="grid")
 
 
-def expand(configs: Configs, *, fn_name: str, keep_repeated: bool = False) -> list[Config]:
-    """Returns the configs as a checked list: each once, in order, made of plain hashable Python values.
+def expand(
+    configs: Configs, *, fn_name: str, parameters: inspect.Signature | None = None, keep_repeated: bool = False
+) -> list[Config]:
+    """Returns the configs as a checked list: each once, in order, made of hashable values.
 
     Args:
         configs: dicts, or one dict of lists that stands for its full grid.
         fn_name: the function being tuned, for error messages.
+        parameters: the signature of the function being tuned, whose defaults stand for the keys that a config lacks;
+            None where every config must have all keys.
         keep_repeated: whether a config is there as often as it was given.
 
     Raises:
-        TypeError: the configs are not of these forms, or hold a value JSON cannot.
-        ValueError: there are none, or their keys differ.
+        TypeError: the configs are not of these forms, or hold something that is no config value.
+        ValueError: there are none, far too many, or their keys differ.
     """
     if isinstance(configs, Mapping):
         configs = _combinations(configs, fn_name)
@@ -56,7 +64,7 @@ def expand(configs: Configs, *, fn_name: str, keep_repeated: bool = False) -> li
             f"{fn_name}: configs is {configs!r}; give a list of dicts such as [{{'BM': 32}}, {{'BM': 64}}], "
             "a dict of lists such as {'BM': [32, 64]}, or a function that returns one of them."
         )
-    checked = _validate(configs, fn_name=fn_name)
+    checked = _completed(_validate(_listed(configs, fn_name), fn_name=fn_name), parameters, fn_name)
     return checked if keep_repeated else distinct(checked)
 
 
@@ -68,17 +76,13 @@ def distinct(configs: Iterable[Config]) -> list[Config]:
     return list(unique.values())
 
 
-def text_of(config: Config) -> str:
-    """Returns what equal configs have in common, 1 and True being different things."""
-    return json.dumps(config, sort_keys=True)
-
-
 def expand_callable(
     configs_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
     fn_name: str,
+    parameters: inspect.Signature | None = None,
     keep_repeated: bool = False,
 ) -> list[Config]:
     """Returns the configs that a user's function makes for one call.
@@ -88,6 +92,7 @@ def expand_callable(
         args: the call's positional arguments, arrays as `jax.ShapeDtypeStruct`.
         kwargs: its keyword arguments, likewise.
         fn_name: the function being tuned, for error messages.
+        parameters: as for `expand`.
         keep_repeated: whether a config is there as often as it was made.
 
     Raises:
@@ -98,15 +103,20 @@ def expand_callable(
     source = f"{fn_name}: {getattr(configs_fn, '__qualname__', configs_fn)}() "
     if made is None:
         raise TypeError(f"{source}returned None; let it return a list of dicts, or yield them.")
-    # A copy, because a generator can be walked once only.
-    listed: Configs = made if isinstance(made, Mapping) or not isinstance(made, Iterable) else list(made)
+    is_kept = isinstance(made, (Mapping, str, bytes)) or not isinstance(made, Iterable)
+    listed: Configs = made if is_kept else _listed(made, source.removesuffix(" "))
     if isinstance(listed, (Mapping, list)) and not listed:
         raise ValueError(f"{source}yielded no config for these arguments; let it yield at least one dict.")
-    return expand(listed, fn_name=fn_name, keep_repeated=keep_repeated)
+    return expand(listed, fn_name=fn_name, parameters=parameters, keep_repeated=keep_repeated)
 
 
 def check_parameters(
-    configs: Sequence[Config], *, parameters: inspect.Signature, static_names: frozenset[str], fn_name: str
+    configs: Sequence[Config],
+    *,
+    parameters: inspect.Signature,
+    static_names: frozenset[str],
+    fn_name: str,
+    need_defaults: bool = True,
 ) -> None:
     """Checks that every tunable is a static keyword parameter with a default.
 
@@ -115,37 +125,36 @@ def check_parameters(
         parameters: the signature of the function being tuned.
         static_names: the parameters that `jax.jit` treats as static where they are given by keyword.
         fn_name: the function's name, for error messages.
+        need_defaults: whether the function is also called without a config, as a decorated one is.
 
     Raises:
-        TypeError: a key is no parameter that can be passed by keyword.
-        ValueError: a key is not static, or has no default.
+        TypeError: a key is no parameter that can be passed by keyword, or has no default.
+        ValueError: a key is not static.
     """
     tunable = {name: item for name, item in parameters.parameters.items() if item.kind in _BY_KEYWORD}
-    keys = list(configs[0])
-    for key in keys:
+    examples = _examples(configs)
+    for key, example in examples.items():
         if key in parameters.parameters and key not in tunable:
             raise TypeError(
                 f"{fn_name}: config key {key!r} cannot be passed by keyword; make it an ordinary "
-                f"parameter, as in `def {fn_name}(..., *, {key}={configs[0][key]!r})`."
+                f"parameter, as in `def {fn_name}(..., *, {key}={shown(example)})`."
             )
         if key not in tunable:
-            close = difflib.get_close_matches(key, tunable, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(
-                f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters}.{hint} "
-                f"Add it to the function, as in `{key}={configs[0][key]!r}`, or take it out of the configs."
+                f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters}.{did_you_mean(key, tunable)} "
+                f"Add it to the function, as in `{key}={shown(example)}`, or take it out of the configs."
             )
-    moving = [key for key in keys if key not in static_names]
+    moving = [key for key in examples if key not in static_names]
     if moving:
-        names = sorted(static_names | set(keys), key=list(parameters.parameters).index)
+        names = sorted(static_names | examples.keys(), key=list(parameters.parameters).index)
         raise ValueError(
             f"{fn_name}: config keys {moving} are not static, so jit would trace them; "
             f"decorate with `@jax.jit(static_argnames={names})`."
         )
-    required = [key for key in keys if tunable[key].default is inspect.Parameter.empty]
-    if required:
-        defaults = ", ".join(f"{key}={configs[0][key]!r}" for key in required)
-        raise ValueError(
+    required = [key for key in examples if tunable[key].default is inspect.Parameter.empty]
+    if required and need_defaults:
+        defaults = ", ".join(f"{key}={shown(examples[key])}" for key in required)
+        raise TypeError(
             f"{fn_name}: config keys {required} have no default, so {fn_name} cannot be called without them; "
             f"give them one, as in `def {fn_name}(..., {defaults})`."
         )
@@ -166,71 +175,155 @@ def check_keywords(configs: Sequence[Config], *, parameters: inspect.Signature, 
     if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in items):
         return
     by_keyword = {item.name for item in items if item.kind in _BY_KEYWORD}
-    for key in configs[0]:
+    for key in _examples(configs):
         if key not in by_keyword:
-            close = difflib.get_close_matches(key, by_keyword, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(
                 f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters} that can be passed by keyword."
-                f"{hint} Add it to the function, or take it out of the configs."
+                f"{did_you_mean(key, by_keyword)} Add it to the function, or take it out of the configs."
             )
 
 
 def _combinations(lists: Mapping[str, Iterable[Any]], fn_name: str) -> list[dict[str, Any]]:
+    sizes = []
     for key, values in lists.items():
         # A set has no order of its own, and a string is one value, not a list of letters.
         if not isinstance(values, (list, tuple, range, np.ndarray)):
             raise TypeError(
-                f"{fn_name}: configs[{key!r}] is {values!r}; in a dict of lists each value is the list "
-                f"of what to try, as in {{{key!r}: [{values!r}]}}."
+                f"{fn_name}: configs[{key!r}] is {shown(values)}; in a dict of lists each value is the list "
+                f"of what to try, as in {{{key!r}: [{shown(values)}]}}."
             )
         if not len(values):
             raise ValueError(f"{fn_name}: configs[{key!r}] is empty; list at least one value to try.")
+        sizes.append(len(values))
+    if (size := math.prod(sizes)) > _MOST_CONFIGS:
+        raise ValueError(
+            f"{fn_name}: configs is a grid of {size:,} configs, more than {_MOST_CONFIGS:,}; leave out values, "
+            "or give a function that makes the configs of one call."
+        )
     return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+def _listed(configs: Iterable[Any], source: str) -> list[Any]:
+    """Returns the configs as a list, because a generator can be walked once only."""
+    listed = list(itertools.islice(configs, _MOST_CONFIGS + 1))
+    if len(listed) > _MOST_CONFIGS:
+        raise ValueError(
+            f"{source}: there are more than {_MOST_CONFIGS:,} configs; a generator has to end, as with "
+            "itertools.islice(..., 100)."
+        )
+    return listed
 
 
 def _validate(configs: Iterable[Mapping[str, Any]], *, fn_name: str) -> list[Config]:
     """Returns the configs normalised."""
     checked: list[Config] = []
-    first: Config | None = None
     for index, raw in enumerate(configs):
         where = f"{fn_name}: configs[{index}]"
         if not isinstance(raw, Mapping):
-            raise TypeError(f"{where} is {raw!r}; every config is a dict such as {{'BM': 32}}.")
-        config = {_key(key, where): _value(value, f"{where}[{key!r}]") for key, value in raw.items()}
-        first = config if first is None else first
-        if config.keys() != first.keys():
-            raise ValueError(
-                f"{where} has the keys {sorted(config)}, configs[0] has {sorted(first)}; "
-                "give every config the same keys."
-            )
-        checked.append(config)
-    if not first:
-        problem = "configs is empty" if first is None else "the configs have no keys"
+            raise TypeError(f"{where} is {shown(raw)}; every config is a dict such as {{'BM': 32}}.")
+        checked.append({_key(key, where): _value(value, f"{where}[{key!r}]", ()) for key, value in raw.items()})
+    if not any(checked):
+        problem = "the configs have no keys" if checked else "configs is empty"
         raise ValueError(
             f"{fn_name}: {problem}; there is nothing to choose from: give at least one, as in [{{'BM': 32}}]."
         )
     return checked
 
 
+def _completed(configs: list[Config], parameters: inspect.Signature | None, fn_name: str) -> list[Config]:
+    """Returns the configs with the function's defaults for the keys they lack."""
+    examples = _examples(configs)
+    if all(len(config) == len(examples) for config in configs):
+        return configs
+    complete = []
+    for index, config in enumerate(configs):
+        missing = [name for name in examples if name not in config]
+        if missing and parameters is None:
+            raise ValueError(
+                f"{fn_name}: configs[{index}] has the keys {sorted(config)}, others have {sorted(examples)}; "
+                "give every config the same keys."
+            )
+        defaults = {name: _default(name, parameters, f"{fn_name}: configs[{index}]") for name in missing}
+        complete.append({name: config[name] if name in config else defaults[name] for name in examples})
+    return complete
+
+
+def _default(name: str, parameters: inspect.Signature | None, where: str) -> ConfigValue:
+    assert parameters is not None
+    parameter = parameters.parameters.get(name)
+    if parameter is None or parameter.kind not in _BY_KEYWORD:
+        by_keyword = [item.name for item in parameters.parameters.values() if item.kind in _BY_KEYWORD]
+        raise TypeError(
+            f"{where} lacks {name!r}, which other configs have and which is no parameter with a default."
+            f"{did_you_mean(name, by_keyword)} Give every config the same keys."
+        )
+    if parameter.default is inspect.Parameter.empty:
+        raise TypeError(f"{where} lacks {name!r}, which has no default in the function; give one or the other.")
+    return _value(parameter.default, f"{where} lacks {name!r}, whose default", ())
+
+
+def _examples(configs: Iterable[Config]) -> Config:
+    """Returns every key of the configs in order, each with one of its values."""
+    examples: Config = {}
+    for config in configs:
+        if config.keys() != examples.keys():
+            examples = examples | config
+    return examples
+
+
 def _key(key: Any, where: str) -> str:
     if not isinstance(key, str):
-        raise TypeError(f"{where} has the key {key!r}; keys are the names of parameters, as strings.")
+        raise TypeError(f"{where} has the key {shown(key)}; keys are the names of parameters, as strings.")
     return key
 
 
-def _value(value: Any, where: str) -> ConfigValue:
-    """Returns a config value as plain Python data, lists as tuples so that jit can hash it."""
+def _value(value: Any, where: str, outer: tuple[int, ...]) -> ConfigValue:
+    """Returns a config value, lists as tuples and dicts as `FrozenDict` so that jit can hash them.
+
+    Args:
+        value: what was given.
+        where: how to get there from the configs, for error messages.
+        outer: the identities of what it is in.
+    """
+    if id(value) in outer or len(outer) > _MOST_NESTED:
+        how = "contains itself" if id(value) in outer else f"is nested more than {_MOST_NESTED} deep"
+        raise ValueError(f"{where[:200]} {how}, which JSON cannot hold; use a flat list, or a number or a name.")
+    inside = (*outer, id(value))
+    if is_tagged(value):
+        return _tagged_value(value, where, inside)
     if isinstance(value, (list, tuple)):
-        return tuple(_value(item, f"{where}[{index}]") for index, item in enumerate(value))
+        return tuple(_value(item, f"{where}[{index}]", inside) for index, item in enumerate(value))
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str) or key.startswith("$")]:
+            raise TypeError(f"{where} has the key {shown(odd[0])}; keys are strings that do not begin with '$'.")
+        return FrozenDict({key: _value(item, f"{where}[{key!r}]", inside) for key, item in value.items()})
     plain: Any = value.item() if isinstance(value, np.generic) else value
-    # Exact types: a subclass (an IntEnum, say) would come back from the cache as something else.
+    # Exact types: an instance of a subclass would come back from the cache as something else.
     if type(plain) not in (int, float, str, bool, type(None)):
         raise TypeError(
-            f"{where} is {value!r} of type {type(value).__name__}; config values are what JSON holds: "
-            "int, float, str, bool, None, or lists of them. Pass a name or a number instead, and look the "
-            "object up inside the function."
+            f"{where} is {shown(value)} of type {type(value).__name__}; config values are what JSON holds "
+            "(int, float, str, bool, None), enums, and lists, dicts and frozen dataclasses of them. Pass a name or a "
+            "number instead, and look the object up inside the function."
         )
     if isinstance(plain, float) and not math.isfinite(plain):
         raise ValueError(f"{where} is {plain}, which JSON cannot hold; use a finite number, or None.")
-    return cast("ConfigValue", plain)
+    return plain
+
+
+def _tagged_value(value: Any, where: str, inside: tuple[int, ...]) -> ConfigValue:
+    """Returns an enum's member as it is, and a dataclass whose fields are config values."""
+    if dataclasses.is_dataclass(value):
+        changed = {}
+        for field in dataclasses.fields(value):
+            given = getattr(value, field.name)
+            if (checked := _value(given, f"{where}.{field.name}", inside)) is not given and field.init:
+                changed[field.name] = checked
+        value = dataclasses.replace(value, **changed) if changed else value  # type: ignore[type-var]
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{where} is {shown(value)}, which has no hash, so jit cannot take it; "
+            f"make it immutable: @dataclass(frozen=True) above class {type(value).__name__}."
+        ) from None
+    return value

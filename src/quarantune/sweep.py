@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quarantune import devices, discovery, payload, report, supply
+from quarantune import config_values, devices, discovery, payload, report, supply
 from quarantune.cache.keys import safe_name
 from quarantune.environment import Settings
 from quarantune.options import Options
@@ -82,7 +82,8 @@ def run(
     measured = dict(known or {})
     judges = {"ref_fn": options.ref_fn, "check_fn": options.check_fn}
     args, kwargs = supply.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
-    packed = payload.pack_call(problem.fn, args, kwargs, {name: fn for name, fn in judges.items() if fn is not None})
+    companions = {name: fn for name, fn in judges.items() if fn is not None}
+    packed = payload.pack_call(problem.fn, args, kwargs, companions, config_values.originals(configs.values()))
     if settings.isolation == "none":
         return _run_here(packed, configs, measured, options, finish)
     _check_devices(problem, packed, options)

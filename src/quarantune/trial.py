@@ -18,8 +18,9 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from quarantune import _jax_internals, assignments, check, clocks, executable, finals, host, inputs, measure, payload
+from quarantune.config_values import restore
 from quarantune.devices import describe_jax_devices
-from quarantune.outcomes import Config, Outcome, freeze
+from quarantune.outcomes import Config, Outcome
 from quarantune.sandbox import spool
 
 _SEED = 0
@@ -122,7 +123,7 @@ class Bench:
         Raises:
             NeedsDeviceError: this program must be compiled on its device.
         """
-        config = {name: freeze(value) for name, value in config.items()}
+        config = restore(config, self._call.config_values)
         start = time.perf_counter()
         if self._jit is None:
             return Program(config, functools.partial(self._call.fn, **config), 0.0)
@@ -157,7 +158,7 @@ class Bench:
         """Loads a config's program that another worker compiled."""
         if self._jit is None:
             return self.compile(config, target=None)
-        config = {name: freeze(value) for name, value in config.items()}
+        config = restore(config, self._call.config_values)
         return Program(config, executable.loads(spool.read_parts(fd)[0]), 0.0)
 
     def run(self, program: Program) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quarantune import naming, space, suitable
+from quarantune.config_values import text_of
 from quarantune.options import Options, checked_options
 from quarantune.problem import describe_function
 from quarantune.result import TuningResult
@@ -49,7 +50,7 @@ class AutoTuner:
         label = naming.cache_name(fn)
         if static_names is not None:
             suitable.check_jit_options(fn, label)
-        listed = configs if callable(configs) else space.expand(configs, fn_name=label)
+        listed = configs if callable(configs) else space.expand(configs, fn_name=label, parameters=signature)
         self._resolver = Resolver(
             fn,
             listed,
@@ -106,9 +107,10 @@ def compile_configs(
     label = naming.cache_name(fn)
     suitable.check_jit_options(fn, label)
     if callable(configs):
-        listed = space.expand_callable(configs, *as_structs(args, kwargs), fn_name=label, keep_repeated=True)
+        structs = as_structs(args, kwargs)
+        listed = space.expand_callable(configs, *structs, fn_name=label, parameters=signature, keep_repeated=True)
     else:
-        listed = space.expand(configs, fn_name=label, keep_repeated=True)
+        listed = space.expand(configs, fn_name=label, parameters=signature, keep_repeated=True)
     expanded = space.distinct(listed)
     resolver = Resolver(fn, expanded, name=label, signature=signature, static_names=static_names, options=Options())
     resolver.check(expanded)
@@ -123,5 +125,5 @@ def compile_configs(
         elif trial.outcome.is_failure:
             warnings.warn(f"{label}: {config} did not compile: {trial.outcome.value}: {trial.message}", stacklevel=2)
             function = None
-        functions[space.text_of(config)] = function
-    return [functions[space.text_of(config)] for config in listed]
+        functions[text_of(config)] = function
+    return [functions[text_of(config)] for config in listed]

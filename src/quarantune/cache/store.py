@@ -180,16 +180,16 @@ class Store:
     ) -> None:
         path = self.path(name)
         deadline = time.monotonic() + self._lock_timeout_s
-        done = False
         with _typed_errors(path):
-            while not done:
+            while True:
+                with contextlib.suppress(TurnLostError):
+                    if self._write_once(path, change, is_there):
+                        return
                 if time.monotonic() > deadline:
                     raise CacheWriteError(
                         f"what was written to {str(path)!r} was overwritten for {self._lock_timeout_s:g} s: "
                         "see which other program writes there"
                     )
-                with contextlib.suppress(TurnLostError):
-                    done = self._write_once(path, change, is_there)
 
     def _write_once(
         self, path: Path, change: Callable[[Contents], Any], is_there: Callable[[Contents, Any], bool]

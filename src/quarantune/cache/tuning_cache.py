@@ -13,7 +13,8 @@ from quarantune.cache import journal
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.keys import canonical_json, plain, safe_name
 from quarantune.cache.store import SCHEMA, Contents, Entry, Store
-from quarantune.outcomes import Config, freeze
+from quarantune.config_values import freeze
+from quarantune.outcomes import Config
 
 
 class CacheKey(NamedTuple):

@@ -1,0 +1,92 @@
+"""Config values that JSON has no word for: how enums, dataclasses and dicts are written down, and made again."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+
+class FrozenDict(dict[str, Any]):
+    """A dict that cannot change, and therefore has a hash: `jax.jit` asks that of every static argument."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        """Travels as an ordinary dict does."""
+        return FrozenDict, (dict(self),)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("a config's dict cannot be changed: change a copy, dict(...)")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+
+def freeze(value: Any) -> Any:
+    """Returns a config value with lists turned into tuples and dicts into `FrozenDict`, so that jit can hash it."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(freeze, value))
+    return FrozenDict({key: freeze(item) for key, item in value.items()}) if isinstance(value, Mapping) else value
+
+
+def is_tagged(value: Any) -> bool:
+    """Returns whether a value is an enum's member or a dataclass, written with a tag that says so."""
+    return isinstance(value, enum.Enum) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+
+
+def tagged(value: Any) -> dict[str, Any]:
+    """Returns what stands for an enum's member or for a dataclass; its fields are as they are.
+
+    The type is there by its qualified name alone: the same file is `__main__` here and a module there.
+    """
+    name = type(value).__qualname__
+    if isinstance(value, enum.Enum):
+        return {"$enum": f"{name}.{value.name if value.name is not None else value.value}"}
+    return {"$type": name} | {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def encode(value: Any) -> Any:
+    """Returns a config, or one value of it, as JSON can hold it."""
+    if is_tagged(value):
+        value = tagged(value)
+    if isinstance(value, Mapping):
+        return {key: encode(item) for key, item in value.items()}
+    return [encode(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def text_of(value: Any) -> str:
+    """Returns what equal configs, or values, have in common, 1 and True being different things."""
+    return json.dumps(encode(value), sort_keys=True, separators=(",", ":"))
+
+
+def originals(configs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the values that JSON alone does not give back, by their texts: for `restore`."""
+    values = (value for config in configs for value in config.values())
+    return {text_of(value): value for value in values if _has_tagged(value)}
+
+
+def restore(config: Mapping[str, Any], originals: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config that went through JSON as it was before.
+
+    Nothing is imported or built by name: what a file says picks one of the values that are here already.
+
+    Args:
+        config: what `encode` made of it.
+        originals: values to take, by their texts.
+    """
+    if not originals:
+        return {name: freeze(value) for name, value in config.items()}
+    return {
+        name: originals[text] if (text := text_of(value)) in originals else freeze(value)
+        for name, value in config.items()
+    }
+
+
+def _has_tagged(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_tagged, value.values()))
+    return any(map(_has_tagged, value)) if isinstance(value, (list, tuple)) else is_tagged(value)

@@ -1,0 +1,31 @@
+"""Words for messages and tables: the name that was meant, a value that fits a line, text that a terminal only shows."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_MOST_SHOWN = 80
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns a sentence with the known name that is nearest, led by a space; empty where none is near."""
+    folded = {candidate.casefold(): candidate for candidate in known}
+    close = difflib.get_close_matches(name.casefold(), folded, n=1)
+    return f" Did you mean {folded[close[0]]!r}?" if close else ""
+
+
+def shown(value: object) -> str:
+    """Returns the repr of a value a user gave, cut to a line's length."""
+    try:
+        text = repr(value)
+    except ValueError:  # an int of more digits than Python turns into text
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
+
+
+def printable(text: str) -> str:
+    """Returns a text that any terminal shows as it is: control characters and lone surrogates as their escapes."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

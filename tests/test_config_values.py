@@ -1,0 +1,166 @@
+"""Enums, dataclasses and dicts in configs: as the function, the worker, the cache and a saved result have them."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import quarantune
+from quarantune import Outcome, config_values, report, sweep
+
+pytestmark = pytest.mark.usefixtures("two_slots")
+
+
+class Way(enum.IntEnum):
+    BACK = 0
+    FORTH = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    block: int
+    way: Way | None = None
+    sizes: tuple[int, ...] = ()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (3, 3),
+        ((1, (True,)), [1, [True]]),
+        (Way.FORTH, {"$enum": "Way.FORTH"}),
+        (Plan(2, Way.BACK), {"$type": "Plan", "block": 2, "way": {"$enum": "Way.BACK"}, "sizes": []}),
+        (config_values.FrozenDict(a=(Way.BACK,)), {"a": [{"$enum": "Way.BACK"}]}),
+    ],
+)
+def test_a_value_is_written_as_json_and_comes_back_as_it_was(value: Any, said: Any) -> None:
+    config = {"v": value}
+    text = json.dumps(config_values.encode(config))
+    assert json.loads(text) == {"v": said}
+    back = config_values.restore(json.loads(text), config_values.originals([config]))
+    assert back == config
+    assert type(back["v"]) is type(value)
+
+
+def test_what_a_file_says_is_never_imported_or_built() -> None:
+    said = {"v": {"$type": "os.system", "command": "true"}}
+    assert config_values.restore(said, config_values.originals([{"v": Plan(1)}])) == said
+
+
+def test_a_config_of_objects_is_shown_by_what_tells_it_from_others() -> None:
+    config = {"plan": Plan(2, Way.FORTH), "mode": Way.BACK, "more": config_values.FrozenDict(a=(1, "x"))}
+    assert report.format_config(config) == 'plan=(block=2, way=FORTH) mode=BACK more={"a":[1,"x"]}'
+
+
+def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., Any]:
+    """Returns an autotuned function of which only one config is any good, with types that workers cannot import."""
+
+    class Mode(enum.Enum):
+        FAST = "fast"
+        WRONG = "wrong"
+
+    @dataclasses.dataclass(frozen=True)
+    class TuningConfig:
+        tile: int
+        mode: Mode = Mode.FAST
+        more: Any = None
+
+    configs = [
+        {"config": TuningConfig(1, Mode.WRONG)},
+        {"config": TuningConfig(2, more=Way.FORTH), "extra": {"a": [1, 2]}},
+        {"config": TuningConfig(3, Mode.WRONG), "extra": {"a": [3]}},
+    ]
+
+    def prune_fn(config: Any, x: Any) -> bool:
+        return bool(config["config"].tile < 3)
+
+    @quarantune.autotune(configs, prune_fn=prune_fn, name="planned", warmup=0, rep=2)
+    @jax.jit(static_argnames=["config", "extra"])
+    def fn(x: Any, config: TuningConfig = configs[0]["config"], extra: Any = None) -> Any:
+        # Identity, because that is how enums are compared: the worker's class must be the function's.
+        if config.mode is not Mode.FAST:
+            raise ArithmeticError("not this one")
+        assert isinstance(config, TuningConfig)
+        return x * config.tile + (0 if extra is None else extra["a"][1])
+
+    return fn
+
+
+def test_objects_in_configs_reach_workers_the_caller_and_the_cache_as_they_were(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = jnp.ones(4)
+    fn = planned()
+    result = fn.tune(x)  # type: ignore[attr-defined]
+    assert [trial.outcome for trial in result.trials] == [Outcome.ERROR, Outcome.OK, Outcome.PRUNED]
+    assert "ArithmeticError: not this one" in result.trials[0].message
+    assert '*  (tile=2, more=FORTH)  {"a":[1,2]}  ok ' in result.table(width=200)
+    np.testing.assert_array_equal(fn(x), np.full(4, 4.0))
+    np.testing.assert_array_equal(result.fn(x), np.full(4, 4.0))
+    (file,) = cache_dir.glob("*.json")
+    ((entry,),) = (by_key.values() for by_key in json.loads(file.read_text()).values())
+    assert entry["config"]["config"] == {
+        "$type": f"{planned.__qualname__}.<locals>.TuningConfig",
+        "tile": 2,
+        "mode": {"$enum": f"{planned.__qualname__}.<locals>.Mode.FAST"},
+        "more": {"$enum": "Way.FORTH"},
+    }
+
+    result.save(cache_dir / "saved")
+    restored = quarantune.TuningResult.load(cache_dir / "saved", trusted=True)
+    np.testing.assert_array_equal(restored.fn(x), np.full(4, 4.0))
+    assert type(restored.best_config["config"]).__name__ == "TuningConfig"
+    assert quarantune.TuningResult.load(cache_dir / "saved").best_config["config"]["tile"] == 2
+
+    monkeypatch.setattr(sweep, "run", None)
+    again = planned()  # other classes of the same names, as in another process
+    config = again.lookup(x)  # type: ignore[attr-defined]
+    assert dataclasses.asdict(config["config"])["more"] is Way.FORTH
+    np.testing.assert_array_equal(again(x), np.full(4, 4.0))
+
+
+def test_a_finished_trial_of_an_interrupted_sweep_is_recalled_with_its_objects(cache_dir: Path) -> None:
+    stopped: list[Any] = []
+
+    def stop_after_two(index: int, phase: str) -> None:
+        if phase == "end":
+            stopped.append(index)
+            if len(stopped) == 2:
+                raise KeyboardInterrupt
+
+    def tuner(**options: Any) -> quarantune.AutoTuner:
+        configs = [{"plan": Plan(block, Way.FORTH)} for block in (1, 2, 3)]
+        # No default: a tuner never calls the function without a config.
+        times = jax.jit(lambda x, plan: x * plan.block, static_argnames=["plan"])
+        return quarantune.AutoTuner(times, configs, name="recalled", warmup=0, rep=2, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        tuner(on_progress=stop_after_two).run(jnp.ones(4))
+    result = tuner().run(jnp.ones(4))
+    assert [trial.config["plan"] for trial in result.trials] == [Plan(block, Way.FORTH) for block in (1, 2, 3)]
+    assert len(stopped) == 2
+
+
+def test_kernels_tuned_in_context_are_given_their_objects() -> None:
+    @quarantune.autotune([{"plan": Plan(1, Way.BACK)}, {"plan": Plan(2, Way.FORTH)}], name="inner")
+    @jax.jit(static_argnames=["plan"])
+    def inner(x: Any, plan: Plan = Plan(1, Way.FORTH)) -> Any:
+        if plan.way is not Way.FORTH:
+            raise ArithmeticError("this way only")
+        return x * plan.block
+
+    @quarantune.contextual_autotune(n_warmup=0, n_repeat=2, name="outer")
+    def outer(x: Any) -> Any:
+        return inner(x) + 1
+
+    np.testing.assert_array_equal(outer(jnp.ones(4)), np.full(4, 3.0))
+    np.testing.assert_array_equal(outer(jnp.ones(4)), np.full(4, 3.0))
