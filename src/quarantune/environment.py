@@ -8,12 +8,12 @@ import math
 import os
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from quarantune import caller
 from quarantune.texts import did_you_mean, shown
 
 LONGEST_S = 1e9
@@ -245,7 +245,7 @@ def current() -> Settings:
 def _warn_unknown(variable: str) -> None:
     """Warns, once, of a variable that has no effect: one of another version may be set on purpose."""
     hint = did_you_mean(variable, [_PREFIX + name.upper() for name in _FIELDS])
-    warnings.warn(f"there is no variable {variable}, so it has no effect.{hint}", RuntimeWarning, stacklevel=3)
+    caller.warn(f"there is no variable {variable}, so it has no effect.{hint}", RuntimeWarning)
 
 
 def _parse(name: str, label: str, value: Any) -> Any:
