@@ -102,6 +102,43 @@ def starve_in_a_child() -> None:
     os.waitpid(child, 0)
 
 
+def starve_in_shared_memory() -> NoReturn:
+    how = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    taken = [mmap.mmap(-1, 32 << 20, flags=how) for _ in range(32)]
+    raise AssertionError(f"nobody stopped it at {len(taken)} maps")
+
+
+def starve_in_a_memfd() -> NoReturn:
+    """Writes to a file in memory that it never maps, and stays at 1 GB."""
+    fd = os.memfd_create("balloon")
+    for _ in range(32):
+        os.write(fd, bytes(32 << 20))
+    hang()
+
+
+def starve_as_a_daemon() -> NoReturn:
+    """Has a process of a session of its own, whose parent is gone, take the memory."""
+    leave_a_daemon(starve)
+    hang()
+
+
+def share_data_with_a_pool() -> None:
+    """Has four forks read what fits the limit once and not five times."""
+    data = bytes(range(256)) * (120 << 12)  # 120 MB
+    children = []
+    for _ in range(4):
+        if (child := os.fork()) == 0:
+            time.sleep(1.0)  # while the memory is looked at
+            os._exit(data[-1] != 255)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def become_another_program() -> NoReturn:
+    os.execv(sys.executable, [sys.executable, "-c", ""])
+
+
 def ask_for_too_much() -> None:
     bytearray(1 << 62)
 
@@ -119,7 +156,7 @@ def leave_a_child() -> None:
         hang()
 
 
-def leave_a_daemon() -> None:
+def leave_a_daemon(act: Callable[[], object] = lambda: hang()) -> None:
     """Forks twice, with a session between, so that what is left is nobody's child and in nobody's group."""
     child = os.fork()
     if child:
@@ -128,7 +165,8 @@ def leave_a_daemon() -> None:
     os.setsid()
     if os.fork():
         os._exit(0)
-    hang()
+    act()
+    os._exit(0)
 
 
 def bomb() -> None:
@@ -204,6 +242,11 @@ MISDEEDS: dict[str, Callable[[], object]] = {
         hang_deaf_to_signals,
         starve,
         starve_in_a_child,
+        starve_in_shared_memory,
+        starve_in_a_memfd,
+        starve_as_a_daemon,
+        share_data_with_a_pool,
+        become_another_program,
         ask_for_too_much,
         exit_with_0,
         exit_with_7,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from quarantune import host
+from quarantune import memory as memory_module
 from quarantune.devices import Device, Lease
 from quarantune.finals import Final
 from quarantune.outcomes import Config, Outcome, Phase, Route, SandboxError, Trial
@@ -153,6 +154,9 @@ class FakeSandbox:
         worker = self.workers[number]
         if not worker.ended:
             self._give(worker, message, fds)
+
+    def common_files(self) -> set[tuple[int, int]]:
+        return set()
 
     def finish(self, number: int) -> None:
         worker = self.workers[number]
@@ -346,7 +350,9 @@ def when(do: str, act: Callable[[FakeWorker], Sequence[Step]]) -> Act:
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """What each fake process holds: fake workers' process ids are their numbers."""
     held: dict[int, int] = {}
-    monkeypatch.setattr(host, "private_memory_bytes", lambda pid: held.get(pid, 0))
+    monkeypatch.setattr(host, "resident_bytes", lambda pid: (held.get(pid, 0), 0))
+    monkeypatch.setattr(memory_module, "shared_bytes", lambda family, *, since, foreign: 0)
+    monkeypatch.setattr(memory_module, "proportional_bytes", lambda family: None)
     monkeypatch.setattr(host, "descendants", lambda pid: [])
     monkeypatch.setattr(host, "oom_kills", lambda: 0)
     return held
@@ -1134,6 +1140,29 @@ def test_sigkill_with_a_risen_counter_of_oom_kills_is_oom(
 
     result = run(plan_for(Route.TOGETHER), 3, for_config(1, dies))
     assert result.outcomes == ["ok", outcome, "ok"]
+
+
+def test_who_took_the_memory_is_oom_and_not_whom_the_kernel_killed_for_it(
+    memory: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = itertools.count()
+    monkeypatch.setattr(host, "oom_kills", lambda: next(kills))
+
+    def takes_what_the_kernel_does_not_see(worker: FakeWorker) -> list[Step]:
+        memory[worker.number] = GB - 1
+        return [(0.1, worker.says("phase", "compile"))]
+
+    def dies(worker: FakeWorker) -> list[Step]:
+        return [(0.1, worker.says("phase", "compile")), (1.0, worker.ends(-int(signal.SIGKILL)))]
+
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "compile" and worker.trial == 1:
+            return takes_what_the_kernel_does_not_see(worker)
+        return dies(worker) if worker.do == "compile" and worker.trial == 0 and worker.starts == 0 else None
+
+    result = run(plan_for(Route.TOGETHER), 3, act)
+    assert result.outcomes == ["ok", "oom", "ok"]
+    assert "killed another config's process and it held 1.07 GB, the most of all" in result.trials[1].message
 
 
 def test_one_oom_kill_does_not_explain_two_deaths(monkeypatch: pytest.MonkeyPatch) -> None:

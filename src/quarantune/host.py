@@ -88,16 +88,23 @@ def longest_wait_s(before: Mapping[str, int]) -> float:
 
 
 def private_memory_bytes(pid: int) -> int:
-    """Returns the memory that only this process holds; 0 when it is gone."""
+    """Returns the memory that no other process can write to; 0 when the process is gone."""
+    return resident_bytes(pid)[0]
+
+
+def resident_bytes(pid: int) -> tuple[int, int]:
+    """Returns a process's private memory and what it has mapped of files and shared memory; zeros when it is gone."""
     if not _has_proc():
-        return _psutil_memory(pid)
+        return _psutil_memory(pid), 0
     try:
         with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
             fields = file.read().split()
     except OSError:
-        return 0
-    # A process that is just going can leave the file empty.
-    return (int(fields[1]) - int(fields[2])) * _PAGE_BYTES if len(fields) > 2 else 0
+        return 0, 0
+    if len(fields) < 3:  # a process that is just going can leave the file empty
+        return 0, 0
+    resident, shared = int(fields[1]), int(fields[2])
+    return (resident - shared) * _PAGE_BYTES, shared * _PAGE_BYTES
 
 
 def children(pid: int) -> list[int]:

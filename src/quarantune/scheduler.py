@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from quarantune import finals, host, measure, stops
+from quarantune import finals, host, measure, memory, stops
 from quarantune.config_values import encode
 from quarantune.devices import Device, Lease
 from quarantune.outcomes import Config, Outcome, Phase, Route, Trial, is_plausible_ms
@@ -57,6 +57,7 @@ class SandboxLike(Protocol):
 
     @property
     def baseline_bytes(self) -> int: ...
+    def common_files(self) -> set[memory.FileId]: ...
     def start(
         self, task: dict[str, Any], *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
     ) -> int: ...
@@ -151,6 +152,7 @@ class _Worker:
     began: bool = False
     peak_bytes: int = 0
     used_bytes: int = 0
+    scale: memory.Scale = dataclasses.field(default_factory=memory.Scale)
     descendants: list[int] = dataclasses.field(default_factory=list)
     traceback: str = ""
     """The last lines of what its config raised."""
@@ -797,7 +799,7 @@ class Scheduler:
                 self._retire(self._spare)  # its like would come to the same end, with the config that was just lost
                 self._spare = None
             worker.verdict = worker.verdict or (Outcome.LOST, "the process died before it began")
-        outcome, message = worker.verdict = worker.verdict or self._judge(status)
+        outcome, message = worker.verdict = worker.verdict or self._judge(worker, status)
         state = worker.device
         if job is not None:
             self._settle(job, worker, outcome, message)
@@ -816,13 +818,18 @@ class Scheduler:
         del self._workers[worker.number]
         self._sandbox.forget(worker.number)
 
-    def _judge(self, status: int | None) -> tuple[Outcome, str]:
+    def _judge(self, worker: _Worker, status: int | None) -> tuple[Outcome, str]:
         if status is None:
             return Outcome.LOST, "it could not be started, or the process that started it died"
         message = f"the process {pool.describe_status(status)} without a result"
         kills = host.oom_kills()
         if status == -9 and kills > self._oom_kills:
             self._oom_kills = kills
+            largest = self._largest()
+            if largest is not None and largest.used_bytes > worker.peak_bytes + _FAST_BYTES:
+                # The kernel does not see who holds memory that is shared and not mapped.
+                self._blame_for_shortage(largest, "the kernel ran out of memory, killed another config's process")
+                return Outcome.LOST, "the kernel killed the process for want of memory that another one held"
             return Outcome.OOM, "the kernel's out-of-memory killer took the process"
         return Outcome.CRASHED, message
 
@@ -998,13 +1005,12 @@ class Scheduler:
         self._weigh(busy, baseline)
         total = sum(worker.used_bytes for worker in watched)
         is_fast = total > self._last_total + _FAST_BYTES
-        closely = is_fast or now >= self._next_close_look
-        if closely:
+        if is_fast or now >= self._next_close_look:
             self._next_close_look = now + _CLOSE_LOOK_S
             for worker in busy:
                 pid = self._sandbox.pid(worker.number)
                 worker.descendants = [] if pid is None else host.descendants(pid)
-            self._weigh(watched, baseline)
+            self._weigh(watched, baseline, exactly=True)
             self._last_total = sum(worker.used_bytes for worker in watched)
         limit = self._plan.memory_limit_bytes
         for worker in watched:
@@ -1017,20 +1023,36 @@ class Scheduler:
             return
         self._next_free_look = now + _FREE_LOOK_S
         self._last_free = free = self._available_memory()
-        if free < _MEMORY_FLOOR_BYTES:
-            largest = max(watched, key=lambda worker: worker.used_bytes, default=None)
-            if largest is not None:
-                used = _gigabytes(largest.used_bytes)
-                message = f"the machine had only {_gigabytes(free)} left and it held {used}, the most of all"
-                self._condemn(largest, Outcome.OOM, message)
+        if free < _MEMORY_FLOOR_BYTES and (largest := self._largest()) is not None:
+            self._blame_for_shortage(largest, f"the machine had only {_gigabytes(free)} left")
 
-    def _weigh(self, workers: Sequence[_Worker], baseline: int) -> None:
+    def _largest(self) -> _Worker | None:
+        """Returns the worker that holds the most memory now."""
+        watched = [worker for worker in self._workers.values() if worker.verdict is None]
+        self._weigh(watched, self._sandbox.baseline_bytes, exactly=True)
+        return max(watched, key=lambda worker: worker.used_bytes, default=None)
+
+    def _blame_for_shortage(self, worker: _Worker, shortage: str) -> None:
+        message = f"{shortage} and it held {_gigabytes(worker.used_bytes)}, the most of all"
+        self._condemn(worker, Outcome.OOM, message)
+
+    def _weigh(self, workers: Sequence[_Worker], baseline: int, *, exactly: bool = False) -> None:
         """Notes how much each worker's tree holds now."""
         for worker in workers:
             pid = self._sandbox.pid(worker.number)
-            family = [] if pid is None else [pid, *worker.descendants]
-            worker.used_bytes = max(0, sum(map(host.private_memory_bytes, family)) - baseline)
+            worker.used_bytes = worker.scale.weigh(
+                [] if pid is None else [pid, *worker.descendants],
+                baseline_bytes=baseline,
+                limit_bytes=self._plan.memory_limit_bytes,
+                foreign=self._foreign_files,
+                exactly=exactly,
+            )
             worker.peak_bytes = max(worker.peak_bytes, worker.used_bytes)
+
+    def _foreign_files(self) -> set[memory.FileId]:
+        """Returns the files in memory that no worker answers for."""
+        expected = {memory.file_id(self._expected_fd)} if self._expected_fd >= 0 else set()
+        return expected | self._sandbox.common_files()
 
     def _keep_peak(self, worker: _Worker) -> None:
         if worker.job is not None:

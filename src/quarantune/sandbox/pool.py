@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from quarantune import host, stops
+from quarantune import host, memory, stops
 from quarantune.outcomes import SandboxError
 from quarantune.sandbox import spawning, spool, template, wire
 from quarantune.sandbox.wire import Connection, Message
@@ -117,6 +117,7 @@ class Sandbox:
         self._sweep: Connection | None = None
         self._sweep_log_fd = -1
         self._sweep_pid: int | None = None
+        self._inherited: tuple[int | None, frozenset[memory.FileId]] | None = None
         self._imported: set[str] = set()
         self._revivals = 0
         self._next_check = 0.0
@@ -138,6 +139,14 @@ class Sandbox:
     def baseline_bytes(self) -> int:
         """Private memory that a worker has from the start, because its template had it."""
         return 0 if self._template is None else host.private_memory_bytes(self._sweep_pid or self._template.pid)
+
+    def common_files(self) -> set[memory.FileId]:
+        """Returns the files in memory that every worker has open or mapped and none has made."""
+        pid = self._sweep_pid or (None if self._template is None else self._template.pid)
+        if self._inherited is None or self._inherited[0] != pid:
+            self._inherited = pid, frozenset(memory.shared_files([] if pid is None else [pid]))
+        logs = [worker.log_fd for worker in self._workers.values()]
+        return {*self._inherited[1], *map(memory.file_id, [self._payload_fd, self._arrays_fd, *logs])}
 
     def open(self, *, load_timeout_s: float | None) -> None:
         """Starts the sweep's template, which loads the payload once for all workers.

@@ -1,0 +1,181 @@
+"""Memory of processes: shared memory counts, pages that forks share count once, and files of others do not."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quarantune import host, memory
+
+MB = 1 << 20
+pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
+
+HOLDER = r"""
+import mmap, os, sys, tempfile
+from multiprocessing import resource_tracker, shared_memory
+SIZE = 48 << 20
+DATA = bytes(1 << 20) * 48
+
+def anonymous():
+    kept = mmap.mmap(-1, SIZE)
+    kept.write(DATA)
+    return kept
+
+def touched_by_a_dead_child():
+    kept = mmap.mmap(-1, SIZE)
+    if os.fork() == 0:
+        kept.write(DATA)
+        os._exit(0)
+    os.wait()
+    return kept
+
+def mapped_twice():
+    kept = anonymous()
+    if os.fork() == 0:
+        kept.seek(0)
+        kept.write(DATA)
+        os.write(1, b"held\n")
+        sys.stdin.read()
+        os._exit(0)
+    return kept
+
+def memfd():
+    fd = os.memfd_create("written")
+    os.write(fd, DATA)
+
+def memfd_mapped_and_closed():
+    fd = os.memfd_create("mapped")
+    os.write(fd, DATA)
+    kept = mmap.mmap(fd, SIZE)
+    os.close(fd)
+    return kept
+
+def shared_memory_of_multiprocessing():
+    kept = shared_memory.SharedMemory(create=True, size=SIZE)
+    kept.buf[:] = DATA
+    kept.unlink()
+    return kept
+
+def file_in_dev_shm():
+    kept = tempfile.NamedTemporaryFile(dir="/dev/shm")
+    kept.write(DATA)
+    kept.flush()
+    return kept
+
+def pool_of_forks():
+    for _ in range(4):
+        if os.fork() == 0:
+            os.write(1, b"held\n")
+            sys.stdin.read()
+            os._exit(0)
+
+kept = globals()[sys.argv[1]]()
+os.write(1, b"held\n")
+sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def holder(kind: str, lines: int = 1, *, fds: tuple[int, ...] = ()) -> Iterator[list[int]]:
+    """Yields the processes of a program that holds 48 MB, all that came of it first its own."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds
+    ) as process:
+        assert process.stdout is not None
+        try:
+            assert [process.stdout.readline() for _ in range(lines)] == [b"held\n"] * lines
+            yield [process.pid, *host.descendants(process.pid)]
+        finally:
+            process.communicate(timeout=30)
+
+
+def weigh(family: list[int], **about: object) -> int:
+    asked = {"baseline_bytes": 0, "limit_bytes": 1 << 40, "foreign": set, "exactly": True, **about}
+    return memory.Scale().weigh(family, **asked)  # type: ignore[arg-type]
+
+
+SHARED = {
+    "anonymous": 1,
+    "touched_by_a_dead_child": 1,
+    "mapped_twice": 2,
+    "memfd": 1,
+    "memfd_mapped_and_closed": 1,
+    "shared_memory_of_multiprocessing": 1,
+    "file_in_dev_shm": 1,
+}
+
+
+@pytest.mark.parametrize(("kind", "lines"), SHARED.items())
+def test_shared_memory_of_every_kind_counts_once(kind: str, lines: int) -> None:
+    since = time.time() - 5
+    with holder(kind, lines) as family:
+        assert 48 * MB <= memory.shared_bytes(family, since=since, foreign=()) < 52 * MB
+
+
+@pytest.mark.parametrize("kind", ["anonymous", "mapped_twice", "memfd_mapped_and_closed"])
+def test_without_leave_to_look_at_mapped_files_their_pages_count(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_stat_mapped", lambda *_: None)
+    with holder(kind, SHARED[kind]) as family:
+        assert 48 * MB <= memory.shared_bytes(family, since=time.time(), foreign=()) < 52 * MB
+
+
+def test_files_that_were_there_or_belong_to_others_do_not_count() -> None:
+    fd = os.memfd_create("ours")
+    try:
+        os.write(fd, bytes(4 * MB))
+        with holder("anonymous", fds=(fd,)) as family:
+            ours = {memory.file_id(fd)}
+            counted = memory.shared_bytes(family, since=0, foreign=()) - memory.shared_bytes(
+                family, since=0, foreign=ours
+            )
+            assert counted == 4 * MB
+            assert ours < memory.shared_files(family)
+    finally:
+        os.close(fd)
+    with holder("file_in_dev_shm") as family:
+        assert memory.shared_bytes(family, since=time.time() + 5, foreign=()) == 0
+
+
+def test_data_that_a_pool_of_forks_shares_counts_once() -> None:
+    with holder("pool_of_forks", lines=5) as family:
+        assert len(family) == 5
+        assert sum(map(host.private_memory_bytes, family)) > 5 * 48 * MB, "each seems to have it"
+        assert 48 * MB < weigh(family) < 2 * 48 * MB
+        assert 48 * MB < weigh(family, limit_bytes=100 * MB, exactly=False) < 2 * 48 * MB, "near the limit, too"
+
+
+def test_a_cheap_look_keeps_what_the_exact_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = {"baseline_bytes": 0, "limit_bytes": 1 << 40, "foreign": set}
+    with holder("pool_of_forks", lines=5) as family:
+        scale = memory.Scale()
+        exact = scale.weigh(family, exactly=True, **about)  # type: ignore[arg-type]
+        monkeypatch.delattr(memory, "shared_bytes")
+        monkeypatch.delattr(memory, "proportional_bytes")
+        assert abs(scale.weigh(family, exactly=False, **about) - exact) < MB  # type: ignore[arg-type]
+
+
+def test_shared_pages_that_are_being_taken_fast_are_seen_by_a_cheap_look() -> None:
+    scale = memory.Scale()
+
+    def look() -> int:
+        return scale.weigh([os.getpid()], baseline_bytes=0, limit_bytes=1 << 40, foreign=set, exactly=False)
+
+    before = look()
+    with mmap.mmap(-1, 48 * MB) as taken:
+        taken.write(bytes(48 * MB))
+        assert look() - before > 40 * MB
+
+
+def test_processes_that_are_gone_hold_nothing() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    assert gone.wait(timeout=60) == 0
+    assert weigh([gone.pid]) == 0
+    assert weigh([]) == 0
