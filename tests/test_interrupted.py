@@ -255,9 +255,9 @@ def stop_it(*_: object, **__: object) -> bool:
 def test_an_exception_in_the_callers_own_code_ends_the_sweep_and_the_next_call_goes_on_with_it() -> None:
     x, space = np.ones(7, np.float32), (GOOD,) * 6  # which no other test's sweep has answered in this process
     with nothing_is_left(), watching(stop_it), pytest.raises(StopIt):
-        misdeeds.kernel.eval_shape(x, space=space)
+        misdeeds.kernel.trace(x, space=space)
     with nothing_is_left(), watching(lambda: None) as watcher:
-        misdeeds.kernel.eval_shape(x, space=space)  # unlike a call, it starts no backend here
+        misdeeds.kernel.trace(x, space=space)  # unlike a call, it starts no backend here
     assert 1 <= watcher.calls <= 5  # the first was not measured again
 
 
@@ -265,7 +265,7 @@ def test_an_exception_in_the_callers_own_code_ends_the_sweep_and_the_next_call_g
 def test_an_exception_in_prune_fn_reaches_the_caller_and_starts_nothing() -> None:
     tuned = quarantune.autotune([{"mode": "good"}], prune_fn=stop_it)(misdeeds.kernel.__wrapped__)
     with nothing_is_left(), pytest.raises(StopIt):
-        tuned.eval_shape(X)
+        tuned.trace(X)
 
 
 def _kill_the_template() -> None:

@@ -154,8 +154,13 @@ class Autotuned:
         return self._jitted.trace(*args, **kwargs, **self._config(args, kwargs))
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the outputs' shapes and dtypes with the best config, as `jax.jit(...).eval_shape` does."""
-        return self._jitted.eval_shape(*args, **kwargs, **self._config(args, kwargs))
+        """Returns the outputs' shapes and dtypes, as `jax.jit(...).eval_shape` does; never tunes.
+
+        The config is the remembered one, or the defaults. `jax.eval_shape(f, ...)` tunes, as tracing does: JAX
+        keeps what it traces there for the calls that follow.
+        """
+        config = {} if self._resolver.tunables_given(args, kwargs) else self._resolver.lookup(args, kwargs)
+        return self._jitted.eval_shape(*args, **kwargs, **(config or {}))
 
     def clear_cache(self) -> None:
         """Forgets what this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""

@@ -20,7 +20,8 @@ class Options:
     Attributes:
         name: the cache file's name; None for the function's own.
         key_fn: takes the function's arguments and returns a JSON-able value that stands, in the key, for the shapes and
-            dtypes of the arrays: calls with one value share one entry.
+            dtypes of the arrays: calls with one value share one entry. In `jax.export` it is given the symbolic shapes,
+            and returns what it returns for concrete ones, from the dimensions and dtypes that are not symbolic.
         prune_fn: `(config, *args, **kwargs) -> bool`; False drops the config before a worker is spent on it.
         warmup: untimed runs per config.
         rep: at most this many timed samples per config.

@@ -134,6 +134,12 @@ class Resolver:
             TuningFailedError: every config failed, now or earlier in this process.
             CacheMissError: nothing is remembered and `ON_MISS` is `error`.
         """
+        if self._has_no_key(args, kwargs):
+            cache.report_once(
+                f"{self.name}: running with its defaults where its shapes are symbolic, as in jax.export: give "
+                f"autotune a key_fn that returns the same for these as for the shapes it was tuned for"
+            )
+            return None
         _, key = self._describe(args, kwargs)
         if (assignment := assignments.current()) is not None:
             slot = assignments.Slot(self.name, cache.canonical_json(key.values))
@@ -196,7 +202,8 @@ class Resolver:
     def _config(self, key: _Key, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config | None:
         settings = environment.current()
         known = (key.device, key.text)
-        must_tune = settings.always_tune and known not in self._tuned and not template.is_inside()
+        is_symbolic = suitable.has_symbolic_shapes(args, kwargs)
+        must_tune = settings.always_tune and known not in self._tuned and not template.is_inside() and not is_symbolic
         if not must_tune:
             if (config := self._remembered(key, args, kwargs, settings)) is not None:
                 return config
@@ -206,6 +213,12 @@ class Resolver:
             return None  # a sweep within a sweep would measure the two against each other
         if not must_tune and settings.on_miss != "tune":
             self._do_without(key, args, kwargs, settings)
+            return None
+        if is_symbolic:
+            cache.report_once(
+                f"{self.name}: running with its defaults where its shapes are symbolic and nothing is cached for the "
+                f"key {cache.canonical_json(key.values)}: tune it with concrete shapes of that key before jax.export"
+            )
             return None
         return self._tune(key, args, kwargs, settings, start_over=must_tune).best_config
 
@@ -236,11 +249,15 @@ class Resolver:
 
     def lookup(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config | None:
         """Returns the remembered config for a call, or None; never tunes."""
+        if self._has_no_key(args, kwargs):
+            return None
         _, key = self._describe(args, kwargs)
         return self._remembered(key, args, kwargs, environment.current())
 
     def tunables_given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Returns whether a call sets a tunable parameter by hand."""
+        if callable(self._configs) and self._has_no_key(args, kwargs):
+            return False  # it runs as it is either way, and a space for symbolic shapes could not be made
         tunables = self._tunable_names(args, kwargs)
         return not tunables.isdisjoint(self._signature.bind(*args, **kwargs).arguments)
 
@@ -306,6 +323,10 @@ class Resolver:
 
     # Remembering
 
+    def _has_no_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Returns whether nothing can be remembered for a call, because its shapes are symbolic."""
+        return self.options.key_fn is None and suitable.has_symbolic_shapes(args, kwargs)
+
     @functools.cached_property
     def _fingerprint(self) -> Fingerprint:
         return cache.fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
@@ -324,6 +345,8 @@ class Resolver:
 
     def _key_to_tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Key:
         """Returns the key of a call to find a config for: one given by hand would be what every config runs with."""
+        if suitable.has_symbolic_shapes(args, kwargs):
+            raise TypeError(f"{self.name}: symbolic shapes have no data to measure with: tune it with concrete shapes")
         call, key = self._describe(args, kwargs)
         if call.tunables_given:
             verb, them = ("is", "it") if len(call.tunables_given) == 1 else ("are", "them")
@@ -341,7 +364,9 @@ class Resolver:
         try:
             cache.canonical_json(bucket)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"{self.name}: key_fn returned {bucket!r}, which JSON cannot hold: {error}") from None
+            is_symbolic = suitable.has_symbolic_shapes(args, kwargs)
+            hint = "; for symbolic shapes return what it returns for the concrete ones" if is_symbolic else ""
+            raise TypeError(f"{self.name}: key_fn returned {bucket!r}, which JSON cannot hold: {error}{hint}") from None
         static = {name: value for name, value in call.key_values.items() if name in self._statics(args, kwargs)}
         return {**static, "key_fn": bucket}
 

@@ -53,6 +53,13 @@ def check_arguments(arguments: Mapping[str, Any], name: str) -> None:
                 )
 
 
+def has_symbolic_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether an argument's shape is symbolic, as `jax.export` makes them: no data has such a shape."""
+    leaves = jax.tree_util.tree_leaves((args, dict(kwargs)))
+    arrays = [leaf for leaf in leaves if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct))]
+    return any(not isinstance(size, (int, np.integer)) for array in arrays for size in array.shape)
+
+
 def _why_not_dynamic(leaf: Any) -> str | None:
     if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)):
         return None
