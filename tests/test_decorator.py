@@ -29,7 +29,7 @@ import psutil
 import pytest
 
 import quarantune
-from quarantune import Outcome
+from quarantune import Outcome, naming
 from quarantune.sandbox import template
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -666,3 +666,12 @@ def test_threads_may_tune_different_functions_and_shapes_at_once(sweeps: list[st
     for result, size in zip(results, (4, 4, 2, 3), strict=True):
         np.testing.assert_array_equal(result, X[:size] * 2)
     assert sorted(sweeps) == ["one", "one", "two", "two"]
+
+
+@pytest.mark.parametrize("tune", [lambda fn: quarantune.autotune({"n": [1]})(fn).name, naming.cache_name])
+def test_a_jitted_partial_is_named_after_the_module_that_tunes_it(tune: Callable[..., str]) -> None:
+    def softmax(x: Any, axis: int = 0, n: int = 1) -> Any:
+        return x
+
+    name = tune(jax.jit(functools.partial(softmax, axis=1), static_argnames=["n"]))
+    assert name == f"{__name__}.{softmax.__qualname__}"

@@ -43,22 +43,24 @@ def test_an_elementwise_kernel_has_a_throughput_where_its_operations_are_known()
     metrics = compute_elementwise_metrics(10**6, 1.0, flops_per_element=5, device="NVIDIA H200")
     assert metrics.throughput_tflops == pytest.approx(0.005)
     assert metrics.flops_utilization is None
-    assert metrics.bandwidth_utilization == pytest.approx(4e9 / 4800e9)
+    assert metrics.bandwidth_utilization == pytest.approx(100 * 4e9 / 4800e9)
 
 
-def test_utilization_is_the_share_of_the_peak_of_that_kind_and_dtype() -> None:
+def test_utilization_is_the_percentage_of_the_peak_of_that_kind_and_dtype() -> None:
     in_bf16 = compute_gemm_metrics(4096, 4096, 4096, 0.2, device="NVIDIA H200")
     in_fp8 = compute_gemm_metrics(4096, 4096, 4096, 0.2, device="NVIDIA H200", dtype=jnp.float8_e5m2)
-    assert in_bf16.flops_utilization == pytest.approx(2 * 4096**3 / 0.2e-3 / 989.4e12)
-    assert in_fp8.flops_utilization == pytest.approx(2 * 4096**3 / 0.2e-3 / 1978.9e12)
-    assert in_bf16.bandwidth_utilization == pytest.approx(3 * 2 * 4096**2 / 0.2e-3 / 4800e9)
+    assert in_bf16.flops_utilization == pytest.approx(100 * 2 * 4096**3 / 0.2e-3 / 989.4e12)
+    assert in_fp8.flops_utilization == pytest.approx(100 * 2 * 4096**3 / 0.2e-3 / 1978.9e12)
+    assert in_bf16.bandwidth_utilization == pytest.approx(100 * 3 * 2 * 4096**2 / 0.2e-3 / 4800e9)
 
 
 def test_a_peak_that_is_given_beats_the_table() -> None:
-    metrics = compute_gemm_metrics(1000, 1000, 1000, 1.0, device="NVIDIA H200", peak_tflops=4.0, peak_gbps=12.0)
-    assert metrics.flops_utilization == pytest.approx(0.5)
-    assert metrics.bandwidth_utilization == pytest.approx(0.5)
-    assert compute_elementwise_metrics(10**6, 1.0, peak_gbps=8.0).bandwidth_utilization == pytest.approx(0.5)
+    metrics = compute_gemm_metrics(
+        1000, 1000, 1000, 1.0, device="NVIDIA H200", peak_tflops=4.0, peak_bandwidth_gbps=12.0
+    )
+    assert metrics.flops_utilization == pytest.approx(50)
+    assert metrics.bandwidth_utilization == pytest.approx(50)
+    assert compute_elementwise_metrics(10**6, 1.0, peak_bandwidth_gbps=8.0).bandwidth_utilization == pytest.approx(50)
 
 
 @pytest.mark.parametrize("device", [None, UNKNOWN, "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
@@ -77,7 +79,7 @@ def test_no_utilization_is_guessed_for_a_dtype_whose_peak_the_vendor_does_not_gi
 def test_a_bare_count_of_operations_has_no_peak_until_the_dtype_is_told() -> None:
     assert from_counts(1.0, flops=1e12, device="NVIDIA H200").flops_utilization is None
     told = from_counts(1.0, flops=989.4e9, device="NVIDIA H200", dtype="bfloat16")
-    assert told.flops_utilization == pytest.approx(1.0)
+    assert told.flops_utilization == pytest.approx(100)
 
 
 def test_what_is_not_counted_is_none() -> None:
@@ -85,7 +87,7 @@ def test_what_is_not_counted_is_none() -> None:
     assert nothing == KernelMetrics(latency_ms=3.0)
     only_bytes = from_counts(1.0, bytes=4.8e9, device="NVIDIA H200")
     assert only_bytes.throughput_tflops is None
-    assert only_bytes.bandwidth_utilization == pytest.approx(1.0)
+    assert only_bytes.bandwidth_utilization == pytest.approx(100)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "float8_e4m3fn", jnp.bfloat16, np.float16, np.dtype("float32")])
@@ -115,7 +117,7 @@ def test_a_time_that_is_no_time_is_refused(latency_ms: float) -> None:
         (lambda: compute_elementwise_metrics(1, 1.0, reads=-1), "reads"),
         (lambda: from_counts(1.0, flops=-1), "flops"),
         (lambda: from_counts(1.0, bytes=math.nan), "bytes"),
-        (lambda: from_counts(1.0, peak_gbps=0), "peak_gbps"),
+        (lambda: from_counts(1.0, peak_bandwidth_gbps=0), "peak_bandwidth_gbps"),
         (lambda: from_counts(1.0, peak_tflops=-3), "peak_tflops"),
     ],
 )
@@ -125,7 +127,7 @@ def test_a_number_that_makes_no_sense_is_refused_by_name(call: Any, name: str) -
 
 
 def test_metrics_print_as_one_line_of_what_is_known() -> None:
-    full = from_counts(2.0, flops=1e12, bytes=4e9, peak_tflops=1000, peak_gbps=4000)
+    full = from_counts(2.0, flops=1e12, bytes=4e9, peak_tflops=1000, peak_bandwidth_gbps=4000)
     assert str(full) == "2 ms, 500 TFLOP/s (50.0% of peak), 2000 GB/s (50.0% of peak)"
     assert str(from_counts(0.25, bytes=1e6)) == "0.25 ms, 4 GB/s"
 

@@ -17,7 +17,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 import quarantune
-from quarantune import Outcome, metrics, resolve, spaces, sweep
+from quarantune import Outcome, metrics, resolve, spaces, supply, sweep
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -172,9 +172,22 @@ def test_tilelangs_decorator_takes_a_space_made_for_the_problem_and_inputs_set_f
         np.testing.assert_array_equal(matmul(A, B), np.full((64, 64), 16.0))
         np.testing.assert_array_equal(matmul(A, B), np.full((64, 64), 16.0))
     assert [[config["block_M"] for config in configs] for configs in sweeps] == [[16, 16, 32, 32]]
-    with quarantune.set_autotune_inputs(jnp.full((64, 32), 2.0), jnp.ones((32, 64))):
+    with quarantune.set_autotune_inputs([jnp.full((64, 32), 2.0), jnp.ones((32, 64))]):
         matmul(jnp.ones((64, 32)), jnp.ones((32, 64)))
     assert [config["block_M"] for config in sweeps[1]] == [64, 64]
+
+
+@pytest.mark.parametrize("form", [list, tuple])
+def test_tilelangs_inputs_may_be_set_as_one_list_which_may_also_be_one_argument(form: Any) -> None:
+    ones, twos = jnp.ones(4), jnp.full(4, 2.0)
+    given = form([twos, twos])
+    with quarantune.set_autotune_inputs(given):
+        spread, _ = supply.arguments(jax.jit(lambda A, B: A + B), (ones, ones), {}, "auto")
+        whole, _ = supply.arguments(jax.jit(lambda pair: pair[0] + pair[1]), (form([ones, ones]),), {}, "auto")
+        with pytest.raises(ValueError, match=r"gives for 'A' an array of float32\[4\] where the call has"):
+            supply.arguments(jax.jit(lambda A, B: A + B), (jnp.ones(8), ones), {}, "auto")
+    assert [float(array[0]) for array in spread] == [2, 2]
+    assert [float(array[0]) for array in whole[0]] == [2, 2]
 
 
 def test_tilelangs_programmatic_tuner_gives_the_best_kernel_its_latency_and_its_config() -> None:
@@ -394,10 +407,24 @@ def test_triton_auto_tuners_spaces_and_metric_helpers_have_their_names() -> None
         assert spaces.get_default_config(kernel_type) in configs
     valid = spaces.filter_valid_configs(configs, hidden_dim=None, intermediate_dim=None, M=32, N=4096, K=4096)
     assert {config["BLOCK_M"] for config in valid} == {64}
-    gemm = metrics.compute_gemm_metrics(1024, 1024, 1024, 1.0)
+    assert spaces.get_default_config("another") == {}
+    gemm = metrics.compute_gemm_metrics(1024, 1024, 1024, 1.0, peak_tflops=312.0, peak_bandwidth_gbps=2039.0)
+    assert gemm.bandwidth_utilization == pytest.approx(100 * 3 * 2 * 1024**2 / 1e6 / 2039.0)  # percent
     assert gemm.tflops == pytest.approx(2 * 1024**3 / 1e9)
     assert metrics.compute_elementwise_metrics(10**6, 1.0).bandwidth_gbps == pytest.approx(4.0)
     assert isinstance(gemm, metrics.KernelMetrics)
+
+
+def test_triton_auto_tuners_spaces_need_not_fill_every_key() -> None:
+    def dummy_kernel(x: Any, BLOCK_SIZE: int = 64, num_warps: int = 4) -> Any:
+        return x * 2
+
+    configs = [{"BLOCK_SIZE": 64}, {"num_warps": 8}]
+    result = quarantune.AutoTuner(dummy_kernel, configs, **QUICK).run(np.ones(8))
+    assert [trial.config for trial in result.trials] == [
+        {"BLOCK_SIZE": 64, "num_warps": 4},
+        {"BLOCK_SIZE": 64, "num_warps": 8},
+    ]
 
 
 # --- Triton-distributed ---------------------------------------------------------------------------------------
@@ -411,7 +438,7 @@ def gemm_function() -> quarantune.Autotuned:
         return [{"BLOCK_SIZE_M": BM, "BLOCK_SIZE_K": BK} for BM in [32, 64] for BK in [32, 64]]
 
     def key_fn(A: Any, B: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return (A.shape[0] <= 128, B.shape, str(A.dtype))
+        return (A.shape[0] <= 128, B.shape, A.dtype)
 
     def prune_fn(config: Any, A: Any, B: Any, *args: Any, **kwargs: Any) -> bool:
         shared_mem = config["BLOCK_SIZE_M"] * config["BLOCK_SIZE_K"] * A.dtype.itemsize
@@ -436,6 +463,21 @@ def test_triton_distributeds_space_is_pruned_and_calls_with_one_key_share_a_swee
     (entry,) = entries(cache_dir)
     assert entry["key_values"] == {"key_fn": [True, [32, 64], "float32"]}
     assert entry["trials"]["pruned"] == 1
+
+
+def test_triton_distributeds_key_and_prune_functions_may_leave_statics_out(sweeps: list[list[Any]]) -> None:
+    def configs(A: Any) -> list[dict[str, int]]:
+        return [{"BLOCK": size} for size in (1, 2) if size <= A.size]
+
+    @quarantune.autotune(configs, key_fn=lambda A: (A.ndim, A.dtype), prune_fn=lambda config, A: True, **QUICK)
+    @jax.jit(static_argnames=["transpose", "BLOCK"])
+    def doubled(A: Any, transpose: bool = False, BLOCK: int = 1) -> Any:
+        return (A.T if transpose else A) * 2
+
+    for call in (lambda A: doubled(A, transpose=True), lambda A: doubled(A, True), doubled):
+        for size in (2, 4):  # one key for all sizes
+            np.testing.assert_array_equal(call(jnp.ones((size, 2))).sum(), size * 4)
+    assert len(sweeps) == 2  # the static argument still counts
 
 
 def test_triton_distributeds_function_is_a_plain_one_whose_tunables_need_no_default() -> None:

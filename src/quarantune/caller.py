@@ -1,4 +1,4 @@
-"""Warns at the line of the user's code that led here, however deep inside this package and JAX the reason was found."""
+"""Which line of the user's code led here: warnings point to it, however deep inside this package and JAX they arose."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ def warn(message: str, category: type[Warning]) -> None:
         module=str(names.get("__name__") or "<unknown>"),
         registry=names.setdefault("__warningregistry__", {}),
     )
+
+
+def users_module() -> str:
+    """Returns the name of the module whose code called into this package."""
+    return str(_users_frame().f_globals.get("__name__") or "unknown")
 
 
 def _users_frame() -> types.FrameType:

@@ -19,8 +19,8 @@ class KernelMetrics:
         latency_ms: the time of one run, in milliseconds.
         throughput_tflops: arithmetic in 10^12 operations per second.
         bandwidth_gbps: memory traffic in 10^9 bytes per second.
-        flops_utilization: the share of the device's peak arithmetic, 1.0 being all of it.
-        bandwidth_utilization: the share of its peak memory bandwidth; above 1.0 a cache served part of the traffic.
+        flops_utilization: percent of the device's peak arithmetic.
+        bandwidth_utilization: percent of its peak memory bandwidth; above 100 a cache served part of the traffic.
     """
 
     latency_ms: float
@@ -74,11 +74,11 @@ def from_counts(
     dtype: Any = None,
     device: str | None = None,
     peak_tflops: float | None = None,
-    peak_gbps: float | None = None,
+    peak_bandwidth_gbps: float | None = None,
 ) -> KernelMetrics:
     """Returns the metrics of a kernel whose work is known.
 
-    Throughput is `flops / time`, bandwidth `bytes / time`, and each utilization the share of the peak.
+    Throughput is `flops / time`, bandwidth `bytes / time`, and each utilization the percentage of the peak.
 
     Args:
         latency_ms: the time of one run, in milliseconds.
@@ -88,29 +88,29 @@ def from_counts(
             from the table.
         device: the kind of device, whose peaks are looked up; None or an unknown kind gives no utilization.
         peak_tflops: the device's peak in 10^12 operations per second; beats the table.
-        peak_gbps: its peak in 10^9 bytes per second; beats the table.
+        peak_bandwidth_gbps: its peak in 10^9 bytes per second; beats the table.
 
     Raises:
         ValueError: a time or a peak that is not positive, or a negative count.
 
     Example:
-        >>> print(from_counts(2.0, flops=1e12, bytes=4e9, peak_tflops=1000, peak_gbps=4000))
+        >>> print(from_counts(2.0, flops=1e12, bytes=4e9, peak_tflops=1000, peak_bandwidth_gbps=4000))
         2 ms, 500 TFLOP/s (50.0% of peak), 2000 GB/s (50.0% of peak)
     """
     _check_positive("latency_ms", latency_ms)
     peaks = None if device is None else device_peaks(device)
     if peak_tflops is None and peaks is not None and dtype is not None:
         peak_tflops = peaks.tflops.get(_family(_numpy_dtype(dtype)))
-    if peak_gbps is None and peaks is not None:
-        peak_gbps = peaks.gbps
+    if peak_bandwidth_gbps is None and peaks is not None:
+        peak_bandwidth_gbps = peaks.gbps
     tflops = _rate("flops", flops, per_s=1e-12, latency_ms=latency_ms)
     gbps = _rate("bytes", bytes, per_s=1e-9, latency_ms=latency_ms)
     return KernelMetrics(
         latency_ms=float(latency_ms),
         throughput_tflops=tflops,
         bandwidth_gbps=gbps,
-        flops_utilization=_share("peak_tflops", tflops, peak_tflops),
-        bandwidth_utilization=_share("peak_gbps", gbps, peak_gbps),
+        flops_utilization=_percent("peak_tflops", tflops, peak_tflops),
+        bandwidth_utilization=_percent("peak_bandwidth_gbps", gbps, peak_bandwidth_gbps),
     )
 
 
@@ -119,12 +119,12 @@ def compute_gemm_metrics(
     N: int,
     K: int,
     latency_ms: float,
+    peak_tflops: float | None = None,
+    peak_bandwidth_gbps: float | None = None,
     *,
     dtype: Any = "bfloat16",
     out_dtype: Any = None,
     device: str | None = None,
-    peak_tflops: float | None = None,
-    peak_gbps: float | None = None,
 ) -> KernelMetrics:
     """Returns the metrics of a matrix product `[M, K] @ [K, N] -> [M, N]`.
 
@@ -137,11 +137,11 @@ def compute_gemm_metrics(
         N: columns of the right matrix and of the result.
         K: columns of the left matrix, rows of the right one.
         latency_ms: the time of one product, in milliseconds.
+        peak_tflops: the device's peak in 10^12 operations per second; beats the table.
+        peak_bandwidth_gbps: its peak in 10^9 bytes per second; beats the table.
         dtype: of the matrices multiplied.
         out_dtype: of the result; None for that of the matrices.
         device: the kind of device, whose peaks are looked up; None or an unknown kind gives no utilization.
-        peak_tflops: the device's peak in 10^12 operations per second; beats the table.
-        peak_gbps: its peak in 10^9 bytes per second; beats the table.
 
     Raises:
         TypeError: something that is no dtype.
@@ -162,48 +162,52 @@ def compute_gemm_metrics(
         dtype=dtype,
         device=device,
         peak_tflops=peak_tflops,
-        peak_gbps=peak_gbps,
+        peak_bandwidth_gbps=peak_bandwidth_gbps,
     )
 
 
 def compute_elementwise_metrics(
     numel: int,
     latency_ms: float,
+    bytes_per_element: int | None = None,
+    peak_bandwidth_gbps: float | None = None,
     *,
     dtype: Any = "bfloat16",
     reads: int = 1,
     writes: int = 1,
     flops_per_element: float | None = None,
     device: str | None = None,
-    peak_gbps: float | None = None,
 ) -> KernelMetrics:
     """Returns the metrics of a kernel that goes over arrays of one size, element by element.
 
-    Bytes: `numel * (reads + writes) * size`, the effective bandwidth of NVIDIA's "CUDA C++ Best Practices Guide".
+    Bytes: `numel * (reads + writes) * bytes_per_element`, the effective bandwidth of NVIDIA's "CUDA C++ Best Practices
+    Guide".
     There is no `flops_utilization`: the peaks in the table are those of matrix units, which such a kernel does not use.
 
     Args:
         numel: elements in each array.
         latency_ms: the time of one run, in milliseconds.
+        bytes_per_element: the size of an element; None for that of `dtype`.
+        peak_bandwidth_gbps: the device's peak in 10^9 bytes per second; beats the table.
         dtype: of the arrays.
         reads: arrays read.
         writes: arrays written.
         flops_per_element: arithmetic operations for each element; None gives no throughput.
         device: the kind of device, whose peak is looked up; None or an unknown kind gives no utilization.
-        peak_gbps: the device's peak in 10^9 bytes per second; beats the table.
 
     Raises:
         TypeError: something that is no dtype.
         ValueError: a time or a peak that is not positive, or a negative count.
     """
-    for name, count in (("numel", numel), ("reads", reads), ("writes", writes)):
+    size = _numpy_dtype(dtype).itemsize if bytes_per_element is None else bytes_per_element
+    for name, count in (("numel", numel), ("reads", reads), ("writes", writes), ("bytes_per_element", size)):
         _check_count(name, count)
     return from_counts(
         latency_ms,
         flops=None if flops_per_element is None else numel * flops_per_element,
-        bytes=numel * (reads + writes) * _numpy_dtype(dtype).itemsize,
+        bytes=numel * (reads + writes) * size,
         device=device,
-        peak_gbps=peak_gbps,
+        peak_bandwidth_gbps=peak_bandwidth_gbps,
     )
 
 
@@ -214,11 +218,11 @@ def _rate(name: str, count: float | None, *, per_s: float, latency_ms: float) ->
     return float(count) * per_s / (latency_ms * 1e-3)
 
 
-def _share(name: str, reached: float | None, peak: float | None) -> float | None:
+def _percent(name: str, reached: float | None, peak: float | None) -> float | None:
     if peak is None:
         return None
     _check_positive(name, peak)
-    return None if reached is None else reached / peak
+    return None if reached is None else 100 * reached / peak
 
 
 def _check_positive(name: str, value: float) -> None:
@@ -231,8 +235,8 @@ def _check_count(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value!r}; give a count, zero or more.")
 
 
-def _of_peak(share: float | None) -> str:
-    return "" if share is None else f" ({share:.1%} of peak)"
+def _of_peak(percent: float | None) -> str:
+    return "" if percent is None else f" ({percent:.1f}% of peak)"
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from quarantune import caller
 
 
 def cache_name(fn: Callable[..., Any]) -> str:
@@ -16,8 +19,13 @@ def cache_name(fn: Callable[..., Any]) -> str:
 
 
 def module_name(fn: Callable[..., Any]) -> str:
-    """Returns the function's module; for a script its file's stem, as `__main__` would be the same for all."""
+    """Returns the function's module; for a script its file's stem, as `__main__` would be the same for all.
+
+    A jitted `functools.partial` says that it is of `functools`: it counts as one of the module that tunes it.
+    """
     module = getattr(fn, "__module__", None) or "unknown"
+    if module == functools.__name__ and isinstance(inspect.unwrap(fn), functools.partial):
+        module = caller.users_module()
     if module != "__main__":
         return module
     main = sys.modules.get("__main__")

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from quarantune import _jax_internals, payload
+from quarantune.config_values import is_tagged, tagged
 
 _EMPTY = inspect.Parameter.empty
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -167,6 +168,50 @@ def named(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
             yield from ((f"**{key}" if key in parameters else key, item) for key, item in value.items())
         else:
             yield name, value
+
+
+def fitted(
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    statics: Iterable[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call as a function beside the tuned one takes it, which may leave static parameters out or name more.
+
+    Args:
+        function: `key_fn`, `prune_fn` or a function that makes configs.
+        signature: of the tuned function.
+        statics: its static parameters.
+        args: the call's positional arguments.
+        kwargs: its keyword arguments.
+    """
+    try:
+        expected = inspect.signature(function)
+        expected.bind(*args, **kwargs)
+    except ValueError:  # a built-in that does not tell
+        return args, dict(kwargs)
+    except TypeError:
+        bound = signature.bind_partial(*args, **kwargs)
+        for name in statics:
+            default = signature.parameters[name].default if name in signature.parameters else _EMPTY
+            if name not in expected.parameters:
+                bound.arguments.pop(name, None)
+            elif default is not _EMPTY:
+                bound.arguments.setdefault(name, default)
+        return bound.args, bound.kwargs
+    return args, dict(kwargs)
+
+
+def key_part(value: Any) -> Any:
+    """Returns what a `key_fn` returned with dtypes by their names, and enums and dataclasses as in a config."""
+    if is_tagged(value):
+        value = tagged(value)
+    if isinstance(value, Mapping):
+        return {key: key_part(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [key_part(item) for item in value]
+    return _describe_plain(value).get("dtype", value) if isinstance(value, (type, np.dtype)) else value
 
 
 def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -45,7 +45,16 @@ from quarantune.outcomes import (
     TuningFailedError,
     count_outcomes,
 )
-from quarantune.problem import CallDescription, Problem, as_structs, describe_call, is_array, named
+from quarantune.problem import (
+    CallDescription,
+    Problem,
+    as_structs,
+    describe_call,
+    fitted,
+    is_array,
+    key_part,
+    named,
+)
 from quarantune.progress import Progress
 from quarantune.result import TuningResult
 from quarantune.sandbox import template
@@ -265,7 +274,7 @@ class Resolver:
         """Returns the configs to try for a call."""
         if not callable(self._configs):
             return list(self._configs)
-        struct_args, struct_kwargs = as_structs(args, kwargs)
+        struct_args, struct_kwargs = self._fitted(self._configs, *as_structs(args, kwargs))
         configs = space.expand_callable(
             self._configs, struct_args, struct_kwargs, fn_name=self.name, parameters=self._signature
         )
@@ -275,9 +284,22 @@ class Resolver:
     def _seen(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> assignments.Seen:
         """Returns what the function that tunes this one for itself must know of a call."""
         configs = self.expand(args, kwargs)
-        prune_fn, (struct_args, struct_kwargs) = self.options.prune_fn, as_structs(args, kwargs)
-        kept = [config for config in configs if not prune_fn or prune_fn(dict(config), *struct_args, **struct_kwargs)]
+        keeps = self.pruning(args, kwargs)
+        kept = [config for config in configs if keeps(config)]
         return assignments.Seen(kept, space_of(configs))
+
+    def pruning(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[Config], bool]:
+        """Returns what says whether a config is worth a worker for a call."""
+        prune_fn = self.options.prune_fn
+        if prune_fn is None:
+            return lambda config: True
+        taken_args, taken_kwargs = self._fitted(functools.partial(prune_fn, {}), *as_structs(args, kwargs))
+        return lambda config: bool(prune_fn(dict(config), *taken_args, **taken_kwargs))
+
+    def _fitted(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return fitted(function, self._signature, self._statics(args, kwargs), args, kwargs)
 
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where a config's keys are not what the function can take."""
@@ -296,22 +318,8 @@ class Resolver:
 
     def _tunable_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[str]:
         if not self._tunables:  # a callable space, whose keys show with its first use
-            self._tunables = frozenset(self.expand(*self._without_tunables(args, kwargs))[0])
+            self._tunables = frozenset(self.expand(args, kwargs)[0])
         return self._tunables
-
-    def _without_tunables(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Returns a call as a callable space expects it, whose tunables are not known yet but may be given by hand."""
-        expected = inspect.signature(self._configs)
-        try:
-            expected.bind(*args, **kwargs)
-        except TypeError:
-            bound = self._signature.bind(*args, **kwargs)
-            for name in self._statics(args, kwargs) - expected.parameters.keys():
-                bound.arguments.pop(name, None)
-            return bound.args, bound.kwargs
-        return args, kwargs
 
     def _statics(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[str]:
         """Returns the parameters of a call that count by value."""
@@ -360,13 +368,15 @@ class Resolver:
         key_fn = self.options.key_fn
         if key_fn is None:
             return call.key_values
-        bucket = key_fn(*args, **kwargs)
+        taken_args, taken_kwargs = self._fitted(key_fn, args, kwargs)
+        returned = key_fn(*taken_args, **taken_kwargs)
+        bucket = key_part(returned)
         try:
             cache.canonical_json(bucket)
         except (TypeError, ValueError) as error:
             is_symbolic = suitable.has_symbolic_shapes(args, kwargs)
             hint = "; for symbolic shapes return what it returns for the concrete ones" if is_symbolic else ""
-            raise TypeError(f"{self.name}: key_fn returned {bucket!r}, which JSON cannot hold: {error}{hint}") from None
+            raise TypeError(f"{self.name}: key_fn returned {returned!r}, which JSON cannot hold: {error}{hint}") from None
         static = {name: value for name, value in call.key_values.items() if name in self._statics(args, kwargs)}
         return {**static, "key_fn": bucket}
 
@@ -605,12 +615,9 @@ class _Run:
         }
 
     def _prune(self, progress: Progress) -> None:
-        prune_fn = self._resolver.options.prune_fn
-        if prune_fn is None:
-            return
-        args, kwargs = as_structs(self._args, self._kwargs)
+        keeps = self._resolver.pruning(self._args, self._kwargs)
         for index, config in enumerate(self._configs):
-            if not prune_fn(dict(config), *args, **kwargs):
+            if not keeps(config):
                 trial = Trial(config=config, outcome=Outcome.PRUNED, message="prune_fn said no")
                 self._trials[index] = trial
                 progress.step(trial)

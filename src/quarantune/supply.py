@@ -37,7 +37,7 @@ class set_autotune_inputs:
     values must be those of these arguments, in whichever way either is spelt.
 
     Args:
-        *args: the tuned function's positional arguments, without tunables.
+        *args: the tuned function's positional arguments, without tunables; or one list or tuple of them.
         **kwargs: its keyword arguments.
 
     Example:
@@ -73,8 +73,7 @@ def arguments(
     """
     call = args, dict(kwargs)
     if _blocks.entered:
-        given = _blocks.entered[-1]
-        return _spelt_alike((given.args, dict(given.kwargs)), call, fn, _REAL)
+        return _given_for_block(_blocks.entered[-1], call, fn)
     leaves = jax.tree.leaves(call)
     if not callable(supply) or not any(_has_no_value(leaf) for leaf in leaves):
         return call
@@ -82,6 +81,16 @@ def arguments(
     with jax.ensure_compile_time_eval():  # the call may be inside a trace, which this is not part of
         supplied = tuple(supply(structs))
     return _spelt_alike((supplied, dict(kwargs)), call, fn, "supply")
+
+
+def _given_for_block(given: set_autotune_inputs, call: Arguments, fn: Callable[..., Any]) -> Arguments:
+    """Returns the block's inputs; a single list or tuple holds all of them, unless the call has such an argument."""
+    try:
+        return _spelt_alike((given.args, given.kwargs), call, fn, _REAL)
+    except ValueError:
+        if given.kwargs or len(given.args) != 1 or not isinstance(given.args[0], (list, tuple)):
+            raise
+    return _spelt_alike((tuple(given.args[0]), {}), call, fn, _REAL)
 
 
 def _has_no_value(leaf: Any) -> bool:
