@@ -376,7 +376,9 @@ class Resolver:
         except (TypeError, ValueError) as error:
             is_symbolic = suitable.has_symbolic_shapes(args, kwargs)
             hint = "; for symbolic shapes return what it returns for the concrete ones" if is_symbolic else ""
-            raise TypeError(f"{self.name}: key_fn returned {returned!r}, which JSON cannot hold: {error}{hint}") from None
+            raise TypeError(
+                f"{self.name}: key_fn returned {returned!r}, which JSON cannot hold: {error}{hint}"
+            ) from None
         static = {name: value for name, value in call.key_values.items() if name in self._statics(args, kwargs)}
         return {**static, "key_fn": bucket}
 
