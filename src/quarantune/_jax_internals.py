@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
 import operator
 import os
 import sys
@@ -591,17 +592,22 @@ def keep_compiled(programs: Mapping[str, bytes]) -> bool:
         programs: compiled programs by JAX's key.
 
     Returns:
-        Whether there is such a place: the caller has configured a persistent compilation cache.
+        Whether there is such a place, and it takes them: a persistent compilation cache that the caller has
+        configured.
     """
     from jax._src import compilation_cache
 
     if not jax.config.values["jax_compilation_cache_dir"] or not jax.config.values["jax_enable_compilation_cache"]:
         return False
-    cache = compilation_cache._get_cache(jax.local_devices()[0].client)
-    if cache is None:
+    try:
+        cache = compilation_cache._get_cache(jax.local_devices()[0].client)
+        if cache is None:
+            return False
+        for key, value in programs.items():
+            cache.put(key, value)
+    except OSError as error:  # a full or read-only disk, of which JAX itself only warns
+        logging.getLogger("quarantune").info("JAX's compilation cache cannot be written: %s", error)
         return False
-    for key, value in programs.items():
-        cache.put(key, value)
     return True
 
 

@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -116,6 +117,9 @@ def _setting(parse: Callable[[Any], Any], accepts: str, default: Any = None, *, 
 def _default_cache_dir() -> Path:
     import platformdirs
 
+    if not os.environ.get("XDG_CACHE_HOME") and os.path.expanduser("~").startswith("~"):
+        # A user without a home, as a container may run its job as.
+        return Path(tempfile.gettempdir()) / f"quarantune-{os.getuid()}"
     return platformdirs.user_cache_path("quarantune", appauthor=False)
 
 

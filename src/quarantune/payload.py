@@ -16,7 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from quarantune import _jax_internals, unpicklable
+from quarantune import _jax_internals, origins, unpicklable
 from quarantune.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start, restore_array
 from quarantune.pickling import dumps, loads, travels_by_name
 
@@ -316,10 +316,9 @@ def pack_call(
     packed_args = tuple(packer.pack(value) for value in args)
     packed_kwargs = {name: packer.pack(value) for name, value in kwargs.items()}
     root = _Root(fn, packed_args, packed_kwargs, dict(companions or {}), dict(config_values or {}))
-    path = [os.path.abspath(entry) for entry in sys.path]  # "" means where this process stands
     specs = tuple(packer.specs)
     return PackedCall(
-        blob=pickle.dumps((path, _travelling_config(), specs, _context_mesh(specs), dumps(root))),
+        blob=pickle.dumps((origins.import_path(), _travelling_config(), specs, _context_mesh(specs), dumps(root))),
         call=Call(
             fn=fn,
             args=root.args,

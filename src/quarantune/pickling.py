@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 import jax
 
-from quarantune import _jax_internals, classes, unpicklable
+from quarantune import _jax_internals, classes, origins, unpicklable
 from quarantune.arrays import concrete_data, restore_array
 
 _SIGNATURE_ATTRIBUTES = (
@@ -265,6 +265,8 @@ def _can_import(name: str) -> bool:
     module = sys.modules.get(name)
     if module is None or name in ("__main__", "__mp_main__"):
         return False
+    if origins.is_imported_early(name):
+        return True
     parent = name.rpartition(".")[0]
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     if parent and path is None:

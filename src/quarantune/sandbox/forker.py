@@ -199,8 +199,9 @@ class Forker:
     ) -> None:
         connection_fd, log_fd, *task_fds = fds
         keep = [fd for fd in (connection_fd, log_fd, *task_fds, shared.payload_fd, shared.arrays_fd) if fd >= 0]
-        process = subprocess.Popen(
-            spawning.command("worker", sys.path),
+        process = spawning.start(
+            "worker",
+            {},
             stdin=subprocess.PIPE,
             stdout=log_fd,
             stderr=log_fd,

@@ -6,14 +6,19 @@ import contextlib
 import importlib
 import json
 import os
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Collecting garbage while JAX is imported costs a third of that time and finds none.
+from quarantune import origins
+from quarantune.sandbox import spool
+
+# Collecting garbage while JAX is imported costs a third of that time and finds none. The import path is set before
+# anything is imported that is not in Python's own library.
 _BOOTSTRAP = (
-    "import gc, sys, json; gc.disable(); o = json.loads(sys.argv[1]); sys.path[:] = o['path']; "
-    "from quarantune.sandbox import main; main.run(o)"
+    "import sys, gc, json, os; gc.disable(); o = json.loads(os.pread(int(sys.argv[1]), int(sys.argv[2]), 0)); "
+    "os.close(int(sys.argv[1])); sys.path[:] = o['path']; from quarantune.sandbox import main; main.run(o)"
 )
 
 
@@ -29,31 +34,40 @@ def import_modules(names: Sequence[str]) -> None:
                 importlib.import_module(name)
 
 
-def command(role: str, path: Sequence[str], **options: Any) -> list[str]:
-    """Returns the command line of a process of ours.
+def start(role: str, options: Mapping[str, Any], *, pass_fds: Sequence[int], **popen: Any) -> subprocess.Popen[bytes]:
+    """Starts a process of ours.
 
-    `-c` and an explicit path, because `-m` would put the working directory first on the path, and `multiprocessing`'s
-    spawn would run the caller's `__main__` again.
+    `-c` and an explicit path, because `multiprocessing`'s spawn would run the caller's `__main__` again; `-P`, because
+    `-c` would put the working directory first on the path. The options are in a nameless file, because a command line
+    has room for 128 KiB.
 
     Args:
         role: `template` or `worker`.
-        path: the `sys.path` it is to have; an empty entry means the working directory of this moment.
         options: JSON-able data for its main.
+        pass_fds: descriptors that it is to have.
+        **popen: as for `subprocess.Popen`.
 
     Raises:
         RuntimeError: there is no interpreter to start, as in an embedded Python.
+        OSError: it cannot be started.
     """
     if not sys.executable:
         raise RuntimeError(
             "sys.executable is empty, so no worker can be started: set sys.executable to a Python interpreter "
             "or set QUARANTUNE_ISOLATION=none"
         )
-    optimize = ["-" + "O" * sys.flags.optimize] if sys.flags.optimize else []
-    full = [entry or os.getcwd() for entry in path]
-    return [
-        sys.executable,
-        *optimize,
-        "-c",
-        _BOOTSTRAP,
-        json.dumps({"role": role, "path": full, **options}),
-    ]
+    data = json.dumps({"role": role, "path": origins.startup_path(), **options}).encode()
+    fd = spool.create("options", size_bytes=len(data))
+    try:
+        spool.write(fd, data)
+        command = [sys.executable, *_flags(), "-P", "-c", _BOOTSTRAP, str(fd), str(len(data))]
+        return subprocess.Popen(command, pass_fds=[*pass_fds, fd], **popen)
+    finally:
+        os.close(fd)
+
+
+def _flags() -> list[str]:
+    """Returns the interpreter's flags that decide what the caller's own imports find, or do."""
+    isolated = "-I" if sys.flags.isolated else "-E" if sys.flags.ignore_environment else ""
+    user = "-s" if sys.flags.no_user_site and not sys.flags.isolated else ""
+    return [flag for flag in ("-" + "O" * sys.flags.optimize, isolated, user) if len(flag) > 1]

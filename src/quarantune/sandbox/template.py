@@ -36,8 +36,9 @@ class Template:
         self._sending = threading.Lock()  # sweeps of several threads share this connection
         self._log_fd = spool.create_log()
         try:
-            self._process = subprocess.Popen(
-                spawning.command("template", sys.path, fd=theirs.fileno(), owner=os.getpid(), argv=list(sys.argv)),
+            self._process = spawning.start(
+                "template",
+                {"fd": theirs.fileno(), "owner": os.getpid(), "argv": [str(word) for word in sys.argv]},
                 stdin=subprocess.DEVNULL,
                 stdout=self._log_fd,
                 stderr=self._log_fd,
