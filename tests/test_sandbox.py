@@ -24,7 +24,8 @@ import pytest
 
 import quarantune
 from quarantune import payload, routes
-from quarantune.devices import Device, Lease, cheap_context, visible_devices
+from quarantune.devices import Device, cheap_context, visible_devices
+from quarantune.leases import Lease
 from quarantune.options import Options
 from quarantune.outcomes import SandboxError
 from quarantune.sandbox import pool, spool, template
@@ -890,15 +891,22 @@ def test_a_stuck_holder_is_passed_over_after_a_minute_with_a_warning(
         f"another tuner has held {device.name} for over 60 s; measuring beside it"
     ]
     patient.release()
-    assert not patient.acquire(61.0), "once it was given up, its patience begins anew"
+    assert patient.acquire(61.0), "one sweep is patient once"
+    patient.release()
+    other = Lease(device)
+    assert not other.acquire(61.0), "another one has patience of its own"
+    other.release()
     stuck.release()
     assert patient.acquire(61.2)
+    assert not stuck.acquire(61.4), "what is free is taken and not passed over"
     patient.release()
+    stuck.release()
 
 
 HOLDER = """
 import os, signal, sys
-from quarantune.devices import Device, Lease
+from quarantune.devices import Device
+from quarantune.leases import Lease
 lease = Lease(Device("cuda", "fake", sys.argv[1]))
 assert lease.acquire(0.0)
 if sys.argv[2] == "fork" and os.fork() == 0:

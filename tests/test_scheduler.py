@@ -16,8 +16,9 @@ import pytest
 
 from quarantune import host
 from quarantune import memory as memory_module
-from quarantune.devices import Device, Lease
+from quarantune.devices import Device
 from quarantune.finals import Final
+from quarantune.leases import Lease
 from quarantune.outcomes import Config, Outcome, Phase, Route, SandboxError, Trial
 from quarantune.sandbox import pool
 from quarantune.sandbox.pool import Damaged, Ended, Said

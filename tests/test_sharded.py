@@ -14,8 +14,9 @@ import pytest
 
 import quarantune
 from quarantune import inputs, sweep
-from quarantune.devices import Device, Lease, cpu_device, grouped
+from quarantune.devices import Device, cpu_device, grouped
 from quarantune.environment import current
+from quarantune.leases import Lease
 from quarantune.options import Options
 from quarantune.payload import MeshSpec
 

@@ -1,28 +1,15 @@
-"""Which devices a sweep may use, what a worker must be told to see some of them, and leases on them."""
+"""Which devices a sweep may use, and what a worker must be told to see some of them."""
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
-import socket
-import sys
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quarantune import host
 
-_logger = logging.getLogger("quarantune")
-
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "ROCR_VISIBLE_DEVICES"}
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-_NAMESPACE = "_QUARANTUNE_LEASE_NAMESPACE"
-"""Prefixes the names of leases, so that test processes that run side by side do not wait for one another's turns."""
-_LEASE_PATIENCE_S = 60.0
-"""A lease held by another tuner for this long is taken for stuck, as a stopped process is."""
-_YIELD_S = 0.12
-"""After a turn, a lease is left alone this long where somebody else waits: more than two of their polls."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,120 +151,3 @@ def _select(devices: list[Device], allowed: Sequence[str]) -> list[Device]:
             there = ", ".join(f"{index} ({device.token})" for index, device in enumerate(devices))
             raise ValueError(f"QUARANTUNE_DEVICES names {name!r}, which is not there; visible are: {there}")
     return selected
-
-
-class Lease:
-    """The machine-wide right to measure on a device: other tuners, in any process or thread, wait for it.
-
-    That of a group is the right to every device in it, taken whole or not at all, so that no two wait for each other.
-    It is a name in Linux's abstract socket namespace: the kernel frees it with its holder, whatever that dies of, and
-    there is no file to be left behind. A second name says that somebody waits, so that a busy tuner lets others have a
-    turn. Where there are no such names every tuner has its way at once.
-    """
-
-    def __init__(self, device: Device) -> None:
-        """Args: device: the device."""
-        self._device = device
-        self._held: list[socket.socket] = []
-        self._waiting: dict[str, socket.socket] = {}
-        self._waits_since: float | None = None
-        self._had_turn = False
-        self._not_before = 0.0
-        self._unlocked = False
-
-    def acquire(self, now: float) -> bool:
-        """Takes the lease if it is free; never waits.
-
-        Args:
-            now: the time in seconds on any steady clock.
-
-        Returns:
-            Whether it is held now. After a minute of refusals it counts as held, with a warning.
-        """
-        if self._held or self._unlocked or sys.platform != "linux":
-            return True
-        if self._had_turn:
-            self._had_turn = False
-            self._not_before = now + _YIELD_S if self._somebody_waits() else now
-        if now < self._not_before:
-            return False
-        self._held = _bind_all(self._names("lease"))
-        if self._held:
-            self._stop_waiting()
-            return True
-        for name in self._names("queue"):
-            if name not in self._waiting and (place := _bind(name)) is not None:
-                self._waiting[name] = place
-        if self._waits_since is None:
-            self._waits_since = now
-            _logger.info("waiting for %s: another tuner is measuring on it", self._device.name)
-        elif now - self._waits_since > _LEASE_PATIENCE_S:
-            _logger.warning(
-                "another tuner has held %s for over %g s; measuring beside it", self._device.name, _LEASE_PATIENCE_S
-            )
-            self._unlocked = True
-            self._stop_waiting()
-        return self._unlocked
-
-    def release(self) -> None:
-        """Gives the lease up; one that is not held is no harm."""
-        self._stop_waiting()
-        self._unlocked = False
-        if self._held:
-            _close_all(self._held)
-            self._held = []
-            self._had_turn = True
-
-    def _somebody_waits(self) -> bool:
-        probes = _bind_all(self._names("queue"))
-        _close_all(probes)
-        return not probes
-
-    def _stop_waiting(self) -> None:
-        self._waits_since = None
-        _close_all(self._waiting.values())
-        self._waiting.clear()
-
-    def _names(self, role: str) -> list[str]:
-        namespace = os.environ.get(_NAMESPACE, "")
-        return [f"\0quarantune-{role}-{namespace}{device.name}" for device in self._device.members]
-
-
-def _bind(name: str) -> socket.socket | None:
-    """Returns a socket that owns `name`, or None where another one does."""
-    claimed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        claimed.bind(name)
-    except OSError:
-        claimed.close()
-        return None
-    _claimed.add(claimed)
-    return claimed
-
-
-def _bind_all(names: Sequence[str]) -> list[socket.socket]:
-    """Returns sockets that own all the names, or none where another one owns any."""
-    bound: list[socket.socket] = []
-    for name in names:
-        if (claimed := _bind(name)) is None:
-            _close_all(bound)
-            return []
-        bound.append(claimed)
-    return bound
-
-
-def _close_all(sockets: Iterable[socket.socket]) -> None:
-    for claimed in sockets:
-        claimed.close()
-
-
-_claimed: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _disclaim() -> None:
-    """Closes, in a fork, the copies of what its parent holds: they would keep it from ever being free again."""
-    for claimed in list(_claimed):
-        claimed.close()
-
-
-os.register_at_fork(after_in_child=_disclaim)

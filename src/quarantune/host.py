@@ -107,6 +107,15 @@ def resident_bytes(pid: int) -> tuple[int, int]:
     return (resident - shared) * _PAGE_BYTES, shared * _PAGE_BYTES
 
 
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped, by a signal or by a debugger; False where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
+
+
 def children(pid: int) -> list[int]:
     """Returns the children of a process; empty when it is gone."""
     return _children_function()(pid)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -14,6 +16,7 @@ import jax
 
 from quarantune import _jax_internals, discovery, finals, host
 from quarantune.environment import Settings, parse_memory
+from quarantune.leases import Lease
 from quarantune.options import Options
 from quarantune.outcomes import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.problem import Problem
@@ -75,6 +78,7 @@ class Routes:
         self._scheduler: Scheduler | None = None
         self._expected_fd = -1
         self._schedulers = contextlib.ExitStack()
+        self._lease_on = functools.cache(functools.partial(Lease, thread=threading.get_ident()))
         self._troubled = troubled
         self._on_many_devices = on_many_devices
         self._on_cpu = problem.platform == "cpu"
@@ -217,6 +221,7 @@ class Routes:
             on_tick=self._on_tick,
             on_phase=self._on_phase,
             expected_fd=self._expected_fd,
+            lease_on=self._lease_on,
         )
         self._schedulers.callback(self._scheduler.close)
         return self._scheduler

@@ -18,7 +18,8 @@ from typing import Any, Protocol, TypeVar
 
 from quarantune import finals, host, measure, memory, stops
 from quarantune.config_values import encode
-from quarantune.devices import Device, Lease
+from quarantune.devices import Device
+from quarantune.leases import Lease
 from quarantune.outcomes import Config, Outcome, Phase, Route, Trial, is_plausible_ms
 from quarantune.sandbox import pool, spool
 
@@ -204,6 +205,7 @@ class Scheduler:
         expected_fd: int = -1,
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = host.available_memory_bytes,
+        lease_on: Callable[[Device], Lease] = Lease,
     ) -> None:
         """Sets up a scheduler.
 
@@ -216,6 +218,7 @@ class Scheduler:
             expected_fd: holds what outputs are compared with; -1 for nothing.
             clock: seconds.
             available_memory: bytes of memory that are free now.
+            lease_on: makes the lease on a device, or finds that which the sweep has.
         """
         self._sandbox = sandbox
         self._plan = plan
@@ -228,7 +231,7 @@ class Scheduler:
         self._pending: collections.deque[_Job] = collections.deque()
         self._ready: collections.deque[_Job] = collections.deque()
         self._workers: dict[int, _Worker] = {}
-        self._devices = [_DeviceState(device, Lease(device)) for device in plan.devices]
+        self._devices = [_DeviceState(device, lease_on(device)) for device in plan.devices]
         self._spare: _Worker | None = None
         self._ahead = plan.ahead
         self._waiting_since: float | None = None

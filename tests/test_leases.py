@@ -1,0 +1,195 @@
+"""How long a tuner waits for another one's turn, and for whom it does not wait at all."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from aftermath import eventually
+
+import quarantune
+from quarantune import host
+from quarantune.devices import Device
+from quarantune.leases import Lease
+
+SOURCES = str(Path(quarantune.__file__).parents[1])
+HOLDER = """
+import os, signal, sys
+from quarantune.devices import Device
+from quarantune.leases import Lease
+lease = Lease(Device("cuda", "fake", sys.argv[1]))
+assert lease.acquire(0.0)
+print("held", flush=True)
+sys.stdin.read()
+lease.release()
+print("released", flush=True)
+"""
+SQUATTER = """
+import os, socket, sys
+squatter = socket.socket(socket.AF_UNIX)
+if sys.argv[2] != "as we are":
+    os.setuid(int(sys.argv[2]))
+squatter.bind(chr(0) + sys.argv[1])
+if sys.argv[2] != "as we are":
+    squatter.listen()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def device(tmp_path: Path) -> Device:
+    """A device of this test's own: leases on it are machine-wide."""
+    return Device("cuda", "fake", f"{tmp_path.name}-{os.getpid()}-{time.monotonic_ns()}")
+
+
+@contextlib.contextmanager
+def program(code: str, *argv: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *argv],
+        env={**os.environ, "PYTHONPATH": SOURCES},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_stopped_holder_is_passed_over_at_once_for_the_whole_sweep(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    lease = Lease(device)
+    with program(HOLDER, device.token) as holder:
+        assert not lease.acquire(0.0)
+        assert not lease.acquire(5.0), "a holder that runs is waited for"
+        holder.send_signal(signal.SIGSTOP)
+        assert eventually(lambda: host.is_stopped(holder.pid))
+        assert not lease.acquire(6.0)
+        assert lease.acquire(6.6)
+        lease.release()
+        assert lease.acquire(7.0), "it is asked about once in a sweep"
+        assert warnings(caplog) == [
+            f"{device.name} is held by process {holder.pid}, which is stopped; measuring beside it"
+        ]
+        holder.send_signal(signal.SIGCONT)
+        holder.communicate()
+        assert lease.acquire(8.0)
+        other = Lease(device)
+        assert not other.acquire(8.0), "it was free, and is held again"
+        other.release()
+    lease.release()
+
+
+def test_a_holder_that_was_stopped_for_a_moment_is_waited_for(device: Device) -> None:
+    lease = Lease(device)
+    with program(HOLDER, device.token) as holder:
+        for now in (0.0, 1.0, 2.0):
+            assert not lease.acquire(now)
+            os.kill(holder.pid, signal.SIGSTOP if now == 0.0 else signal.SIGCONT)
+            assert eventually(lambda now=now: host.is_stopped(holder.pid) == (now == 0.0))  # type: ignore[misc]
+    lease.release()
+
+
+@pytest.mark.parametrize("user", ["as we are", "65534"])
+def test_a_name_that_no_tuner_of_ours_holds_is_no_reason_to_wait(
+    user: str, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    if user != "as we are" and os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    lease = Lease(device)
+    (name,) = lease._names("lease")
+    with program(SQUATTER, name[1:], user) as squatter:
+        passed = [lease.acquire(now) for now in (0.0, 0.6, 1.2)]
+        assert passed == ([False, True, True] if user == "as we are" else [True, True, True])
+        who = "a process that is no tuner" if user == "as we are" else f"process {squatter.pid} of another user (65534)"
+        (told,) = warnings(caplog)
+        assert told.startswith(f"{device.name} is held by {who}")
+    lease.release()
+
+
+def test_users_do_not_wait_for_each_other(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = Lease(device), Lease(device)
+    assert ours.acquire(0.0)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert theirs.acquire(0.0)
+    theirs.release()
+    monkeypatch.undo()
+    ours.release()
+
+
+def test_many_waiting_tuners_do_not_fill_the_holder_up(device: Device) -> None:
+    holder, waiting = Lease(device), Lease(device)
+    assert holder.acquire(0.0)
+    for look in range(119):
+        assert not waiting.acquire(0.5 * look)
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        probe.connect(waiting._names("lease")[0])
+    holder.release()
+    waiting.release()
+
+
+def test_another_thread_of_this_process_is_waited_for(device: Device) -> None:
+    mine, nested = (Lease(device, thread=threading.get_ident()) for _ in range(2))
+    other = Lease(device, thread=threading.get_ident() + 1)
+    assert mine.acquire(0.0)
+    assert nested.acquire(0.0), "it is this thread's own, which would wait for itself"
+    assert not other.acquire(0.0)
+    for lease in (nested, mine, other):
+        lease.release()
+
+
+def test_a_sweep_started_from_a_progress_callback_does_not_wait_for_itself() -> None:
+    took_s: list[float] = []
+
+    @quarantune.autotune({"n": [1, 2]}, rep=1, name="inner")
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def inner(x: jax.Array, n: int = 1) -> jax.Array:
+        return x * n
+
+    @quarantune.autotune({"n": [1, 2]}, rep=1, name="outer")
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def outer(x: jax.Array, n: int = 1) -> jax.Array:
+        return x + n
+
+    class Nesting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("outer: n=") and not took_s:
+                took_s.append(0.0)
+                start = time.monotonic()
+                inner.tune(np.ones(8, np.float32))
+                took_s[0] = time.monotonic() - start
+
+    logger, handler = logging.getLogger("quarantune"), Nesting(logging.INFO)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        outer.tune(np.ones(8, np.float32))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert took_s
+    assert took_s[0] < 50, "it waited for its own process to give the device up, which takes a minute"
