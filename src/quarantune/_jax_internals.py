@@ -491,6 +491,136 @@ def prepare_to_load(executable: bytes) -> None:
         linalg.initialize_lapack()
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExecutableParts:
+    """What a compiled program consists of, apart from the trees of its arguments and outputs.
+
+    Attributes:
+        program: XLA's own serialisation of it.
+        name: as error messages have it.
+        committed: whether its outputs stay on their devices.
+        kept: which arguments it takes, counted flat.
+        donated: which arguments it overwrites, counted flat.
+        all_in_avals: the types of all arguments, also of those it has no use for.
+        in_avals: the types of the arguments that it takes.
+        out_avals: the types of its outputs.
+        in_shardings: where its arguments lie.
+        out_shardings: where its outputs lie.
+        in_layouts: how its arguments lie there.
+        out_layouts: how its outputs lie there.
+    """
+
+    program: bytes
+    name: str
+    committed: bool
+    kept: Sequence[int]
+    donated: Sequence[int]
+    all_in_avals: Sequence[Any]
+    in_avals: Sequence[Any]
+    out_avals: Sequence[Any]
+    in_shardings: Sequence[Any]
+    out_shardings: Sequence[Any]
+    in_layouts: Sequence[Any]
+    out_layouts: Sequence[Any]
+
+
+def executable_parts(compiled: jax.stages.Compiled) -> ExecutableParts:
+    """Returns the parts of a compiled program.
+
+    Private because the public `serialize_executable` gives a pickle of them, which runs code where it is loaded.
+
+    Raises:
+        ValueError: there is more to it, such as effects, callbacks or constants.
+    """
+    whole: Any = compiled
+    found = getattr(whole._executable, "_unloaded_executable", None)
+    if found is None or found.all_args_info is None:
+        raise ValueError("this kind of program cannot be taken to parts")
+    more = ("unordered_effects", "ordered_effects", "keepalive", "host_callbacks", "mut", "pgle_profiler")
+    if extra := [name for name in more if getattr(found, name, None)]:
+        raise ValueError(f"it has {', '.join(extra)}")
+    if whole._params.const_args or whole._no_kwargs or any(item is not None for item in found.dispatch_in_layouts):
+        raise ValueError("it has constants among its arguments, takes none by keyword, or layouts of its own")
+    executable = found.xla_executable
+    client = getattr(executable, "client", None)
+    infos = jax.tree.leaves(compiled.args_info, is_leaf=lambda item: isinstance(item, jax.stages.ArgInfo))
+    return ExecutableParts(
+        program=executable.serialize() if client is None else client.serialize_executable(executable),
+        name=found.name,
+        committed=bool(found.committed),
+        kept=sorted(found.kept_var_idx),
+        donated=[index for index, info in enumerate(infos) if info.donated],
+        all_in_avals=[info._aval for info in infos],
+        in_avals=found.input_avals,
+        out_avals=found.output_avals,
+        in_shardings=found.input_shardings,
+        out_shardings=found.output_shardings,
+        in_layouts=found.xla_in_layouts,
+        out_layouts=found.xla_out_layouts,
+    )
+
+
+def executable_from_parts(parts: ExecutableParts, *, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Any:
+    """Returns the compiled program that consists of these parts, loaded onto devices of this process.
+
+    Args:
+        parts: what `executable_parts` returned, rebuilt for this process.
+        in_tree: the tree of its arguments, as a pair of those by position and those by keyword.
+        out_tree: the tree of its outputs.
+        devices: the devices it runs on, in the order it knows them in.
+    """
+    from jax._src import core
+    from jax._src.interpreters import pxla
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+    client, device_list = devices[0].client, xla_client.DeviceList(tuple(devices))
+    names = tuple("" for _ in parts.all_in_avals)
+    unloaded = pxla.UnloadedMeshExecutable(
+        xla_executable=client.deserialize_executable(parts.program, executable_devices=device_list),
+        device_list=device_list,
+        backend=client,
+        input_avals=parts.in_avals,
+        input_shardings=parts.in_shardings,
+        output_avals=parts.out_avals,
+        output_shardings=parts.out_shardings,
+        committed=parts.committed,
+        name=parts.name,
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx=set(parts.kept),
+        mut=None,
+        xla_in_layouts=parts.in_layouts,
+        dispatch_in_layouts=[None] * len(parts.in_layouts),
+        xla_out_layouts=parts.out_layouts,
+        all_args_info=pxla.AllArgsInfo(parts.all_in_avals, core.DebugInfo("jit", parts.name, names, None)),
+        pgle_profiler=None,
+    )
+    infos = [jax.stages.ArgInfo(aval, index in parts.donated) for index, aval in enumerate(parts.all_in_avals)]
+    return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(infos), out_tree)
+
+
+def aval(shape: Sequence[int], dtype: Any, *, weak_type: bool) -> Any:
+    """Returns the type of an array; private because nothing public makes one that is weak."""
+    from jax._src import core
+
+    return core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
+
+
+def is_plain_aval(item: Any) -> bool:
+    """Returns whether `aval` can make such a type: one of an array in a device's memory, under no explicit mesh."""
+    from jax._src import core
+
+    if type(item) is not core.ShapedArray:
+        return False
+    mesh = item.sharding.mesh
+    if not mesh.empty and not mesh.are_all_axes_auto:
+        return False
+    # A mesh whose axes are JAX's to use says nothing that the sharding of the argument does not say.
+    return item == core.ShapedArray(item.shape, item.dtype, weak_type=item.weak_type, sharding=item.sharding)
+
+
 # --- compiled programs that another process compiled --------------------------------------------------------
 
 

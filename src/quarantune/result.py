@@ -172,6 +172,7 @@ class TuningResult:
 
     def _with_function(self, contents: dict[str, bytes]) -> TuningResult:
         from quarantune import discovery, payload
+        from quarantune.executable import loads as load
         from quarantune.resolve import versions
         from quarantune.winner import Winner
 
@@ -183,7 +184,7 @@ class TuningResult:
         if executable is not None:
             here = discovery.platform_and_kind(None)[1]
             if (here, versions()) == (self.device, self.versions):
-                fn = Winner(plain, best, executable, args=call[0], kwargs=call[1])
+                fn = Winner(plain, best, load(executable), args=call[0], kwargs=call[1])
             else:
                 warnings.warn(
                     f"the saved winner was compiled for {self.device} under {self.versions}, and this is {here} under "

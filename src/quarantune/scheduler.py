@@ -483,7 +483,7 @@ class Scheduler:
         else:
             _close_executable(job)
             job.executable_fd = spool.create("executable")
-            task |= {"last": True, "must_save": not self._together}
+            task |= {"last": True, "must_save": not self._together, "as_data": self._plan.compile_only}
             number = self._sandbox.start(task, fds=[job.executable_fd], environ=environ)
         self._workers[number] = _Worker(number, job, state, self._clock() + STARTUP_DEADLINE_S, compiling=True)
 
@@ -680,7 +680,8 @@ class Scheduler:
 
     def _succeed_compiling(self, worker: _Worker, job: _Job) -> None:
         if os.fstat(job.executable_fd).st_size:
-            self._executables[job.index] = spool.read_parts(job.executable_fd)[0]
+            with contextlib.suppress(ValueError, IndexError, MemoryError):  # a config may have written anything there
+                self._executables[job.index] = spool.read_parts(job.executable_fd)[0]
         self._keep_peak(worker)
         worker.job = None
         self._finish(job, worker, Outcome.OK, Phase.COMPILE, "")

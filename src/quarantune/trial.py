@@ -138,14 +138,24 @@ class Bench:
             return Program(config, compiled, time.perf_counter() - start, cache.programs, calls_back)
         return Program(config, compiled, time.perf_counter() - start)
 
-    def save(self, program: Program, fd: int) -> None:
+    def save(self, program: Program, fd: int, *, as_data: bool = False) -> None:
         """Writes a program where another worker can load it.
+
+        Args:
+            program: the program.
+            fd: the file.
+            as_data: whether it is for the caller, who runs no code of ours to load it: nothing is written where that
+                is not possible.
 
         Raises:
             NeedsDeviceError: it cannot leave this process.
         """
         if isinstance(self._call.fn, assignments.Runner):
             spool.write_parts(fd, [self._call.fn.report(program.config), b"", b""])  # what it ran says more than it is
+            return
+        if as_data:
+            with contextlib.suppress(ValueError):
+                spool.write_parts(fd, [executable.dumps_as_data(program.call)])
             return
         try:
             blob = executable.dumps(program.call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable
@@ -78,6 +79,9 @@ def compile_configs(
 ) -> list[Callable[..., Any] | None]:
     """Compiles many configs of a jitted function, each in a worker process.
 
+    Workers answer with data that is checked and runs no code when it is read. The one part that only XLA can read is
+    the program itself, machine code that XLA loads here and runs when its callable is called.
+
     Args:
         fn: the jitted function, autotuned or not.
         configs: as for `AutoTuner`.
@@ -93,9 +97,10 @@ def compile_configs(
         TypeError: `fn` is not jitted, or something of the call cannot be sent to a worker.
         ValueError: the configs, or `num_workers`, are not valid.
     """
+    from quarantune import executable_data
     from quarantune.problem import as_structs
     from quarantune.resolve import Resolver
-    from quarantune.winner import Winner, without_arrays
+    from quarantune.winner import Winner
 
     fn, signature, static_names = describe_function(fn)
     if static_names is None:
@@ -116,12 +121,12 @@ def compile_configs(
     resolver.check(expanded)
     compiled = resolver.compile(args, kwargs, expanded, num_workers=num_workers)
     functions: dict[str, Callable[..., Any] | None] = {}
-    call_args, call_kwargs = without_arrays(args, kwargs)
     for config, (trial, executable) in zip(expanded, compiled, strict=True):
         # It may compile and yet be unable to leave its worker.
         function: Callable[..., Any] | None = functools.partial(fn, **config)
-        if executable is not None:
-            function = Winner(fn, config, executable, args=call_args, kwargs=call_kwargs)
+        if executable:
+            with contextlib.suppress(ValueError):  # a config may have written anything there
+                function = Winner(fn, config, executable_data.loads(executable), args=args, kwargs=kwargs)
         elif trial.outcome.is_failure:
             warnings.warn(f"{label}: {config} did not compile: {trial.outcome.value}: {trial.message}", stacklevel=2)
             function = None

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from quarantune import _jax_internals, executable
+from quarantune import _jax_internals, executable_data
 from quarantune.outcomes import Config
 from quarantune.problem import is_array
 
@@ -26,27 +26,35 @@ class Winner:
         self,
         fn: Callable[..., Any],
         config: Config,
-        compiled: bytes,
+        compiled: Any,
         *,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> None:
-        """Loads an executable onto this process's device.
+        """Binds a config to a function.
 
         Args:
             fn: the jitted function.
             config: the config.
-            compiled: what a worker wrote of its program; it is unpickled, so it must be trusted.
-            args: the positional arguments it was compiled for; of arrays only the place counts.
+            compiled: the executable, callable or as it was read.
+            args: the positional arguments it was compiled for, arrays or what stands for them; where the executable is
+                callable, of arrays only the place counts.
             kwargs: the keyword arguments, likewise.
+
+        Raises:
+            ValueError: what was read is not an executable for such arguments.
         """
         functools.update_wrapper(self, fn)
         self.config = config
         self._bound = functools.partial(fn, **config)
         self._jit = _jax_internals.jit_options(fn)
-        self._statics = self._split(args, kwargs)[1]
-        self._call = executable.loads(compiled)
-        self._weak = [aval.weak_type for aval in jax.tree.leaves(self._call.in_avals)]
+        dynamic, self._statics = self._split(args, kwargs)
+        self._read: executable_data.Loaded | None = None
+        if isinstance(compiled, executable_data.Loaded):
+            self._read = compiled
+            self._call = None if compiled.out_tree is None else compiled.with_trees(_tree(dynamic), compiled.out_tree)
+        else:
+            self._call = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the executable, or the function where the call is another one."""
@@ -55,6 +63,12 @@ class Winner:
             return self._bound(*args, **kwargs)
         try:
             # An executable takes strong types for weak ones and weak for strong, and answers in its own.
+            if self._call is None:
+                assert self._read is not None
+                # Its outputs hold classes, which only the function can name: it is traced, as by any first call.
+                function: Any = self._bound.func
+                out_tree = function.trace(*args, **kwargs, **self.config).out_tree
+                self._call = self._read.with_trees(_tree((dynamic_args, dynamic_kwargs)), out_tree)
             leaves = jax.tree.leaves((dynamic_args, dynamic_kwargs))
             if [jax.typeof(leaf).weak_type for leaf in leaves] != self._weak:
                 return self._bound(*args, **kwargs)
@@ -62,6 +76,12 @@ class Winner:
         except (TypeError, ValueError):
             # Not the shapes, dtypes or devices it was compiled for; the function says it better if it is wrong.
             return self._bound(*args, **kwargs)
+
+    @functools.cached_property
+    def _weak(self) -> list[bool]:
+        """Which of the arguments are weakly typed; not to be asked before there is something to call."""
+        assert self._call is not None
+        return [aval.weak_type for aval in jax.tree.leaves(self._call.in_avals)]
 
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -77,6 +97,11 @@ class Winner:
             {name: (type(arg), arg) for name, arg in kwargs.items() if name in names},
         )
         return dynamic, statics
+
+
+def _tree(dynamic: tuple[list[Any], dict[str, Any]]) -> Any:
+    args, kwargs = dynamic
+    return jax.tree.structure((tuple(args), kwargs))
 
 
 def without_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -153,7 +153,7 @@ class Worker:
         )
         if fds:
             with contextlib.suppress(*() if task["must_save"] else (trial.NeedsDeviceError,)):
-                bench.save(self._program, fds[0])
+                bench.save(self._program, fds[0], as_data=task["as_data"])
         return {"type": "compiled", "compile_s": self._program.compile_s, "modules": self._new_modules()}
 
     def _load(self, bench: trial.Bench, config: Config, fd: int) -> trial.Program:

@@ -1,0 +1,172 @@
+"""Executables come back to the caller as data: what a worker sends runs no code of its own when it is read."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from aftermath import nothing_is_left, quiet_place  # noqa: F401
+
+import quarantune
+from quarantune import executable_data
+
+X = jnp.arange(4.0)
+
+
+class Evil:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.usefixtures("quiet_place", "two_slots")
+def test_a_pickle_that_a_config_forges_is_not_loaded_by_the_caller(tmp_path: Path) -> None:
+    mark = str(tmp_path / "made by the caller")
+
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def forging(x: Any, n: int = 1) -> Any:
+        if n == 2:
+            from quarantune import executable
+
+            blob = pickle.dumps((Evil(mark), None, None, [0]))
+            for name in ("dumps", "dumps_as_data"):
+                setattr(executable, name, lambda compiled: blob)
+        return x * n
+
+    with nothing_is_left():
+        one, two, three = quarantune.compile_configs(forging, [{"n": 1}, {"n": 2}, {"n": 3}], X)
+        assert not os.path.exists(mark)
+    assert one is not None
+    assert three is not None
+    np.testing.assert_array_equal(one(X), X)
+    np.testing.assert_array_equal(three(X), 3 * X)
+    assert isinstance(two, functools.partial)  # it is compiled here when it is called, if the caller still wants it
+
+
+def blob_of(fn: Any, *args: Any) -> tuple[Any, bytes]:
+    compiled = jax.jit(fn).lower(*args).compile()
+    return compiled, executable_data.dumps(compiled, [0])
+
+
+CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "tree": (lambda x, y: {"a": [x * 2, None], "b": (y,)}, (X, X[0])),
+    "unused and weak": (lambda x, y, z: (x + y, y), (X, 2.0, X)),
+    "bfloat16": (lambda x: x * 2, (X.astype(jnp.bfloat16),)),
+    "key": (lambda key: jax.random.split(key, 3), (None,)),
+    "matrix": (lambda x: x @ x.T, (jnp.ones((3, 5)),)),
+    "nothing": (lambda: jnp.arange(3), ()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_program_read_from_data_gives_the_same(name: str) -> None:
+    fn, args = CALLS[name]
+    if name == "key":
+        args = (jax.random.key(3),)
+    compiled, blob = blob_of(fn, *args)
+    loaded = executable_data.loads(blob)
+    program = loaded.with_trees(compiled.in_tree, loaded.out_tree)
+    found, expected = program(*args), compiled(*args)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert (jax.typeof(one), one.sharding) == (jax.typeof(other), other.sharding)
+        if not jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    assert jax.tree.leaves(program.in_avals) == jax.tree.leaves(compiled.in_avals)
+
+
+def test_a_program_that_calls_back_cannot_be_said_as_data() -> None:
+    def calling_back(x: Any) -> Any:
+        return jax.pure_callback(lambda value: value, jax.ShapeDtypeStruct((4,), jnp.float32), x)
+
+    with pytest.raises(ValueError, match="host_callbacks"):
+        blob_of(calling_back, X)
+
+
+def forged(**changes: Any) -> bytes:
+    _, blob = blob_of(lambda x: x * 2, X)
+    (length,) = struct.unpack_from("<Q", blob)
+    text = json.dumps(json.loads(blob[8 : 8 + length]) | changes).encode()
+    return struct.pack("<Q", len(text)) + text + blob[8 + length :]
+
+
+NESTED = b"[" * 100_000
+FORGED: dict[str, bytes] = {
+    "nothing": b"",
+    "a pickle": pickle.dumps(Evil("/nonexistent/mark")),
+    "too short": b"\x00" * 7,
+    "too long": struct.pack("<Q", 1 << 62),
+    "not JSON": struct.pack("<Q", 3) + b"abc",
+    "not text": struct.pack("<Q", 2) + b"\xff\xfe",
+    "deep": struct.pack("<Q", len(NESTED)) + NESTED,
+    "a list": struct.pack("<Q", 2) + b"[]",
+}
+CHANGES: dict[str, dict[str, Any]] = {
+    "devices": {"devices": [99]},
+    "no devices": {"devices": []},
+    "odd devices": {"devices": [[0]]},
+    "dtype": {"in": [[[4], "no dtype", False]]},
+    "shape": {"in": [["four", "float32", False]]},
+    "layouts": {"in_layouts": [3]},
+    "mesh": {
+        "in_shardings": [{"mesh": [0], "shape": [2], "axes": ["a"], "kinds": ["Auto"], "spec": [], "memory": None}]
+    },
+    "memory": {"in_shardings": [{"device": 0, "memory": "nowhere"}]},
+    "tree": {"out_tree": ["strange"]},
+    "leaves": {"out_tree": [["tuple", [["leaf"], ["leaf"]]]]},
+}
+
+
+@pytest.mark.parametrize("name", [*FORGED, *CHANGES])
+def test_forged_data_is_a_value_error(name: str) -> None:
+    with pytest.raises(ValueError, match="compiled program"):
+        executable_data.loads(FORGED[name] if name in FORGED else forged(**CHANGES[name]))
+
+
+def test_a_program_that_xla_refuses_is_a_value_error() -> None:
+    compiled, blob = blob_of(lambda x: x * 2, X)
+    (length,) = struct.unpack_from("<Q", blob)
+    loaded = executable_data.loads(blob[: 8 + length] + b"no program")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        loaded.with_trees(compiled.in_tree, loaded.out_tree)
+
+
+@jax.tree_util.register_pytree_node_class
+class Boxed:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> Boxed:
+        return cls(*children)
+
+
+@pytest.mark.usefixtures("two_slots")
+def test_outputs_in_classes_are_named_by_the_function_at_the_first_call() -> None:
+    traced = []
+
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def boxing(x: Any, n: int = 1) -> Any:
+        traced.append(n)
+        return {"boxed": Boxed(x * n)}
+
+    (function,) = quarantune.compile_configs(boxing, [{"n": 3}], X)
+    assert function is not None
+    assert traced == []
+    for _ in range(2):
+        np.testing.assert_array_equal(function(X)["boxed"].value, 3 * X)
+    assert traced == [3]
