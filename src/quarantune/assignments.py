@@ -90,25 +90,12 @@ class Assignment:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Puts the assignment in force in this thread; programs traced meanwhile are found only under it again."""
-        outer = current()
         _stack.entered.append(self)
         try:
-            self._switch(self)
             with context()(self.text):
                 yield
         finally:
             _stack.entered.pop()
-            self._switch(outer)
-
-    def _switch(self, assignment: Assignment | None) -> None:
-        """Makes the kernels concerned remember their calls under an assignment, or under none.
-
-        Another thread that calls one of them may find a config of this one's, which costs time and changes no result.
-        """
-        with self._lock:
-            concerned = set(self._memos)
-        for kernel in concerned.union(*(kernels(slot.name) for slot in self.chosen)):
-            kernel._switch_memo(None if assignment is None else assignment.memo(kernel))
 
 
 class Runner:

@@ -86,6 +86,7 @@ class Contextual:
         self.name = options.name or naming.cache_name(fn)
         self._options = options
         self._array_type = _jax_internals.array_type()
+        self._context = _jax_internals.trace_context()
         self._memo: dict[Any, str] = {}
 
     @functools.cached_property
@@ -157,7 +158,7 @@ class Contextual:
     def _memo_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what tells this call from others within the process; None where that takes a closer look."""
         leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
-        tokens = [structure]
+        tokens = [self._context(), structure]
         for leaf in leaves:
             if type(leaf) is self._array_type:
                 tokens.append((leaf.aval, leaf.sharding))

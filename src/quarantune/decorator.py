@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
@@ -18,6 +18,15 @@ from quarantune.result import TuningResult
 
 if TYPE_CHECKING:
     from quarantune.resolve import Resolver
+
+
+Memo: TypeAlias = "dict[Any, dict[Any, Callable[..., Any]]]"
+"""Bound functions by what tells calls from others in one state of JAX's settings, by that state."""
+
+_NOTHING: tuple[Any, dict[Any, tuple[list[Any], Callable[..., Any]]]] = (None, {})
+
+_read_context = _jax_internals.trace_context()
+_aval, _sharding = _jax_internals.aval_of, _jax_internals.sharding_of
 
 
 def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Autotuned]:
@@ -94,8 +103,8 @@ class Autotuned:
         self._configs = listed
         self._options = options
         self._array_type = _jax_internals.array_type()
-        self._own_memo: dict[Any, Callable[..., Any]] = {}
-        self._memo = self._own_memo
+        self._own_memo: Memo = {}
+        self._last = _NOTHING
         assignments.register(self)
 
     @functools.cached_property
@@ -115,14 +124,17 @@ class Autotuned:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with the best config for these arguments."""
-        # The path of every call of a training step: a look at the arguments and one at a dict.
-        if not kwargs:
-            try:
-                bound = self._memo[tuple([(arg.aval, arg.sharding) for arg in args])]
-            except (AttributeError, KeyError, TypeError):
+        # The path of every call of a training step: JAX's settings, the arrays' types and where they are, as last time?
+        context, last = self._last
+        if kwargs or _read_context() != context:
+            return self._call_any(args, kwargs)
+        try:
+            shardings, bound = last[tuple(map(_aval, args))]
+            if list(map(_sharding, args)) != shardings:
                 return self._call_any(args, kwargs)
-            return bound(*args)
-        return self._call_any(args, kwargs)
+        except (AttributeError, KeyError, TypeError):
+            return self._call_any(args, kwargs)
+        return bound(*args)
 
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Tunes for these arguments now, even if a result is cached, and remembers what it finds.
@@ -135,6 +147,7 @@ class Autotuned:
             return self._resolver.tune(args, kwargs)
         finally:
             self._own_memo.clear()
+            self._last = _NOTHING
 
     def lookup(self, *args: Any, **kwargs: Any) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
@@ -191,8 +204,11 @@ class Autotuned:
     def _call_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = self._memo_key(args, kwargs)
         assignment = assignments.current()
-        memo = self._own_memo if assignment is None else assignment.memo(self)
+        context = _read_context()
+        memos: Memo = self._own_memo if assignment is None else assignment.memo(self)
+        memo = {} if key is None else memos.setdefault(context, {})
         if key is not None and (bound := memo.get(key)) is not None:
+            self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
         if self._resolver.tunables_given(args, kwargs):
             bound = self.__wrapped__
@@ -203,13 +219,21 @@ class Autotuned:
             bound = functools.partial(self.__wrapped__, **config)
         if key is not None:
             memo[key] = bound
-            self._memo = memo
+            self._keep_ready(context, args, kwargs, bound)
         with self._resolver.lending():
             return bound(*args, **kwargs)
 
-    def _switch_memo(self, memo: dict[Any, Callable[..., Any]] | None) -> None:
-        """Looks for bound functions in another memo from now on, or in its own again."""
-        self._memo = self._own_memo if memo is None else memo
+    def _keep_ready(
+        self, context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], bound: Callable[..., Any]
+    ) -> None:
+        """Has the next call like this one find its bound function at first sight, if all it takes are JAX's arrays."""
+        if kwargs or any(type(arg) is not self._array_type for arg in args):
+            return
+        before, last = self._last
+        if before != context:
+            last = {}
+        last[tuple(map(_aval, args))] = list(map(_sharding, args)), bound
+        self._last = context, last
 
     def _memo_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns what tells this call from others within the process; None where that takes a closer look."""

@@ -16,7 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from quarantune import _jax_internals, origins, unpicklable
+from quarantune import _jax_internals, jax_state, origins, unpicklable
 from quarantune.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start, restore_array
 from quarantune.pickling import dumps, loads, travels_by_name
 
@@ -40,42 +40,6 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 64 << 20
-
-# Options that belong to a process: which devices it may touch, where it caches, whom it talks to, whether somebody
-# debugs it. A worker's are set by the sandbox.
-_PROCESS_OPTIONS = (
-    "jax_platforms",
-    "jax_platform_name",
-    "jax_xla_backend",
-    "jax_backend_target",
-    "jax_compilation_cache",
-    "jax_enable_compilation_cache",
-    "jax_persistent_cache",
-    "jax_raise_persistent_cache",
-    "jax_share_binary",
-    "jax_cuda_",
-    "jax_rocm_",
-    "jax_oneapi_",
-    "jax_mock_gpu",
-    "mock_num_gpu",
-    "jax_cross_host",
-    "jax_force_dcn",
-    "jax_distributed",
-    "jax_mtls",
-    "jax_enable_preemption",
-    "jax_enable_recoverability",
-    "jax_cpu_collectives",
-    "jax_cpu_get_",
-    "jax_dump_ir",
-    "jax_pjrt_client",
-    "jax_default_device",
-    "jax_disable_jit",
-    "jax_no_tracing",
-    "jax_no_execution",
-    "jax_transfer_guard",
-    "jax_array_garbage_collection_guard",
-    "jax_thread_guard",
-)
 
 # --- shardings ----------------------------------------------------------------------------------------------
 
@@ -317,8 +281,11 @@ def pack_call(
     packed_kwargs = {name: packer.pack(value) for name, value in kwargs.items()}
     root = _Root(fn, packed_args, packed_kwargs, dict(companions or {}), dict(config_values or {}))
     specs = tuple(packer.specs)
+    contexts = dumps(_jax_internals.contexts())
     return PackedCall(
-        blob=pickle.dumps((origins.import_path(), _travelling_config(), specs, _context_mesh(specs), dumps(root))),
+        blob=pickle.dumps(
+            (origins.import_path(), jax_state.options_to_travel(), specs, _context_mesh(specs), contexts, dumps(root))
+        ),
         call=Call(
             fn=fn,
             args=root.args,
@@ -340,11 +307,13 @@ def unpack_call(blob: bytes) -> Call:
     Args:
         blob: `PackedCall.blob`.
     """
-    path, config, specs, context_mesh, inner = pickle.loads(blob)
+    path, options, specs, context_mesh, contexts, inner = pickle.loads(blob)
     _adopt_path(path)
-    _adopt_config(config)
+    unknown = jax_state.adopt_options(options)
     _have_cpu_devices(_devices_needed(specs))
     root = loads(inner)
+    jax_state.adopt_late_options(unknown)
+    _jax_internals.set_contexts(loads(contexts))
     return Call(
         fn=root.fn,
         args=root.args,
@@ -464,21 +433,6 @@ def _has_value(array: Any) -> bool:
             f"donated to an earlier call. Pass a copy (jnp.copy) to calls that donate their arguments."
         )
     return bool(array.is_fully_addressable)
-
-
-def _travelling_config() -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in _jax_internals.config_values().items()
-        if not name.startswith(_PROCESS_OPTIONS) and isinstance(value, (bool, int, float, str, type(None)))
-    }
-
-
-def _adopt_config(config: Mapping[str, Any]) -> None:
-    here = _jax_internals.config_values()
-    for name, value in config.items():
-        if here.get(name) != value:
-            jax.config.update(name, value)
 
 
 def _devices_needed(specs: tuple[ArraySpec, ...]) -> int:

@@ -26,6 +26,7 @@ from quarantune import (
     discovery,
     environment,
     finals,
+    jax_state,
     measure,
     report,
     space,
@@ -50,6 +51,7 @@ from quarantune.problem import (
     Problem,
     as_structs,
     describe_call,
+    describe_static,
     fitted,
     is_array,
     key_part,
@@ -70,6 +72,8 @@ _CLAIM_WORST_CASE_S = 60.0
 """A tuning job shows life every second; one that has not for this long is stopped, or its host is gone."""
 _WAITING_WORD_S = 5.0
 """How often a waiting job says that it waits."""
+_STATE = "jax settings"
+"""What an entry calls JAX's settings, among the parameters."""
 _UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
 
 Configs = Any  # what a user may give: list of dicts, dict of lists, or a callable that makes one
@@ -83,6 +87,12 @@ class _Key:
     text: str
     platform: str
     values: dict[str, Any]
+    jax_state: dict[str, Any]
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What the key says in values that people can read."""
+        return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
 
 
 class Resolver:
@@ -348,8 +358,11 @@ class Resolver:
         call = describe_call(self._signature, statics, tunables, args, kwargs, is_jitted=is_jitted)
         platform, kind = discovery.platform_and_kind(call.devices[0].platform if call.devices else None)
         described = self._bucketed(call, args, kwargs)
-        text = cache.canonical_json({"call": described, "code": self._fingerprint.digest})
-        return call, _Key(device=kind, text=text, platform=platform, values=described)
+        assignment = assignments.current()
+        state = jax_state.describe(describe_static, own=None if assignment is None else assignment.text)
+        parts = {"call": described, "code": self._fingerprint.digest} | ({"jax": state} if state else {})
+        text = cache.canonical_json(parts)
+        return call, _Key(device=kind, text=text, platform=platform, values=described, jax_state=state)
 
     def _key_to_tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Key:
         """Returns the key of a call to find a config for: one given by hand would be what every config runs with."""
@@ -433,7 +446,7 @@ class Resolver:
 
     def _explain_miss(self, key: _Key, configs: Sequence[Config], settings: Settings) -> str:
         """Says what was looked for, what is nearest to it, and how the two differ."""
-        wanted = f"{self.name}: nothing is cached for {cache.canonical_json(key.values)} on {key.device!r}"
+        wanted = f"{self.name}: nothing is cached for {cache.canonical_json(key.told)} on {key.device!r}"
         fix = "tune it with QUARANTUNE_ON_MISS=tune, or allow defaults with QUARANTUNE_ON_MISS=default"
         if settings.disable_cache:
             return f"{wanted}: the cache is off (QUARANTUNE_DISABLE_CACHE); {fix}"
@@ -453,11 +466,10 @@ class Resolver:
     ) -> list[str]:
         differences = [] if device == key.device else [f"device: {device!r}, not {key.device!r}"]
         theirs = _dict(entry.get("key_values"))
-        for name in dict.fromkeys([*key.values, *theirs]):
-            if theirs.get(name) != key.values.get(name):
+        for name in dict.fromkeys([*key.told, *theirs]):
+            if theirs.get(name) != key.told.get(name):
                 differences.append(
-                    f"{name}: {cache.canonical_json(theirs.get(name))}, "
-                    f"not {cache.canonical_json(key.values.get(name))}"
+                    f"{name}: {cache.canonical_json(theirs.get(name))}, not {cache.canonical_json(key.told.get(name))}"
                 )
         parts = entry.get("fingerprint")
         if isinstance(parts, dict) and (changed := self._fingerprint.differences(parts)):
@@ -758,7 +770,7 @@ class _Run:
         return {
             "config": encode(best.config),
             "time_ms": best.time_ms,
-            "key_values": self._key.values,
+            "key_values": self._key.told,
             "fingerprint": self._resolver._fingerprint.parts,
             "space": space_of(self._configs),
             "versions": versions(),

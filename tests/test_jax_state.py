@@ -1,0 +1,247 @@
+"""JAX's settings around a call: those that make another program are another problem, and all of them reach workers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+import quarantune
+from quarantune import _jax_internals, jax_state
+
+pytestmark = pytest.mark.usefixtures("two_slots")
+
+X = np.arange(4, dtype=np.float32)
+
+
+def key_of(fn: quarantune.Autotuned, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    _, key = fn._resolver._describe(args, kwargs)
+    return dict(json.loads(key.text))
+
+
+@quarantune.autotune({"n": [1, 2]})
+@functools.partial(jax.jit, static_argnames=["n", "mode"])
+def kernel(x: Any, y: Any = 1.0, mode: str = "add", n: int = 1) -> Any:
+    return x
+
+
+def script(code: str, directory: Path) -> str:
+    """Runs a script of its own and returns what it prints."""
+    file = directory / "script.py"
+    file.write_text(textwrap.dedent(code), encoding="utf-8")
+    ran = subprocess.run(
+        [sys.executable, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"PYTHONPATH": str(directory)},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+# --- the key ------------------------------------------------------------------------------------------------
+
+
+GOLDEN: dict[str, tuple[Callable[[], tuple[Any, ...]], str]] = {
+    "one_array": (
+        lambda: (jnp.zeros((2, 3)),),
+        '{"mode": "add", "x": {"dtype": "float32", "shape": [2, 3]}, "y": {"scalar": "float"}}',
+    ),
+    "numpy_and_a_static": (
+        lambda: (X, np.float64(2), "sub"),
+        '{"mode": "sub", "x": {"dtype": "float32", "shape": [4]}, "y": {"dtype": "float32", "shape": []}}',
+    ),
+    "a_tree_and_a_key": (
+        lambda: ({"w": jnp.ones(3, jnp.bfloat16), "b": 2}, jax.random.key(0)),
+        '{"mode": "add", "x": {"leaves": {"[\'b\']": {"scalar": "int"}, "[\'w\']": {"dtype": "bfloat16", '
+        '"shape": [3]}}, "structure": "PyTreeDef({\'b\': *, \'w\': *})"}, "y": {"dtype": "key<fry>", "shape": []}}',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_keys_under_default_settings_are_those_of_earlier_versions(name: str) -> None:
+    make, expected = GOLDEN[name]
+    key = key_of(kernel, *make())
+    assert set(key) == {"call", "code"}
+    assert json.dumps(key["call"], sort_keys=True) == expected
+
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "jax_default_matmul_precision": lambda: jax.default_matmul_precision("float32"),
+    "jax_numpy_dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "jax_enable_x64": lambda: jax.enable_x64(True),
+    "jax_default_prng_impl": lambda: jax.default_prng_impl("rbg"),
+    "jax_threefry_partitionable": lambda: jax.threefry_partitionable(False),
+    "pallas_tpu_interpret_mode_context_manager": lambda: pltpu.force_tpu_interpret_mode(),
+    "user_context": lambda: USERS_OWN(("a", 1)),
+}
+USERS_OWN = jax.make_user_context(None)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_that_makes_another_program_is_part_of_the_key(name: str) -> None:
+    x = jnp.zeros(3)
+    usual = key_of(kernel, x, x)
+    with SETTINGS[name]():
+        other = key_of(kernel, x, x)
+    assert list(other["jax"]) == [name]
+    assert {part: other[part] for part in ("call", "code")} == usual
+    assert key_of(kernel, x, x) == usual
+
+
+def test_a_setting_from_the_environment_is_part_of_the_key_too(tmp_path: Path) -> None:
+    told = script(
+        """
+        import os
+        os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
+        from quarantune import jax_state
+        print(jax_state.describe(lambda value: value))
+        """,
+        tmp_path,
+    )
+    assert told.strip() == "{'jax_default_matmul_precision': 'highest'}"
+
+
+def test_every_part_of_the_key_of_jax_is_known() -> None:
+    names = _jax_internals.trace_context_names()
+    assert [name for name in names if not jax_state.is_known(name)] == []
+
+
+def test_each_setting_has_its_own_winner_also_where_calls_are_remembered(sweeps: list[str]) -> None:
+    @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def fn(x: Any, n: int = 1) -> Any:
+        # In a worker only the right one for its setting works.
+        if n != (2 if jax.config.jax_default_matmul_precision == "float32" else 1):  # type: ignore[attr-defined]
+            raise ArithmeticError("not with this precision")
+        return x * n
+
+    x = jnp.ones(4)
+    for _ in range(2):
+        np.testing.assert_array_equal(fn(x), np.ones(4))
+        with jax.default_matmul_precision("float32"):
+            np.testing.assert_array_equal(fn(x), 2 * np.ones(4))
+    assert len(sweeps) == 2
+
+
+# --- in workers ---------------------------------------------------------------------------------------------
+
+
+def test_options_that_a_worker_does_not_know_do_not_hinder_it(tmp_path: Path) -> None:
+    registering = "from jax._src import config\nconfig.string_flag('a_late_option', 'as it was')\n"
+    (tmp_path / "registering.py").write_text(registering, encoding="utf-8")
+    told = script(
+        """
+        import jax, jax.numpy as jnp, quarantune
+        from jax._src import config
+
+        config.string_flag("an_option_of_the_script", "x")  # nothing in a worker registers it
+
+        @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
+        @jax.jit(static_argnames=["n"])
+        def plain(x, n: int = 1):
+            return x * n
+
+        import registering
+
+        @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
+        @jax.jit(static_argnames=["n"])
+        def imports_it(x, n: int = 1):
+            if n == 2 and jax.config.values[registering.__name__ and "a_late_option"] != "changed":
+                raise ValueError(jax.config.values["a_late_option"])
+            return x * n
+
+        if __name__ == "__main__":
+            jax.config.update("a_late_option", "changed")
+            for fn in (plain, imports_it):
+                print([trial.outcome.is_failure for trial in fn.tune(jnp.ones(3)).trials])
+        """,
+        tmp_path,
+    )
+    assert told.splitlines() == ["[False, False]"] * 2
+
+
+@pytest.mark.slow
+def test_the_options_that_the_tests_of_jax_register_do_not_hinder_a_worker(tmp_path: Path) -> None:
+    pytest.importorskip("absl")
+    told = script(
+        """
+        import jax, jax.numpy as jnp, quarantune
+        import jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu
+
+        @quarantune.autotune({"n": [1, 2]}, rep=1)
+        @jax.jit(static_argnames=["n"])
+        def double(x, n: int = 1):
+            return x * n * 2 / n
+
+        if __name__ == "__main__":
+            assert "test_targets" in jax.config.values
+            print(double.tune(jnp.ones(3)).failures.get("error", 0))
+        """,
+        tmp_path,
+    )
+    assert told.strip() == "0"
+
+
+@functools.partial(jax.jit, static_argnames=["block"])
+def doubled_on_a_tpu(x: Any, block: int = 8) -> Any:
+    def double(x_ref: Any, out_ref: Any) -> None:
+        out_ref[...] = x_ref[...] * 2
+
+    spec = pl.BlockSpec((block, 128), lambda i: (i, 0))
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(double, grid=(x.shape[0] // block,), in_specs=[spec], out_specs=spec, out_shape=shape)(x)
+
+
+ROWS = np.arange(16 * 128, dtype=np.float32).reshape(16, 128)
+
+
+def test_the_tpu_interpret_mode_of_the_caller_holds_in_workers() -> None:
+    tuned = quarantune.autotune({"block": [8, 16]}, rep=1, name="interpreted")(doubled_on_a_tpu)
+    with pltpu.force_tpu_interpret_mode():
+        result = tuned.tune(ROWS)
+        np.testing.assert_array_equal(tuned(ROWS), 2 * ROWS)
+    assert [trial.outcome.is_failure for trial in result.trials] == [False, False], result.table()
+
+
+@pytest.mark.slow
+def test_a_tpu_interpret_mode_set_for_the_process_holds_in_workers(tmp_path: Path) -> None:
+    told = script(
+        """
+        import functools, sys
+        import jax, numpy as np, quarantune
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import tpu as pltpu
+
+        @quarantune.autotune({"block": [8, 16]}, rep=1)
+        @functools.partial(jax.jit, static_argnames=["block"])
+        def doubled(x, block: int = 8):
+            def double(x_ref, out_ref):
+                out_ref[...] = x_ref[...] * 2
+            spec = pl.BlockSpec((block, 128), lambda i: (i, 0))
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return pl.pallas_call(double, grid=(2,), in_specs=[spec], out_specs=spec, out_shape=shape)(x)
+
+        if __name__ == "__main__":
+            pltpu.set_tpu_interpret_mode()
+            print(doubled.tune(np.ones((16, 128), np.float32)).trials[0].outcome.value)
+        """,
+        tmp_path,
+    )
+    assert told.strip() in ("ok", "slow")
