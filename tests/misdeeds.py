@@ -67,6 +67,13 @@ def kill_its_parent() -> None:
     hang()  # it is to die of its parent's death, not of its own
 
 
+def stop_its_template() -> None:
+    parent = os.getppid()
+    if f"{template.MARK}=".encode() not in Path(f"/proc/{parent}/environ").read_bytes():
+        raise AssertionError(f"process {parent} is no template")
+    os.kill(parent, signal.SIGSTOP)
+
+
 def stop_itself() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -236,6 +243,7 @@ MISDEEDS: dict[str, Callable[[], object]] = {
         kill_itself,
         kill_its_group,
         kill_its_parent,
+        stop_its_template,
         stop_itself,
         hang,
         hang_holding_the_gil,

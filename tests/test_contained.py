@@ -42,6 +42,7 @@ ENDS = {
     "kill_itself": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
     "kill_its_group": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
     "kill_its_parent": (("lost", "started it died"), ("lost", "started it died")),
+    "stop_its_template": (("ok", ""), ("ok", "")),
     "stop_itself": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
     "hang": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
     "hang_holding_the_gil": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),

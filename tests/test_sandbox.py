@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 import quarantune
-from quarantune import payload, routes
+from quarantune import host, payload, routes
 from quarantune.devices import Device, cheap_context, visible_devices
 from quarantune.leases import Lease
 from quarantune.options import Options
@@ -653,6 +653,34 @@ def test_a_config_that_stops_its_template_holds_nothing_up(load: Callable[..., M
         sandbox.kill(worker.number)
         listen(sandbox, heard, lambda: worker.ended)
         assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+
+
+def test_a_stopped_template_is_woken_and_starts_its_workers(load: Callable[..., ModuleType]) -> None:
+    act = load(WORKLOAD).act
+    with sandbox_for(act) as sandbox:
+        sweep_template().suspend()
+        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert sandbox.forks_loaded, "what it had loaded is not lost"
+        psutil.Process(template.shared().pid).suspend()
+    with sandbox_for(act) as sandbox:
+        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+
+
+@pytest.mark.parametrize("seems", ["stopped", "silent"])
+def test_a_template_that_cannot_be_woken_is_replaced(
+    seems: str, load: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with sandbox_for(load(WORKLOAD).act) as sandbox:
+        with monkeypatch.context() as patch:
+            patch.setattr(Sandbox, "_wake_templates", lambda self: None)
+            patch.setattr(pool, "_SILENT_CHECKS", 10)
+            if seems == "silent":  # it is stopped all the same: nothing else makes a sound template silent
+                patch.setattr(host, "activity", lambda pid: ("S", 0))
+            sweep_template().suspend()
+            assert run(sandbox, do="nothing").status is None
+        assert "does not answer" in caplog.text if seems == "silent" else "stays stopped" in caplog.text
+        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert not sandbox.forks_loaded
 
 
 # --- the owner forks ----------------------------------------------------------------------------------------

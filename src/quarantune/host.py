@@ -107,13 +107,23 @@ def resident_bytes(pid: int) -> tuple[int, int]:
     return (resident - shared) * _PAGE_BYTES, shared * _PAGE_BYTES
 
 
-def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped, by a signal or by a debugger; False where the system does not tell."""
+def activity(pid: int) -> tuple[str, int]:
+    """Returns the letter of a process's state, as `ps` shows it, and its CPU time in ticks.
+
+    Both are empty where the process is gone or the system does not tell.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+            # The command's name stands in parentheses and may itself hold spaces and parentheses.
+            fields = file.read().rpartition(b")")[2].split()
+            return fields[0].decode(), int(fields[11]) + int(fields[12])
     except (OSError, IndexError):
-        return False
+        return "", 0
+
+
+def is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped, by a signal or by a debugger; False where the system does not tell."""
+    return activity(pid)[0] in ("T", "t")
 
 
 def children(pid: int) -> list[int]:

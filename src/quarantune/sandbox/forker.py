@@ -181,6 +181,8 @@ class Forker:
 
             parent = os.getpid()
             self._fork(client, message["number"], run)
+        number = message["number"]
+        self._tell(client, {"event": "started", "number": number, "pid": client.children[number]})
         wire.close_all(fds)
 
     def _fork(self, client: _Client, number: int, run: Callable[[], NoReturn]) -> None:

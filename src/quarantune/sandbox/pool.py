@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import selectors
 import signal
@@ -16,12 +17,18 @@ from quarantune.outcomes import SandboxError
 from quarantune.sandbox import spawning, spool, template, wire
 from quarantune.sandbox.wire import Connection, Message
 
+_logger = logging.getLogger("quarantune")
+
 _CLOSE_WAIT_S = 0.7
 _SLOW_S = 5.0
 """How long a template may take to read: it forks one worker after another, and a stopped one is as good as dead."""
 _STARTUP_DEADLINE_S = 120.0
 _MAX_REVIVALS = 3
 _CHECK_S = 0.1
+_STOPPED_CHECKS = 20
+"""After so many checks in a row a template that stays stopped, though it is woken each time, is given up."""
+_SILENT_CHECKS = 50
+"""The same for one that does nothing at all while it has a worker to start."""
 _LOAD_LOOK_S = 0.05
 _SWEEP = 0
 """The number of the sweep's template among the children of the process's template."""
@@ -121,6 +128,9 @@ class Sandbox:
         self._imported: set[str] = set()
         self._revivals = 0
         self._next_check = 0.0
+        self._stopped_checks = 0
+        self._silent_checks = 0
+        self._activity: tuple[str, int] | None = None
         self._pending: list[Event] = []
         self._template: template.Template | None = None
 
@@ -276,6 +286,7 @@ class Sandbox:
         if (now := time.monotonic()) >= self._next_check:
             self._next_check = now + _CHECK_S
             events += self._check()
+            self._check_templates()
         return events + self._take_pending()
 
     def _check(self) -> list[Event]:
@@ -290,11 +301,39 @@ class Sandbox:
                     damaged.append(Damaged(number, str(error)))
         return damaged
 
+    def _check_templates(self) -> None:
+        """Wakes templates that were stopped, and kills one that does not answer, so that another takes its place.
+
+        Checks are counted, not seconds: while this process itself stands still nobody is silent.
+        """
+        sweep, process = self._sweep_pid, None if self._template is None else self._template.pid
+        stopped = [pid for pid in (sweep, process) if pid is not None and host.is_stopped(pid)]
+        self._stopped_checks = self._stopped_checks + 1 if stopped else 0
+        forker = sweep or process
+        # One that works, or waits for a CPU or a disk, is not silent: it may be importing what workers will need.
+        before, self._activity = self._activity, None if forker is None else host.activity(forker)
+        is_asleep = self._activity is not None and self._activity[0] == "S" and self._activity == before
+        is_asked = any(worker.pid is None and not worker.ended for worker in self._workers.values())
+        self._silent_checks = self._silent_checks + 1 if is_asked and is_asleep else 0
+        if stopped:
+            self._wake_templates()
+        if self._stopped_checks > _STOPPED_CHECKS:
+            self._give_up_template(stopped[0], "stays stopped")
+        elif self._silent_checks > _SILENT_CHECKS and forker is not None:
+            self._give_up_template(forker, "does not answer")
+
+    def _give_up_template(self, pid: int, why: str) -> None:
+        _logger.warning("template process %d %s, so another one takes its place", pid, why)
+        self._stopped_checks = self._silent_checks = 0
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)  # its connection's end tells the rest
+
     def close(self) -> None:
         """Kills every worker and the sweep's template, and waits, within a bound, until they are gone."""
         if self._manager is None and not self._workers:
             self._release()
             return
+        self._wake_templates()
         if self._sweep is not None:
             self._sweep.hang_up()  # its template kills its workers and ends
         try:
@@ -373,6 +412,8 @@ class Sandbox:
             stopped = stops.Stops(time.monotonic)
             while True:
                 selector.select(max(0.0, min(_LOAD_LOOK_S, deadline - time.monotonic())))
+                if not started and self._template is not None and host.is_stopped(self._template.pid):
+                    self._wake_templates()
                 deadline += stopped.lost_s()
                 loaded += _receive_quietly(connection)
                 try:
@@ -416,7 +457,9 @@ class Sandbox:
         events: list[Event] = []
         for message, _ in received:
             number = message["number"]
-            if message["event"] == "exit" and number != _SWEEP:
+            if message["event"] == "started" and number in self._workers:
+                self._workers[number].pid = message["pid"]
+            elif message["event"] == "exit" and number != _SWEEP:
                 events += self._bury(number, message["status"])
         return events
 
