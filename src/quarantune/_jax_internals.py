@@ -804,6 +804,37 @@ def keep_compiled(programs: Mapping[str, bytes]) -> bool:
     return True
 
 
+def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the programs among an equation's parameters."""
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns"):
+                yield item
+
+
+def varying_axes(array: Any) -> frozenset[str]:
+    """Returns the axes of a `shard_map` along which an array may differ from device to device.
+
+    Private because the public attribute of an array's type that tells has changed its name.
+
+    Args:
+        array: an array or a tracer; of one inside a `shard_map` with `check_vma=False` nothing is known.
+    """
+    kind: Any = jax.typeof(array)
+    return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
+
+
+def bound_axes() -> dict[str, int]:
+    """Returns the size of each axis that collectives can name here, by its name.
+
+    Private because `jax.lax.axis_size` tells of one whose name is known, and nothing public of all.
+    """
+    from jax._src import core
+
+    return dict(core.get_axis_env().axis_sizes)
+
+
 def is_tracing() -> bool:
     """Returns whether this thread is inside a trace."""
     from jax._src import core

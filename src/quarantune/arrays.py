@@ -42,7 +42,7 @@ def _put(data: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> 
         return cast("jax.Array", jax.device_put(_off_alignment(data)))
 
     def shard(index: Any) -> np.ndarray[Any, Any]:
-        return _off_alignment(np.ascontiguousarray(data[index]))
+        return _off_alignment(np.asarray(data[index], order="C"))
 
     return jax.make_array_from_callback(data.shape, sharding, shard)  # the whole may be too large for one device
 

@@ -32,6 +32,9 @@ _aval, _sharding = _jax_internals.aval_of, _jax_internals.sharding_of
 def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Autotuned]:
     """Tunes the static parameters of a jitted function, each config in a process of its own.
 
+    Inside `jit`, JAX does not say how an argument lies over `Auto` axes of a mesh: there the function is tuned at the
+    global shape on one device, apart from the same call outside.
+
     Args:
         configs: a list of dicts; or a dict of lists, which stands for the full grid in order; or a callable that is
             given a call's arguments (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts.

@@ -99,7 +99,8 @@ def mesh_like(spec: MeshSpec) -> Mesh:
             f"the arguments are laid out over {spec.size} devices, and this trial has {len(devices)}: "
             f"set devices_per_trial={spec.size} and have as many visible"
         )
-    axis_types = tuple(AxisType[name] for name in spec.axis_types)
+    # What makes an axis manual is the `shard_map` inside which the function is called.
+    axis_types = tuple(AxisType.Auto if spec.is_manual else AxisType[name] for name in spec.axis_types)
     return Mesh(np.array(devices).reshape(spec.shape), spec.axis_names, axis_types=axis_types)
 
 

@@ -9,7 +9,7 @@ import os
 import pickle
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -62,6 +62,11 @@ class MeshSpec:
     def size(self) -> int:
         """The number of devices."""
         return math.prod(self.shape)
+
+    @property
+    def is_manual(self) -> bool:
+        """Whether the function is called inside a `shard_map` over it."""
+        return jax.sharding.AxisType.Manual.name in self.axis_types
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,6 +267,7 @@ def pack_call(
     kwargs: Mapping[str, Any],
     companions: Mapping[str, Callable[..., Any]] | None = None,
     config_values: Mapping[str, Any] | None = None,
+    manual_mesh: MeshSpec | None = None,
 ) -> PackedCall:
     """Packs a function with its arguments for other processes.
 
@@ -271,6 +277,7 @@ def pack_call(
         kwargs: keyword arguments, likewise.
         companions: functions that judge its output, by name.
         config_values: what the configs hold that JSON does not give back, by its text.
+        manual_mesh: the mesh of the `shard_map` that the worker is to call the function in; None for none.
 
     Raises:
         TypeError: something in the call cannot travel.
@@ -281,6 +288,8 @@ def pack_call(
     packed_kwargs = {name: packer.pack(value) for name, value in kwargs.items()}
     root = _Root(fn, packed_args, packed_kwargs, dict(companions or {}), dict(config_values or {}))
     specs = tuple(packer.specs)
+    if manual_mesh is not None:
+        specs = _as_shards(specs, packer.varying, manual_mesh)
     contexts = dumps(_jax_internals.contexts())
     return PackedCall(
         blob=pickle.dumps(
@@ -299,6 +308,30 @@ def pack_call(
         spool_bytes=packer.spool_bytes,
         sources=tuple(packer.sources),
     )
+
+
+def _as_shards(specs: Sequence[ArraySpec], varying: Sequence[frozenset[str]], mesh: MeshSpec) -> tuple[ArraySpec, ...]:
+    """Returns arrays that are spread over a mesh so that each device has a shard like the ones described.
+
+    What is made differs from device to device where it does in the caller, which tells of the axes unless its
+    `shard_map` does not check them: then it differs along all. What has a value is the same on all devices.
+
+    Args:
+        specs: the shards.
+        varying: for each, the axes along which it may differ.
+        mesh: the mesh.
+    """
+    sizes = dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    is_told = any(varying)
+
+    def spread(spec: ArraySpec, axes: frozenset[str]) -> ArraySpec:
+        names = tuple(name for name in mesh.axis_names if name in axes or not is_told)
+        if not spec.made or not spec.shape or not names:
+            return dataclasses.replace(spec, sharding=ShardingSpec(mesh=mesh, partitions=()))
+        whole = (math.prod(sizes[name] for name in names) * spec.shape[0], *spec.shape[1:])
+        return dataclasses.replace(spec, shape=whole, sharding=ShardingSpec(mesh=mesh, partitions=(names,)))
+
+    return tuple(map(spread, specs, varying))
 
 
 def unpack_call(blob: bytes) -> Call:
@@ -358,6 +391,7 @@ class _ArrayPacker:
         self.specs: list[ArraySpec] = []
         self.sources: list[Any] = []
         self.shardings: list[jax.sharding.NamedSharding | None] = []
+        self.varying: list[frozenset[str]] = []
         self.spool_bytes = 0
 
     def pack(self, value: Any) -> Any:
@@ -372,6 +406,8 @@ class _ArrayPacker:
         self.specs.append(spec)
         self.sources.append(None if spec.made else array)
         self.shardings.append(_own_sharding(array, spec.sharding))
+        is_tracer = isinstance(array, jax.core.Tracer)
+        self.varying.append(_jax_internals.varying_axes(array) if is_tracer else frozenset())
         if spec.nbytes:
             self.spool_bytes = spec.offset + spec.nbytes
         return ArrayRef(spec.index, spec.shape, array.dtype)

@@ -70,6 +70,7 @@ class Problem:
         kwargs: its keyword arguments, likewise.
         platform: where it is to run: `cpu`, `cuda`, `rocm` or `tpu`.
         device_kind: the kind of device there, as the cache calls it.
+        manual_mesh: the mesh of the `shard_map` in which it is called, where it communicates over that; else None.
     """
 
     fn: Callable[..., Any]
@@ -78,6 +79,7 @@ class Problem:
     kwargs: dict[str, Any]
     platform: str
     device_kind: str
+    manual_mesh: payload.MeshSpec | None = None
 
 
 def describe_call(

@@ -27,6 +27,7 @@ from quarantune import (
     environment,
     finals,
     jax_state,
+    manual_axes,
     measure,
     report,
     space,
@@ -37,6 +38,7 @@ from quarantune._version import __version__
 from quarantune.cache import CacheWriteError, Claim, Entry, Fingerprint, Journal, Store
 from quarantune.config_values import encode, freeze, text_of
 from quarantune.environment import Settings
+from quarantune.manual_axes import Axes
 from quarantune.options import Options
 from quarantune.outcomes import (
     CacheMissError,
@@ -88,6 +90,7 @@ class _Key:
     platform: str
     values: dict[str, Any]
     jax_state: dict[str, Any]
+    axes: Axes | None = None
 
     @property
     def told(self) -> dict[str, Any]:
@@ -358,11 +361,14 @@ class Resolver:
         call = describe_call(self._signature, statics, tunables, args, kwargs, is_jitted=is_jitted)
         platform, kind = discovery.platform_and_kind(call.devices[0].platform if call.devices else None)
         described = self._bucketed(call, args, kwargs)
+        axes = manual_axes.communicated_over(self.fn, args, kwargs) if call.has_tracers and is_jitted else None
+        if axes is not None:
+            described = {**described, "communicates over": axes.sizes}
         assignment = assignments.current()
         state = jax_state.describe(describe_static, own=None if assignment is None else assignment.text)
         parts = {"call": described, "code": self._fingerprint.digest} | ({"jax": state} if state else {})
         text = cache.canonical_json(parts)
-        return call, _Key(device=kind, text=text, platform=platform, values=described, jax_state=state)
+        return call, _Key(device=kind, text=text, platform=platform, values=described, jax_state=state, axes=axes)
 
     def _key_to_tune(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Key:
         """Returns the key of a call to find a config for: one given by hand would be what every config runs with."""
@@ -495,6 +501,8 @@ class Resolver:
         *,
         start_over: bool,
     ) -> TuningResult:
+        if key.axes is not None:
+            key.axes.check(self.name)
         configs = self.expand(args, kwargs)
         known = (key.device, key.text)
         try:
@@ -674,6 +682,7 @@ class _Run:
             kwargs=self._kwargs,
             platform=self._key.platform,
             device_kind=self._key.device,
+            manual_mesh=self._key.axes.mesh if self._key.axes is not None else None,
         )
 
     def remembered(self, config: Config, time_ms: float) -> TuningResult:
@@ -756,8 +765,10 @@ class _Run:
                     self._resolver.name, self._key.device, self._key.text, self._entry(best, trials)
                 )
         assert best.time_ms is not None
-        self._resolver.lend(swept.compiled.get(verdict.winner, {}))
-        executable = swept.executables.get(verdict.winner)
+        executable = None
+        if self._key.axes is None:  # or what was compiled is for the arrays of all shards
+            self._resolver.lend(swept.compiled.get(verdict.winner, {}))
+            executable = swept.executables.get(verdict.winner)
         return self._result(best.config, best.time_ms, trials, tie=tie, executable=executable)
 
     def _default_index(self) -> int | None:

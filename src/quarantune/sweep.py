@@ -83,8 +83,14 @@ def run(
     judges = {"ref_fn": options.ref_fn, "check_fn": options.check_fn}
     args, kwargs = supply.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
     companions = {name: fn for name, fn in judges.items() if fn is not None}
-    packed = payload.pack_call(problem.fn, args, kwargs, companions, config_values.originals(configs.values()))
+    originals = config_values.originals(configs.values())
+    packed = payload.pack_call(problem.fn, args, kwargs, companions, originals, problem.manual_mesh)
     if settings.isolation == "none":
+        if problem.manual_mesh is not None:
+            raise ValueError(
+                f"{problem.name}: inside shard_map, a function that communicates between devices is tuned by workers "
+                f"only: unset QUARANTUNE_ISOLATION, or give its tunables by hand"
+            )
         return _run_here(packed, configs, measured, options, finish)
     _check_devices(problem, packed, options)
     # Now, because it takes longer to start than what the routes need takes to be imported.
@@ -136,8 +142,9 @@ def _check_devices(problem: Problem, packed: payload.PackedCall, options: Option
             "set QUARANTUNE_ISOLATION=none to tune in this process"
         )
     if problem.platform != "cpu" and packed.devices_needed > options.devices_per_trial:
+        why = "its arguments are laid out" if problem.manual_mesh is None else "in shard_map it communicates"
         raise ValueError(
-            f"{problem.name}: its arguments are laid out over {packed.devices_needed} devices, and "
+            f"{problem.name}: {why} over {packed.devices_needed} devices, and "
             f"devices_per_trial={options.devices_per_trial}: set devices_per_trial={packed.devices_needed}"
         )
 

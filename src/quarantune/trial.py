@@ -17,7 +17,19 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
-from quarantune import _jax_internals, assignments, check, clocks, executable, finals, host, inputs, measure, payload
+from quarantune import (
+    _jax_internals,
+    assignments,
+    check,
+    clocks,
+    executable,
+    finals,
+    host,
+    inputs,
+    manual_axes,
+    measure,
+    payload,
+)
 from quarantune.config_values import restore
 from quarantune.devices import describe_jax_devices
 from quarantune.outcomes import Config, Outcome
@@ -79,6 +91,7 @@ class Bench:
             options: `platform`, `compilation_cache`, the directory of the caller's or None, `warmup`, `rep`, `supply`,
                 `tolerance` and `check_grad`.
         """
+        call = manual_axes.under_shard_map(call)
         self._call = call
         self._jitted: Any = call.fn
         self._arrays_fd = arrays_fd
@@ -440,18 +453,10 @@ def why_device_is_needed(jaxpr: Any) -> str | None:
             return f"its {name} belongs to the process that compiles it"
         if name == "pallas_call":
             continue
-        for inner in _inner_jaxprs(equation.params):
+        for inner in _jax_internals.inner_jaxprs(equation.params):
             if reason := why_device_is_needed(inner):
                 return reason
     return None
-
-
-def _inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                yield item
 
 
 def outcome_of(error: BaseException, phase: str) -> str:

@@ -1,0 +1,164 @@
+"""Functions that communicate between the devices of a `shard_map` are tuned on such a mesh, or refused with advice."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import quarantune
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("two_slots")]
+
+SOURCE = Path(quarantune.__file__).parents[1]
+PRELUDE = """
+import functools, json, os, sys
+import jax, jax.numpy as jnp, numpy as np
+import psutil
+import quarantune
+from jax.sharding import Mesh, PartitionSpec as P
+from quarantune import sweep
+
+X = np.arange(32, dtype=np.float32).reshape(8, 4)
+sweeps, run = [], sweep.run
+sweep.run = lambda *args, **kwargs: (sweeps.append(args[0].name), run(*args, **kwargs))[1]
+"""
+
+
+def run_script(directory: Path, body: str) -> None:
+    script = directory / "program.py"
+    script.write_text(PRELUDE + textwrap.dedent(body))
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", **flags}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)], env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_collective_is_tuned_on_a_mesh_of_the_same_axes(tmp_path: Path) -> None:
+    run_script(
+        tmp_path,
+        """
+        def mean_of_all(x, weight, mode):
+            return jax.lax.pmean(x, "i") * weight
+
+        @quarantune.autotune([{"n": n} for n in (0, 1, 2, 3)], rep=1, ref_fn=mean_of_all)
+        @functools.partial(jax.jit, static_argnames=["n", "mode"])
+        def mean(x, weight, mode, n: int = 2):
+            if n == 0:
+                os.abort()
+            if n == 1:
+                return x * weight  # of its own shard
+            size = jax.lax.axis_size("i")
+            assert (x.shape, size, mode) == ((2, 4), 4, "mean")
+            rotated, total = x, x
+            for _ in range(size - 1):  # its weight must be the same on all devices, as it is in the caller
+                rotated = jax.lax.ppermute(rotated * weight, "i", [(k, (k + 1) % size) for k in range(size)]) / weight
+                total = total + rotated
+            if n == 3:
+                raise ArithmeticError(n)
+            return total / size * weight
+
+        mesh = Mesh(np.array(jax.devices()), ("i",))
+        weight = np.full(4, 2, np.float32)
+
+        def per_shard(x, weight):
+            return mean(x, weight, "mean")
+
+        def over_mesh(**options):
+            return jax.shard_map(per_shard, mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i"), **options)
+
+        expected = np.tile(X.reshape(4, 2, 4).mean(0), (4, 1)) * 2
+        np.testing.assert_allclose(jax.jit(over_mesh())(X, weight), expected)
+        np.testing.assert_allclose(over_mesh()(X, weight), expected)
+        gradient = jax.jit(jax.grad(lambda x: over_mesh()(x, weight).sum()))(X)
+        np.testing.assert_allclose(gradient, np.full_like(X, 2))
+        assert len(sweeps) == 1, sweeps
+        (entries,) = json.load(open(os.environ["QUARANTUNE_CACHE_DIR"] + "/program.mean.json")).values()
+        ((_, entry),) = entries.items()
+        assert entry["config"] == {"n": 2}
+        assert entry["key_values"]["communicates over"] == {"i": 4}
+        assert entry["trials"] == {"crashed": 1, "wrong": 1, "ok": 1, "error": 1}, entry
+        assert len(psutil.Process().children(recursive=True)) == 1, "the template may stay"
+        """,
+    )
+
+
+def test_what_names_no_axis_is_tuned_for_one_shard_on_one_device(tmp_path: Path) -> None:
+    run_script(
+        tmp_path,
+        """
+        @quarantune.autotune({"n": [1]}, rep=1)
+        @functools.partial(jax.jit, static_argnames=["n"])
+        def double(x, n: int = 1):
+            return 2 * x
+
+        mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("i", "j"))
+        per_shard = jax.shard_map(lambda x: double(x) + jax.lax.axis_index("j"), mesh=mesh, in_specs=P("i"),
+                                  out_specs=P(("i", "j")))
+        jax.jit(per_shard)(X)
+        np.testing.assert_array_equal(double(X[:4]), 2 * X[:4])
+        assert sweeps == ["program.double"], "inside and outside it is one problem"
+        """,
+    )
+
+
+@pytest.mark.slow
+def test_only_what_differs_between_devices_is_made_different(tmp_path: Path) -> None:
+    run_script(
+        tmp_path,
+        """
+        def is_laid_out(output, expected, x, y, count):
+            return (
+                output.shape == (4, 2, 4)
+                and x.shape == (4, 4) and x.sharding.spec == P(("i",))
+                and y.shape == (16,) and y.sharding.spec == P(("i", "j"))
+                and count.shape == () and len(count.sharding.device_set) == 4
+                and [shard.data.shape for shard in x.addressable_shards] == [(2, 4)] * 4
+            )
+
+        @quarantune.autotune({"n": [1, 2]}, rep=1, check_fn=is_laid_out, ref_fn=None)
+        @functools.partial(jax.jit, static_argnames=["n"])
+        def scaled(x, y, count, n: int = 1):
+            return jax.lax.psum(x * count + y, "j")
+
+        mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("i", "j"))
+        per_shard = jax.shard_map(scaled, mesh=mesh, in_specs=(P("i"), P(("i", "j")), P()), out_specs=P("i"))
+        jax.jit(per_shard)(X[:4], np.arange(16, dtype=np.float32), jnp.float32(2))
+        assert sweeps == ["program.scaled"]
+        """,
+    )
+
+
+@quarantune.autotune({"n": [1, 2]}, rep=1)
+@functools.partial(jax.jit, static_argnames=["n"])
+def summed(x: Any, n: int = 1) -> Any:
+    return jax.lax.psum(x, "i")
+
+
+def test_an_axis_of_vmap_is_refused_with_advice_before_the_sweep(sweeps: list[str]) -> None:
+    x = jnp.ones((4, 2))
+    with pytest.raises(TypeError, match=r"summed cannot be tuned here: .*'i', which only jax.vmap.*by hand"):
+        jax.vmap(summed, axis_name="i")(x)
+    assert jax.vmap(lambda x: summed(x, n=2), axis_name="i")(x)[0, 0] == 4
+    with quarantune.settings(on_miss="default"), pytest.warns(quarantune.CacheWarning, match="not tuned for this call"):
+        assert jax.vmap(summed, axis_name="i")(x)[0, 0] == 4
+    assert not sweeps
+
+
+def test_without_workers_a_collective_is_refused_with_advice(sweeps: list[str]) -> None:
+    mesh = Mesh(jax.devices()[:1], ("i",), axis_types=(AxisType.Auto,))
+    per_shard = jax.shard_map(summed, mesh=mesh, in_specs=P("i"), out_specs=P())
+    with quarantune.settings(isolation="none"), pytest.raises(ValueError, match="workers only: unset QUARANTUNE_ISOL"):
+        jax.jit(per_shard)(jnp.ones((4, 2)))
