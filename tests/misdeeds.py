@@ -146,6 +146,12 @@ def become_another_program() -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-c", ""])
 
 
+def hold_400_mb() -> None:
+    """Takes memory for long enough to be seen, and gives it back."""
+    with mmap.mmap(-1, 400 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE):
+        time.sleep(1.0)
+
+
 def ask_for_too_much() -> None:
     bytearray(1 << 62)
 

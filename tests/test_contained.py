@@ -21,8 +21,9 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from misdeeds import MEASURED, MISDEEDS, kernel
 
 import quarantune
-from quarantune import scheduler
+from quarantune import routes, scheduler
 from quarantune.outcomes import Trial
+from quarantune.sandbox import template
 
 pytestmark = pytest.mark.usefixtures("quiet_place")
 X = np.ones(8, np.float32)
@@ -70,6 +71,10 @@ ENDS = {
 }
 
 
+LONG = ("starve_in_a_memfd", "starve_as_a_daemon", "share_data_with_a_pool", "become_another_program")
+"""Misdeeds that are left to the slow tier, as others of their kind are in the quick one."""
+
+
 def tune(*space: tuple[str, str]) -> list[Trial]:
     return list(kernel.tune(X, space=space).trials)
 
@@ -86,7 +91,9 @@ def test_every_misdeed_is_tested() -> None:
     assert set(ENDS) | {"bomb"} == set(MISDEEDS)
 
 
-@pytest.mark.parametrize("misdeed", ENDS)
+@pytest.mark.parametrize(
+    "misdeed", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in ENDS]
+)
 def test_a_misdeed_is_named_and_harms_nobody_else(misdeed: str) -> None:
     haste = HASTE if ENDS[misdeed][0][0] == "timeout" else {}
     with nothing_is_left(), quarantune.settings(**haste):
@@ -166,6 +173,24 @@ def test_an_oom_trial_tells_how_much_it_held() -> None:
     _, starved = tune(GOOD, ("starve", "tracing"))
     assert starved.peak_memory_bytes is not None
     assert starved.peak_memory_bytes > 200e6
+
+
+@pytest.mark.slow
+def test_a_config_over_its_share_of_the_memory_is_tried_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes.host, "available_memory_bytes", lambda: 10**9)  # a share is 225 MB
+
+    @quarantune.autotune({"n": [1, 2, 3]}, rep=1, warmup=0)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def hold(x: jax.Array, n: int = 1) -> jax.Array:
+        if n == 2 and template.is_inside():
+            misdeeds.hold_400_mb()
+        return x + n
+
+    with nothing_is_left():
+        trials = hold.tune(X).trials
+    assert ends(trials) == ["ok"] * 3
+    assert trials[1].peak_memory_bytes is not None
+    assert trials[1].peak_memory_bytes > 300e6
 
 
 def test_misdeeds_are_contained_in_spawned_workers_too() -> None:

@@ -1150,6 +1150,8 @@ def test_who_took_the_memory_is_oom_and_not_whom_the_kernel_killed_for_it(
     monkeypatch.setattr(host, "oom_kills", lambda: next(kills))
 
     def takes_what_the_kernel_does_not_see(worker: FakeWorker) -> list[Step]:
+        if worker.starts:  # alone, it is what the kernel takes
+            return dies(worker)
         memory[worker.number] = GB - 1
         return [(0.1, worker.says("phase", "compile"))]
 
@@ -1163,7 +1165,8 @@ def test_who_took_the_memory_is_oom_and_not_whom_the_kernel_killed_for_it(
 
     result = run(plan_for(Route.TOGETHER), 3, act)
     assert result.outcomes == ["ok", "oom", "ok"]
-    assert "killed another config's process and it held 1.07 GB, the most of all" in result.trials[1].message
+    assert result.trials[1].peak_memory_bytes == GB - 1
+    assert [len(result.given("compile", index)) for index in range(3)] == [2, 2, 1]
 
 
 def test_one_oom_kill_does_not_explain_two_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1307,11 +1310,14 @@ def test_the_memory_of_descendants_counts(memory: dict[int, int], monkeypatch: p
     assert result.outcomes == ["ok", "oom", "ok"]
 
 
-def test_when_the_machine_runs_short_the_largest_worker_goes_and_the_others_stay(memory: dict[int, int]) -> None:
+@pytest.mark.parametrize(("more_mb", "end"), [(0, "ok"), (300, "oom")])
+def test_when_the_machine_runs_short_the_largest_goes_and_is_tried_again_alone(
+    memory: dict[int, int], more_mb: int, end: str
+) -> None:
     sandbox_of: list[FakeSandbox] = []
 
     def takes(worker: FakeWorker) -> None:
-        memory[worker.number] = (100 + (worker.trial or 0)) << 20
+        memory[worker.number] = (100 + (worker.trial or 0) + (more_mb if worker.trial == 2 else 0)) << 20
 
     def available() -> int:
         alive = [number for number, worker in sandbox_of[0].workers.items() if not worker.ended]
@@ -1322,8 +1328,34 @@ def test_when_the_machine_runs_short_the_largest_worker_goes_and_the_others_stay
     result = run(
         plan_for(Route.TOGETHER, slots=3, parked=3), 3, clock=clock, sandbox=sandbox_of[0], available_memory=available
     )
-    assert result.outcomes == ["ok", "ok", "oom"]
-    assert "the machine had only" in result.trials[2].message
+    assert result.outcomes == ["ok", "ok", end]
+    assert [len(result.given("compile", index)) for index in range(3)] == [1, 1, 2]
+    assert end == "ok" or "the machine had only" in result.trials[2].message
+
+
+@EVERY_WAY
+@pytest.mark.parametrize(("free", "end"), [(4 * GB, "ok"), (2 * GB, "oom")])
+def test_a_config_over_a_limit_that_nobody_set_is_tried_once_more_alone(
+    route: Route, exclusive: bool, free: int, end: str, memory: dict[int, int]
+) -> None:
+    beside: list[int] = []
+    clock = Clock()
+
+    def takes(worker: FakeWorker) -> None:
+        if worker.do == "compile" and worker.trial == 1:
+            memory[worker.number] = 2 * GB
+            if worker.starts:
+                beside.extend((sandbox._compiling | sandbox._measuring) - {worker.number})
+
+    sandbox = FakeSandbox(clock, takes)
+    plan = plan_for(route, exclusive=exclusive, may_exceed_alone=True)
+    result = run(plan, 6, clock=clock, sandbox=sandbox, available_memory=lambda: free)
+    assert result.outcomes == ["ok", end, "ok", "ok", "ok", "ok"]
+    assert len(result.given("compile", 1)) == 2
+    assert beside == []
+    if end == "oom":
+        assert "it held 2.15 GB alone, over its memory_limit of 1.93 GB" in result.trials[1].message
+    assert result.seconds < 30, "nobody waits for anything but the one that runs alone"
 
 
 # --- devices and processes that fail ------------------------------------------------------------------------

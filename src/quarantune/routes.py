@@ -21,7 +21,7 @@ from quarantune.options import Options
 from quarantune.outcomes import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.problem import Problem
 from quarantune.sandbox import pool, spool
-from quarantune.scheduler import ErrandError, Leftovers, Plan, Scheduler
+from quarantune.scheduler import MEMORY_SHARE, ErrandError, Leftovers, Plan, Scheduler
 
 _logger = logging.getLogger("quarantune")
 
@@ -33,7 +33,6 @@ _CPU_SHARES = 4
 _DEVICE_PARKED = 4
 """The same on an accelerator, for each device: every one of them holds a context there."""
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
-_MEMORY_SHARE = 0.9
 Finish = Callable[[int, Trial, str], None]
 
 
@@ -198,6 +197,7 @@ class Routes:
             workers = self._slots + len(self._devices)
         else:
             workers = max(_CPU_SHARES, 2 * self._slots) if self._on_cpu else parked
+        limit_bytes = self._memory_limit()
         plan = Plan(
             route=route,
             options=worker_options(self._problem.platform, self._options),
@@ -211,7 +211,8 @@ class Routes:
             ahead=route is Route.TOGETHER and self._on_cpu and self._sandbox.forks_loaded and not self._compile_only,
             compile_timeout_s=self._compile_timeout_s,
             timeout_s=self._settings.timeout or float(self._options.timeout),
-            memory_limit_bytes=self._memory_limit(workers),
+            memory_limit_bytes=limit_bytes or int(MEMORY_SHARE * host.available_memory_bytes() / max(1, workers)),
+            may_exceed_alone=limit_bytes is None,
             compile_only=self._compile_only,
         )
         self._scheduler = Scheduler(
@@ -226,12 +227,11 @@ class Routes:
         self._schedulers.callback(self._scheduler.close)
         return self._scheduler
 
-    def _memory_limit(self, workers: int) -> int:
+    def _memory_limit(self) -> int | None:
+        """Returns the limit that somebody set."""
         if self._settings.memory_limit is not None:
             return self._settings.memory_limit
-        if self._options.memory_limit is not None:
-            return parse_memory(self._options.memory_limit)
-        return int(_MEMORY_SHARE * host.available_memory_bytes() / max(1, workers))
+        return None if self._options.memory_limit is None else parse_memory(self._options.memory_limit)
 
     def _configs_per_worker(self) -> int:
         if self._settings.configs_per_worker is not None:

@@ -39,6 +39,8 @@ _CLOSE_LOOK_S = 0.25
 _FREE_LOOK_S = 1.0
 _FAST_BYTES = 64 << 20
 _MEMORY_FLOOR_BYTES = 256 << 20
+MEMORY_SHARE = 0.9
+"""How much of the memory that is free the workers may take between them where nobody set a limit."""
 _LOG_TAIL_CHARS = 2000
 _MAX_DEVICE_FAILURES = 2
 _ERRAND_TRIES = 2
@@ -90,6 +92,8 @@ class Plan:
         compile_timeout_s: for loading, tracing, lowering and compiling one config.
         timeout_s: for checking and measuring one config, from the moment it holds its device.
         memory_limit_bytes: host memory of one worker and its children.
+        may_exceed_alone: whether the limit is a share of what is free, so that a config over it is tried once more,
+            alone, with nearly all that is free.
         compile_only: whether configs are compiled and not run.
     """
 
@@ -105,6 +109,7 @@ class Plan:
     compile_timeout_s: float
     timeout_s: float
     memory_limit_bytes: int
+    may_exceed_alone: bool = False
     compile_only: bool = False
 
 
@@ -119,6 +124,10 @@ class _Job:
     """How much of its deadline was left when it had been lowered."""
     was_lost: bool = False
     needs_fresh: bool = False
+    is_alone: bool = False
+    """Whether it runs when no other config does, because it lacked memory beside others."""
+    limit_bytes: int | None = None
+    """Its own memory limit where that is not the plan's."""
     twins: list[_Job] = dataclasses.field(default_factory=list)
     """Configs that lowered to the same program, and get what this one gets."""
 
@@ -434,6 +443,8 @@ class Scheduler:
         """Whether one more config may wait, compiled, for its turn to be measured."""
         waiting = len(self._waiting_to_measure()) + self._compiling()
         is_long = self._waiting_since is not None and self._clock() - self._waiting_since > _PARKED_S
+        if waiting and (self._runs_alone() or (self._pending and self._pending[0].is_alone)):
+            return False
         is_heavy = waiting > 1 and self._last_total > _PARKED_SHARE * (self._last_total + self._last_free)
         return waiting < self._plan.parked and not is_long and not is_heavy
 
@@ -442,6 +453,8 @@ class Scheduler:
             return False
         if self._suspect_runs() or (self._pending[0].was_lost and (self._compiling() or self._measuring())):
             return False
+        if self._runs_alone() or (self._pending[0].is_alone and not self._is_quiet()):
+            return False
         if self._plan.exclusive:
             return not self._measuring() and self._has_room()
         return len(self._ready) < _MAX_READY
@@ -449,6 +462,18 @@ class Scheduler:
     def _suspect_runs(self) -> bool:
         """Whether a config runs that was running when a template died: alone, so that nobody else is lost with it."""
         return any(w.job is not None and w.job.was_lost and not w.parked for w in self._workers.values())
+
+    def _runs_alone(self) -> bool:
+        """Whether a config runs, or waits, beside which no other may take memory."""
+        return any(job.is_alone for job in [*self._ready, *self._jobs_in_workers()])
+
+    def _is_quiet(self) -> bool:
+        """Whether no config waits to be measured and no worker lives but those made ready ahead."""
+        ahead = [self._spare, *(worker for state in self._devices for worker in state.bench)]
+        return not self._ready and all(worker in ahead for worker in self._workers.values())
+
+    def _jobs_in_workers(self) -> list[_Job]:
+        return [worker.job for worker in self._workers.values() if worker.job is not None]
 
     def _compiling(self) -> int:
         return len([worker for worker in self._workers.values() if worker.compiling])
@@ -463,6 +488,9 @@ class Scheduler:
         return self._ready
 
     def _start_compiling(self, job: _Job) -> None:
+        if job.is_alone and self._plan.may_exceed_alone:
+            alone_bytes = int(MEMORY_SHARE * self._available_memory())
+            job.limit_bytes = max(self._plan.memory_limit_bytes, alone_bytes)
         task = {
             "do": "compile",
             "trial": job.index,
@@ -844,6 +872,10 @@ class Scheduler:
             # One that only waited did nothing that its template could have died of.
             job.was_lost = job.was_lost or not worker.parked
             self._again(job)
+        elif outcome is Outcome.OOM and self._may_fit_alone(job):
+            job.is_alone = True
+            self._release_twins(job)
+            self._pending.append(job)
         elif outcome is Outcome.DEVICE_OOM and worker.device and self._make_room(worker.device):
             self._ready.appendleft(job)
         elif worker.used and outcome.is_failure:
@@ -852,6 +884,14 @@ class Scheduler:
             self._ready.appendleft(job)
         else:
             self._finish(job, worker, outcome, worker.phase, message)
+
+    def _may_fit_alone(self, job: _Job) -> bool:
+        """Whether a config that ran out of memory might not have done so without the others."""
+        if job.is_alone:
+            return False
+        if job.peak_bytes > self._plan.memory_limit_bytes:
+            return self._plan.may_exceed_alone
+        return any(other is not job for other in self._jobs_in_workers())
 
     def _again(self, job: _Job) -> None:
         if not self._together and job.executable_fd >= 0 and job.compile_s is not None:
@@ -1016,11 +1056,11 @@ class Scheduler:
                 worker.descendants = [] if pid is None else host.descendants(pid)
             self._weigh(watched, baseline, exactly=True)
             self._last_total = sum(worker.used_bytes for worker in watched)
-        limit = self._plan.memory_limit_bytes
         for worker in watched:
-            if worker.used_bytes > limit:
-                used = _gigabytes(worker.used_bytes)
-                self._condemn(worker, Outcome.OOM, f"it held {used}, over its limit of {_gigabytes(limit)}")
+            if worker.used_bytes > (limit := self._limit_of(worker)):
+                used, alone = _gigabytes(worker.used_bytes), " alone" if worker.job and worker.job.is_alone else ""
+                message = f"it held {used}{alone}, over its memory_limit of {_gigabytes(limit)}"
+                self._condemn(worker, Outcome.OOM, message)
         if any(worker.verdict and worker.verdict[0] is Outcome.OOM for worker in self._workers.values()):
             return  # what is dying has yet to give its memory back
         if not is_fast and now < self._next_free_look:
@@ -1029,6 +1069,10 @@ class Scheduler:
         self._last_free = free = self._available_memory()
         if free < _MEMORY_FLOOR_BYTES and (largest := self._largest()) is not None:
             self._blame_for_shortage(largest, f"the machine had only {_gigabytes(free)} left")
+
+    def _limit_of(self, worker: _Worker) -> int:
+        own = None if worker.job is None else worker.job.limit_bytes
+        return self._plan.memory_limit_bytes if own is None else own
 
     def _largest(self) -> _Worker | None:
         """Returns the worker that holds the most memory now."""
@@ -1047,7 +1091,7 @@ class Scheduler:
             worker.used_bytes = worker.scale.weigh(
                 [] if pid is None else [pid, *worker.descendants],
                 baseline_bytes=baseline,
-                limit_bytes=self._plan.memory_limit_bytes,
+                limit_bytes=self._limit_of(worker),
                 foreign=self._foreign_files,
                 exactly=exactly,
             )
