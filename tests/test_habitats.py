@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import quarantune
+
 KERNEL = """
 import functools, os, sys
 import jax, numpy as np
@@ -108,3 +110,164 @@ agree()
         "QUARANTUNE_DISABLE_CACHE": "1",
     }
     run(script, cwd=tmp_path, environ=environ)
+
+
+def test_a_fork_finds_every_lock_free_whatever_other_threads_do(tmp_path: Path) -> None:
+    script = f"""{KERNEL}
+import signal, threading, types, warnings
+import cloudpickle
+from quarantune import locks, payload
+from quarantune.sandbox import template
+
+made_up = sys.modules["made_up"] = types.ModuleType("made_up")
+exec("def helper(): pass", vars(made_up))
+inside, go_on = threading.Event(), threading.Event()
+
+class Slow:  # pickles until it is told to go on
+    def __reduce__(self):
+        inside.set()
+        assert go_on.wait(100)
+        return int, ()
+
+class Lazy:
+    @locks.lazy
+    def value(self):
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert go_on.wait(100)
+        return 5
+
+def fork_while(busy, work):
+    inside.clear(), go_on.clear()
+    thread = threading.Thread(target=busy)
+    thread.start()
+    assert inside.wait(100)
+    warnings.simplefilter("ignore")  # forking with threads is what this is about
+    if (pid := os.fork()) == 0:
+        signal.alarm(30)  # a child that hangs
+        work()
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    go_on.set()
+    thread.join()
+    assert status == 0, status
+
+def pack():
+    payload.dumps(lambda: 1)
+    assert not cloudpickle.list_registry_pickle_by_value()
+
+fork_while(lambda: payload.dumps([made_up.helper, Slow()]), pack)
+lazy = Lazy()
+fork_while(lambda: lazy.value, lambda: Lazy().value)
+
+# Of all that exist, whoever made them.
+ours = [lock for name, module in list(sys.modules.items()) if name.startswith("quarantune")
+        for lock in vars(module).values() if type(lock) in (type(threading.Lock()), type(threading.RLock()))]
+ours += list(locks._locks)
+def hold_all():
+    for lock in ours:
+        lock.acquire()
+    inside.set()
+    assert go_on.wait(100)
+    for lock in reversed(ours):
+        lock.release()
+def take_all():
+    for lock in ours:
+        assert lock.acquire(timeout=5)
+ours = list(dict.fromkeys(ours))
+assert len(ours) >= 4, ours
+fork_while(hold_all, take_all)
+"""
+    run(script, cwd=tmp_path)
+
+
+def test_an_exception_of_a_signal_handler_while_packing_is_raised_as_it_is(tmp_path: Path) -> None:
+    script = f"""{KERNEL}
+import signal, types
+import cloudpickle
+
+class TooLong(Exception): ...
+def handler(number, frame):
+    raise TooLong("the caller's own deadline")
+signal.signal(signal.SIGUSR1, handler)
+
+made_up = sys.modules["made_up"] = types.ModuleType("made_up")
+exec("def helper(): pass", vars(made_up))
+armed = True
+
+class Interrupted:  # a signal comes while it is pickled
+    def __reduce__(self):
+        if armed:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return Interrupted, ()
+
+class Finder:  # or while a module is looked for
+    def find_spec(self, name, path=None, target=None):
+        if armed:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+def attempt(fn):
+    before = len(os.listdir("/proc/self/fd"))
+    try:
+        quarantune.AutoTuner(fn, [{{"n": 1}}, {{"n": 2}}], name="fn").run(X)
+    except TooLong:
+        assert armed
+    else:
+        assert not armed
+    assert len(os.listdir("/proc/self/fd")) == before or not armed
+    assert not cloudpickle.list_registry_pickle_by_value()
+
+part = Interrupted()
+def fn(x, n, part=part, helper=made_up.helper):
+    return x * n
+attempt(fn)
+sys.meta_path.insert(0, Finder())
+attempt(lambda x, n: made_up.helper())
+sys.meta_path.pop(0)
+armed = False
+attempt(fn)  # nothing of it is in the way of the next
+"""
+    run(script, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "call", ["kernel.tune(X)", "quarantune.AutoTuner(plain, [{'n': 1}, {'n': 2}]).run(X)"], ids=["tune", "run"]
+)
+def test_a_module_that_tunes_while_it_is_imported_is_told_to_do_it_later(call: str, tmp_path: Path) -> None:
+    plain = "def plain(x, n):\n    return x * n\n"
+    (tmp_path / "tuning_module.py").write_text(f"{KERNEL}\n{plain}\n{call}\n")
+    script = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import tuning_module
+except Exception as error:
+    text = str(error)
+assert "imports the module of its function" in text and "__name__" in text, text
+"""
+    run(script, cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_compile_configs_in_a_module_that_is_imported_is_told_to_do_it_later(tmp_path: Path) -> None:
+    call = "quarantune.compile_configs(kernel, [{'n': 1}], X)"
+    (tmp_path / "tuning_module.py").write_text(f"{KERNEL}\nimport warnings\nwarnings.simplefilter('error')\n{call}\n")
+    script = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import tuning_module
+except UserWarning as warning:
+    text = str(warning)
+assert "imports the module of its function" in text, text
+"""
+    run(script, cwd=tmp_path)
+
+
+def test_a_config_that_is_too_large_for_a_worker_is_refused_by_name() -> None:
+    def fn(x: int, table: str) -> int:
+        return x
+
+    tuner = quarantune.AutoTuner(fn, [{"table": "ab"}, {"table": "x" * (5 << 20)}])
+    with pytest.raises(ValueError, match=r"5,242,\d+ bytes as JSON, most of them its 'table'"):
+        tuner.run(1)

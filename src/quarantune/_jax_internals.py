@@ -10,12 +10,13 @@ import logging
 import operator
 import os
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+
+from quarantune import locks
 
 
 def backends_initialized() -> bool:
@@ -719,7 +720,7 @@ class _Swapped:
     """What stands in for JAX's compilation cache, and what was there before; shared by the blocks that overlap."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = locks.new()
         self.blocks = 0
         self.cache: Any = None
         self.before: dict[str, Any] = {}
@@ -727,6 +728,18 @@ class _Swapped:
 
 
 _swapped = _Swapped()
+
+
+def _restore_in_fork() -> None:
+    """Undoes, in a fork, what a block that was open in another thread will not undo there."""
+    if _swapped.blocks:
+        _swapped.blocks = 0
+        _restore_compilation_cache()
+
+
+os.register_at_fork(after_in_child=_restore_in_fork)
+
+
 _CACHE_OPTIONS: dict[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -769,13 +782,20 @@ def compilation_cache_in_memory(programs: Mapping[str, bytes], *, named: str | N
         yield cache
     finally:
         with _swapped.lock:
-            _swapped.blocks -= 1
-            if not _swapped.blocks:
-                for name, value in _swapped.before.items():
-                    setattr(compilation_cache, name, value)
-                for name, value in _swapped.options_before.items():
-                    jax.config.update(name, value)
-                _swapped.cache = None
+            if _swapped.cache is cache:  # not in a fork, where it is undone already
+                _swapped.blocks -= 1
+                if not _swapped.blocks:
+                    _restore_compilation_cache()
+
+
+def _restore_compilation_cache() -> None:
+    from jax._src import compilation_cache
+
+    for name, value in _swapped.before.items():
+        setattr(compilation_cache, name, value)
+    for name, value in _swapped.options_before.items():
+        jax.config.update(name, value)
+    _swapped.cache = None
 
 
 def keep_compiled(programs: Mapping[str, bytes]) -> bool:

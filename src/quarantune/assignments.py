@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from quarantune import config_values
+from quarantune import config_values, locks
 from quarantune.outcomes import Config
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Assignment:
         self.chosen = chosen_from(data["chosen"])
         self.seen: dict[Slot, Seen] = {}
         self._memos: weakref.WeakKeyDictionary[Autotuned, dict[Any, Any]] = weakref.WeakKeyDictionary()
-        self._lock = threading.Lock()
+        self._lock = locks.new()
 
     def find(self, slot: Slot, look: Callable[[], Seen]) -> tuple[bool, Config | None]:
         """Returns whether the assignment says what a slot is to use, and that: None for its defaults.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 
-from quarantune import _jax_internals, assignments, naming
+from quarantune import _jax_internals, assignments, locks, naming
 from quarantune.contextual_result import ContextualResult
 from quarantune.decorator import Autotuned, Bound
 from quarantune.options import Options, checked_options
@@ -89,7 +89,7 @@ class Contextual:
         self._context = _jax_internals.trace_context()
         self._memo: dict[Any, str] = {}
 
-    @functools.cached_property
+    @locks.lazy
     def _resolver(self) -> ContextResolver:
         from quarantune.descent import ContextResolver
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 
-from quarantune import _jax_internals, assignments, naming, payload, space, suitable
+from quarantune import _jax_internals, assignments, locks, naming, payload, space, suitable
 from quarantune.options import Options, checked_options
 from quarantune.outcomes import Config
 from quarantune.result import TuningResult
@@ -110,7 +110,7 @@ class Autotuned:
         self._last = _NOTHING
         assignments.register(self)
 
-    @functools.cached_property
+    @locks.lazy
     def _resolver(self) -> Resolver:
         # Imported with the first call: what it takes to tune is a good part of what it takes to import JAX.
         from quarantune.resolve import Resolver

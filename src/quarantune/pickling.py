@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 import jax
 
-from quarantune import _jax_internals, classes, origins, unpicklable
+from quarantune import _jax_internals, classes, interruptions, locks, origins, unpicklable
 from quarantune.arrays import concrete_data, restore_array
 
 _SIGNATURE_ATTRIBUTES = (
@@ -49,6 +49,8 @@ def dumps(obj: object) -> bytes:
     try:
         return _dump(obj)
     except Exception as error:
+        if interruptions.is_one(error):
+            raise
         raise TypeError(unpicklable.explain(obj, error, _dump)) from error
 
 
@@ -64,7 +66,26 @@ def loads(blob: bytes) -> Any:
 
 
 # cloudpickle's list of modules to pickle by value is global; the lock makes our additions private to a dump.
-_dump_lock = threading.RLock()
+_dump_lock = locks.new()
+
+
+def _clean_up_in_fork() -> None:
+    """Undoes, in a fork, what a dump of another thread left: its additions, and the lock of cloudpickle's own."""
+    if not _dump_lock._is_owned():  # type: ignore[attr-defined]
+        for module in _taken_by_value:
+            _untake(module)
+        _taken_by_value.clear()
+        with contextlib.suppress(AttributeError):
+            cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK = threading.Lock()
+
+
+_taken_by_value: list[types.ModuleType] = []
+os.register_at_fork(after_in_child=_clean_up_in_fork)
+
+
+def _untake(module: types.ModuleType) -> None:
+    with contextlib.suppress(ValueError):  # not taken yet, or not any more
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _dump(obj: object) -> bytes:
@@ -187,8 +208,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if module is None or name == "__main__" or self._can_import(module.__name__):
             return
         if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            # In this order, so that an interruption between the two leaves nothing behind.
+            self._cleanup.callback(_untake, module)
+            _taken_by_value.append(module)
+            self._cleanup.callback(_taken_by_value.remove, module)
             cloudpickle.register_pickle_by_value(module)
-            self._cleanup.callback(cloudpickle.unregister_pickle_by_value, module)
 
     def _can_import(self, name: str) -> bool:
         if name not in self._importable:
@@ -283,10 +307,14 @@ def _can_import(name: str) -> bool:
 def _find_spec(name: str, path: Any) -> Any:
     # Not importlib.util.find_spec: for a module already imported it returns what that module says of itself.
     for finder in sys.meta_path:
-        with contextlib.suppress(Exception):
+        try:
             spec = finder.find_spec(name, path)
-            if spec is not None:
-                return spec
+        except Exception as error:
+            if interruptions.is_one(error):
+                raise
+            continue
+        if spec is not None:
+            return spec
     return None
 
 

@@ -27,6 +27,7 @@ from quarantune import (
     environment,
     finals,
     jax_state,
+    locks,
     manual_axes,
     measure,
     report,
@@ -204,6 +205,7 @@ class Resolver:
         Returns:
             For each config its trial, and its executable where there is one that can leave its worker.
         """
+        self._check_outside()
         key = self._key_to_tune(args, kwargs)
         settings = environment.current()
         if num_workers is not None:
@@ -348,7 +350,7 @@ class Resolver:
         """Returns whether nothing can be remembered for a call, because its shapes are symbolic."""
         return self.options.key_fn is None and suitable.has_symbolic_shapes(args, kwargs)
 
-    @functools.cached_property
+    @locks.lazy
     def _fingerprint(self) -> Fingerprint:
         return cache.fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
 
@@ -501,6 +503,7 @@ class Resolver:
         *,
         start_over: bool,
     ) -> TuningResult:
+        self._check_outside()
         if key.axes is not None:
             key.axes.check(self.name)
         configs = self.expand(args, kwargs)
@@ -516,6 +519,15 @@ class Resolver:
         self._times_ms[known] = result.time_ms
         self._tuned.add(known)
         return result
+
+    def _check_outside(self) -> None:
+        """Raises in a worker, where tuning would start workers that tune, and so on."""
+        if template.is_inside():
+            raise RuntimeError(
+                f"{self.name}: a worker that runs another config, or imports the module of its function, was told to "
+                f"tune: put calls of tune(), run() and compile_configs() in a module under "
+                f"`if __name__ == '__main__':` or into a function that the module does not call as it is imported"
+            )
 
     def _run_for(self, *problem: Any, start_over: bool) -> _Run:
         """Returns what tunes a problem."""

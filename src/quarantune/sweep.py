@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quarantune import config_values, devices, discovery, payload, report, supply
-from quarantune.cache.keys import safe_name
+from quarantune.cache.keys import canonical_json, safe_name
 from quarantune.environment import Settings
 from quarantune.options import Options
 from quarantune.outcomes import Config, Trial
 from quarantune.problem import Problem
-from quarantune.sandbox import spool, template
+from quarantune.sandbox import spool, template, wire
 
 if TYPE_CHECKING:
     from quarantune.routes import Swept
@@ -31,6 +31,9 @@ _PALLAS_MODULES = {
     "rocm": [f"{_PALLAS}.triton"],
 }
 """What Pallas imports when it lowers its first kernel, interpreted or for a device: up to 0.25 s."""
+
+_LARGEST_CONFIG_BYTES = wire.MAX_FRAME_BYTES // 8
+"""A message about finalists holds several configs."""
 
 _sweep_numbers = itertools.count(1)
 
@@ -93,6 +96,7 @@ def run(
             )
         return _run_here(packed, configs, measured, options, finish)
     _check_devices(problem, packed, options)
+    _check_sizes(problem, configs)
     # Now, because it takes longer to start than what the routes need takes to be imported.
     template.shared()
     from quarantune import routes
@@ -133,6 +137,19 @@ def _run_here(
         in_process.run(packed.call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish)
         final = in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options)
         return routes.Swept(final)
+
+
+def _check_sizes(problem: Problem, configs: Mapping[int, Config]) -> None:
+    """Raises where a config is too large for a message to a worker."""
+    for config in configs.values():
+        size_bytes = len(canonical_json(config))
+        if size_bytes > _LARGEST_CONFIG_BYTES:
+            largest = max(config, key=lambda name: len(canonical_json(config[name])))
+            raise ValueError(
+                f"{problem.name}: a config takes {size_bytes:,} bytes as JSON, most of them its {largest!r}, and "
+                f"at most {_LARGEST_CONFIG_BYTES:,} can be sent to a worker: pass large data as an argument of the "
+                f"call, and let the config hold a short name or a number for it"
+            )
 
 
 def _check_devices(problem: Problem, packed: payload.PackedCall, options: Options) -> None:

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from quarantune import _jax_internals
+from quarantune import _jax_internals, interruptions
 
 _REMEDY = (
     "Create it inside the function, pass it as an argument, or move the function into a module that can be "
@@ -67,6 +67,8 @@ def _failure(obj: object, dump: Callable[[object], bytes]) -> Exception | None:
     try:
         dump(obj)
     except Exception as error:
+        if interruptions.is_one(error):
+            raise
         return error
     return None
 

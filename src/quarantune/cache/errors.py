@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-
-from quarantune import caller
+from quarantune import caller, locks
 
 
 class CacheWarning(UserWarning):
@@ -16,7 +14,7 @@ class CacheWriteError(RuntimeError):
 
 
 _reported: set[str] = set()
-_reported_lock = threading.Lock()
+_reported_lock = locks.new()
 
 
 def report_once(message: str) -> None:

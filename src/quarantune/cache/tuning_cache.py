@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quarantune import locks
 from quarantune.cache import journal
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.keys import canonical_json, plain, safe_name
@@ -65,7 +65,7 @@ class TuningCache:
         on_disk = dir is not None or not settings.disable_cache
         self._store = Store(self.directory, lock_timeout_s=settings.lock_timeout) if on_disk else None
         self._configs: dict[CacheKey, Config] = {}
-        self._lock = threading.Lock()
+        self._lock = locks.new()
 
     def get(self, kernel_type: str, problem_size: Any, device: str) -> Config | None:
         """Returns the config for a problem, or None.

@@ -9,9 +9,9 @@ import secrets
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 
+from quarantune import locks
 from quarantune.outcomes import SandboxError
 from quarantune.sandbox import spawning, spool, wire
 from quarantune.sandbox.wire import Connection
@@ -33,7 +33,7 @@ class Template:
         ours, theirs = socket.socketpair()
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._connection = Connection(ours)
-        self._sending = threading.Lock()  # sweeps of several threads share this connection
+        self._sending = locks.new()  # sweeps of several threads share this connection
         self._log_fd = spool.create_log()
         try:
             self._process = spawning.start(
@@ -115,7 +115,7 @@ def kill_marked(token: str) -> None:
                 process.kill()
 
 
-_lock = threading.Lock()
+_lock = locks.new()
 _template: Template | None = None
 
 
@@ -154,8 +154,7 @@ def close_shared() -> None:
 
 
 def _forget_in_fork() -> None:
-    global _template, _lock
-    _lock = threading.Lock()
+    global _template
     if _template is not None:
         _template.disown()
         _template = None
