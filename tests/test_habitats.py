@@ -175,7 +175,7 @@ def take_all():
     for lock in ours:
         assert lock.acquire(timeout=5)
 ours = list(dict.fromkeys(ours))
-assert len(ours) >= 4, ours
+assert len(ours) >= 3, ours
 fork_while(hold_all, take_all)
 """
     run(script, cwd=tmp_path)
@@ -218,8 +218,8 @@ def attempt(fn):
     assert not cloudpickle.list_registry_pickle_by_value()
 
 part = Interrupted()
-def fn(x, n, part=part, helper=made_up.helper):
-    return x * n
+def fn(x, n):
+    return x * n if made_up.helper and part else x
 attempt(fn)
 sys.meta_path.insert(0, Finder())
 attempt(lambda x, n: made_up.helper())
