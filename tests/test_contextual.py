@@ -198,6 +198,84 @@ def test_if_nothing_works_the_error_names_what_was_tried() -> None:
         hopeless(X)
 
 
+def test_kernels_of_one_name_and_different_code_are_tuned_apart(sweeps: list[str]) -> None:
+    # Two of a factory, quick with different configs, and two lambdas.
+    def make(quick: int) -> quarantune.Autotuned:
+        def run(x: Any, ms: int = 1) -> Any:
+            return pause(x, 1 if ms == quick else 25) + ms
+
+        return quarantune.autotune({"ms": [4, 8]}, ref_fn=None)(jax.jit(run, static_argnames=["ms"]))
+
+    left, right = make(8), make(4)
+    add, subtract = (
+        quarantune.autotune({"n": [1, 2]}, name="lambda", ref_fn=None)(jax.jit(fn, static_argnames=["n"]))
+        for fn in (
+            lambda x, n=1: pause(x, 1 if n == 2 else 25) + n,
+            lambda x, n=1: pause(x, 25 if n == 2 else 1) - n,
+        )
+    )
+    assert left.name == right.name
+
+    @quarantune.contextual_autotune(n_repeat=2)
+    def all_four(x: Any) -> Any:
+        return subtract(add(right(left(x))))
+
+    result = all_four.tune(X)
+    assert [tuple(choice.config.values()) for choice in result.kernels] == [(8,), (4,), (2,), (1,)]
+    assert [label.partition(" #")[2] for label in result.labels] == ["", "2", "", "2"]
+    count = len(sweeps)
+    assert all_four(X)[0] == 8 + 4 + 2 - 1
+    assert all_four(X)[0] == 8 + 4 + 2 - 1
+    again = quarantune.contextual_autotune(n_repeat=2)(all_four.__wrapped__)
+    assert again(X)[0] == 8 + 4 + 2 - 1, "the order of their first calls is what the entry goes by"
+    assert len(sweeps) == count
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet_place")
+def test_neither_first_nor_default_need_work_if_another_config_does() -> None:
+    def only_the_third(x: Any, ms: Any) -> Any:
+        if ms == 7:
+            os.abort()
+        if ms != 3:
+            raise ArithmeticError(ms)
+        return x + ms
+
+    fragile, second = (kernel(name, {"ms": [7, 5, 3]}, only_the_third) for name in ("fragile", "second"))
+    sound = kernel("sound", {"ms": [10, 1]})
+
+    @quarantune.contextual_autotune(n_repeat=1, ref_fn=None)
+    def three(x: Any) -> Any:
+        return second(sound(fragile(x)))
+
+    with nothing_is_left():
+        result = three.tune(X)
+    assert chosen(result) == {"fragile": 3, "sound": 1, "second": 3}
+    assert result.baseline_ms is None
+    assert three(X)[0] == 6
+
+
+@pytest.mark.slow
+def test_several_kernels_that_fail_together_are_tried_in_combinations() -> None:
+    # Inside a jit all kernels are traced before any fails, so that none of them alone helps.
+    def fails_when_run(x: Any, ms: Any) -> Any:
+        def host(value: Any) -> Any:
+            if ms != 3:
+                raise ArithmeticError(ms)
+            return value
+
+        return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    left, right = (kernel(name, {"ms": [7, 5, 3]}, fails_when_run) for name in ("left", "right"))
+
+    @quarantune.contextual_autotune(n_repeat=1, ref_fn=None)
+    @jax.jit
+    def both(x: Any) -> Any:
+        return left(x) + right(x)
+
+    assert chosen(both.tune(X)) == {"left": 3, "right": 3}
+
+
 def test_the_result_is_remembered_until_a_kernels_configs_change(
     cache_dir: Path, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
+import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +28,15 @@ FIRST, DEFAULT, OWN = "first", "default", "own"
 """What a kernel without a config in the assignment uses: the first of its list, its defaults, what it finds itself."""
 
 
+_MOST_REPORTED_BYTES = 1 << 24
+
+
 class Slot(NamedTuple):
     """One kernel called in one way: calls with other shapes are another slot.
 
     Attributes:
-        name: the kernel's name in the cache.
+        name: the kernel's name in the cache; where a function calls several kernels of one name, those of other code
+            than the first get a number.
         key: what tells its call from others, as canonical JSON.
     """
 
@@ -59,8 +66,28 @@ class Assignment:
         self.others: str = data["others"]
         self.chosen = chosen_from(data["chosen"])
         self.seen: dict[Slot, Seen] = {}
+        self.on_seen: Callable[[], None] = lambda: None
+        self._codes: dict[str, list[str]] = {}
         self._memos: weakref.WeakKeyDictionary[Autotuned, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._lock = locks.new()
+
+    def slot(self, name: str, key: str, code: str) -> Slot:
+        """Returns the slot of a kernel's call.
+
+        Kernels that share a name, as lambdas and those of a factory do, are numbered by the order of their first calls,
+        which is the same in every process.
+
+        Args:
+            name: the kernel's name in the cache.
+            key: what tells its call from others, as canonical JSON.
+            code: what tells it from other kernels of its name in this process.
+        """
+        with self._lock:
+            codes = self._codes.setdefault(name, [])
+            if code not in codes:
+                codes.append(code)
+            number = codes.index(code)
+        return Slot(f"{name} #{number + 1}" if number else name, key)
 
     def find(self, slot: Slot, look: Callable[[], Seen]) -> tuple[bool, Config | None]:
         """Returns whether the assignment says what a slot is to use, and that: None for its defaults.
@@ -71,6 +98,7 @@ class Assignment:
         """
         if self.others != OWN and slot not in self.seen:
             self.seen[slot] = look()
+            self.on_seen()
         if slot in self.chosen:
             # From the kernel's own list, as a config that went through JSON may have lost its types.
             text = config_values.text_of(self.chosen[slot])
@@ -101,19 +129,28 @@ class Assignment:
 class Runner:
     """Calls a function under an assignment: what the tuner takes for a callable with one tunable."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        """Makes a runner of a function."""
+    def __init__(self, fn: Callable[..., Any], reports: str | None = None) -> None:
+        """Makes a runner of a function.
+
+        Args:
+            fn: the function.
+            reports: a directory in which it leaves what `report` would return, however a run ends; None for none.
+        """
         self._fn = fn
+        self._reports = reports
         self._assignments: dict[str, Assignment] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function under the assignment given as `KEY`."""
-        with self.assignment(kwargs.pop(KEY)).in_force():
+        assignment = self.assignment(text := kwargs.pop(KEY))
+        if self._reports is not None:
+            assignment.on_seen = functools.partial(self._leave_report, text)
+        with assignment.in_force():
             return self._fn(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Travels as the function alone."""
-        return Runner, (self._fn,)
+        """Travels as it was made."""
+        return Runner, (self._fn, self._reports)
 
     def assignment(self, text: str) -> Assignment:
         """Returns the assignment for a text, the same one each time."""
@@ -127,6 +164,24 @@ class Runner:
         return json.dumps(
             [[*slot, config_values.encode(about.configs), about.space] for slot, about in seen.items()]
         ).encode()
+
+    def left_report(self, text: str) -> dict[Slot, Seen]:
+        """Returns the slots that were asked for in a run under an assignment, even if it failed, as far as is known."""
+        try:
+            with open(self._report_path(text), "rb") as file:
+                return read_report(file.read(_MOST_REPORTED_BYTES))
+        except (OSError, ValueError):
+            return {}
+
+    def _leave_report(self, text: str) -> None:
+        path = self._report_path(text)
+        with open(unfinished := f"{path}.{os.getpid()}", "wb") as file:
+            file.write(self.report({KEY: text}))
+        os.replace(unfinished, path)
+
+    def _report_path(self, text: str) -> str:
+        assert self._reports is not None
+        return os.path.join(self._reports, f"{hashlib.sha256(text.encode()).hexdigest()}.json")
 
 
 def read_report(report: bytes) -> dict[Slot, Seen]:
@@ -193,6 +248,7 @@ def current() -> Assignment | None:
     return _stack.entered[-1] if _stack.entered else None
 
 
+_NUMBER = re.compile(r" #\d+$")
 _kernels: dict[str, weakref.WeakSet[Autotuned]] = {}
 
 
@@ -203,7 +259,7 @@ def register(kernel: Autotuned) -> None:
 
 def kernels(name: str) -> Sequence[Autotuned]:
     """Returns the autotuned functions of a name; a factory may have made several."""
-    return list(_kernels.get(name, ()))
+    return list(_kernels.get(_NUMBER.sub("", name), ()))
 
 
 @functools.cache

@@ -7,6 +7,8 @@ import dataclasses
 import functools
 import inspect
 import logging
+import random
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from quarantune.routes import Swept
 
 _logger = logging.getLogger("quarantune")
+
+
+_COMBINATIONS = 64
+"""How many combinations of configs are tried where no kernel alone keeps a function from running."""
 
 
 class ContextResolver(Resolver):
@@ -64,6 +70,12 @@ def _is_offered(name: str, space: Any) -> bool:
     return not listed or any(space_of(configs) == space for configs in listed)
 
 
+def _shown(chosen: Mapping[Slot, Config]) -> Config:
+    """Returns the configs of some kernels as one, for messages."""
+    names = labels([slot.name for slot in chosen])
+    return {name: report.format_config(config) for name, config in zip(names, chosen.values(), strict=True)}
+
+
 @dataclasses.dataclass(frozen=True)
 class _Step:
     """One sweep over the whole function: its trials, who won, who tied with it, and what the winner asked for."""
@@ -96,7 +108,7 @@ class _Descent(_Run):
             return self._descend()
 
     def _descend(self) -> ContextualResult:
-        others, step = self._begin()
+        others, start, step = self._begin()
         baseline_ms = step.time_ms if others == FIRST else None
         slots, time_ms = step.slots, step.time_ms
         choices: dict[Slot, KernelChoice] = {}
@@ -104,7 +116,7 @@ class _Descent(_Run):
         tries: list[tuple[dict[Slot, Config], Trial]] = []
         # One at a time, because what a kernel is asked for may depend on the config of the one that calls it.
         while slot := next((slot for slot, seen in slots.items() if seen.configs and slot not in choices), None):
-            chosen = {settled: choice.config for settled, choice in choices.items()}
+            chosen = start | {settled: choice.config for settled, choice in choices.items()}
             step = self._settle(slot, slots[slot], chosen, others)
             best = step.trials[step.winner]
             tie = tuple(step.trials[index].config for index in step.tie)
@@ -118,17 +130,69 @@ class _Descent(_Run):
         _logger.info("%s: %.4g ms with %d kernels tuned", self._resolver.name, time_ms, len(choices))
         return self._conclude_descent(choices, spaces, tries, time_ms, baseline_ms)
 
-    def _begin(self) -> tuple[str, _Step]:
+    def _begin(self) -> tuple[str, dict[Slot, Config], _Step]:
         """Runs the function once as it comes, to see which kernels it calls and how long it takes.
 
         Returns:
-            What kernels use that have no config yet: the first of theirs, or their defaults where that fails.
+            What kernels use that have no config yet: the first of theirs, or their defaults where that fails. Then the
+            configs to start from where that fails too, and the run.
         """
         try:
-            return FIRST, self._try([assignments.encode({}, others=FIRST)], [{"configs": "first"}], "all kernels")
+            return FIRST, {}, self._try([assignments.encode({}, others=FIRST)], [{"configs": "first"}], "all kernels")
         except TuningFailedError as error:
             _logger.info("%s: starting from the kernels' defaults: %s", self._resolver.name, error)
-        return DEFAULT, self._try([assignments.encode({}, others=DEFAULT)], [{"configs": "default"}], "all kernels")
+        try:
+            default = assignments.encode({}, others=DEFAULT)
+            return DEFAULT, {}, self._try([default], [{"configs": "default"}], "all kernels")
+        except TuningFailedError as error:
+            _logger.info("%s: looking for configs with which it runs: %s", self._resolver.name, error)
+        with tempfile.TemporaryDirectory(prefix="quarantune-") as reports:
+            return DEFAULT, *self._find_a_start(Runner(self._resolver.fn, reports))
+
+    def _find_a_start(self, runner: Runner) -> tuple[dict[Slot, Config], _Step]:
+        """Finds configs with which the function runs.
+
+        From the defaults one kernel at a time gets each of its configs. Where the function still fails, but calls more
+        kernels before it does, the search goes on from there. Where it does not, some combinations are tried.
+
+        Raises:
+            TuningFailedError: it fails with all that was tried.
+        """
+        start: dict[Slot, Config] = {}
+        seen: dict[Slot, Seen] = {}
+        candidates = [start]
+        while True:
+            tried = [assignments.encode(chosen, others=DEFAULT) for chosen in candidates]
+            try:
+                step = self._try(tried, [_shown(chosen) for chosen in candidates], "any kernel", runner)
+            except TuningFailedError:
+                reports = [runner.left_report(text) for text in tried]
+                furthest = max(range(len(tried)), key=lambda index: len(reports[index]))
+                if len(reports[furthest]) > len(seen):
+                    start, seen = candidates[furthest], reports[furthest]
+                elif len(seen) - len(start) < 2:
+                    raise
+                else:
+                    break
+            else:
+                return candidates[step.winner], step
+            left = [slot for slot in reversed(seen) if slot not in start]
+            candidates = [start | {slot: config} for slot in left for config in seen[slot].configs] or [start]
+        return self._try_combinations(start, {slot: seen[slot].configs for slot in seen if slot not in start}, runner)
+
+    def _try_combinations(
+        self, start: dict[Slot, Config], open_slots: Mapping[Slot, Sequence[Config]], runner: Runner
+    ) -> tuple[dict[Slot, Config], _Step]:
+        """Runs the function with some combinations of the kernels' configs."""
+        pick = random.Random(0)
+        drawn = [
+            start | {slot: pick.choice(configs) for slot, configs in open_slots.items() if configs}
+            for _ in range(_COMBINATIONS)
+        ]
+        by_text = {assignments.encode(chosen, others=DEFAULT): chosen for chosen in drawn}
+        candidates = list(by_text.values())
+        step = self._try([*by_text], [_shown(chosen) for chosen in candidates], "combinations", runner)
+        return candidates[step.winner], step
 
     def _settle(self, slot: Slot, seen: Seen, chosen: Mapping[Slot, Config], others: str) -> _Step:
         """Tries every config of one kernel."""
@@ -138,18 +202,20 @@ class _Descent(_Run):
         _logger.info("%s: %s is best with %s: %.4g ms", self._resolver.name, slot.name, best, step.time_ms)
         return step
 
-    def _try(self, texts: Sequence[str], shown: Sequence[Config], kernel: str) -> _Step:
+    def _try(self, texts: Sequence[str], shown: Sequence[Config], kernel: str, runner: Runner | None = None) -> _Step:
         """Runs the whole function under each assignment.
 
         Args:
             texts: the assignments.
             shown: what to call each in trials and messages.
             kernel: the kernel in which they differ.
+            runner: what calls the function; None for the resolver's.
 
         Raises:
             TuningFailedError: it failed under every one.
         """
         trials: dict[int, Trial] = {}
+        runner = runner or self._resolver.runner
         label = f"{self._resolver.name} ({kernel})"
         progress = Progress(label, len(texts), shown=self._settings.progress)
 
@@ -160,7 +226,7 @@ class _Descent(_Run):
 
         with contextlib.closing(progress):
             swept = sweep.run(
-                dataclasses.replace(self.problem(), fn=self._resolver.runner),
+                dataclasses.replace(self.problem(), fn=runner),
                 {index: {KEY: text} for index, text in enumerate(texts)},
                 options=self._resolver.options,
                 # The function compiles as it first runs.
@@ -172,13 +238,13 @@ class _Descent(_Run):
             ordered = [trials[index] for index in range(len(texts))]
             raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.text)
         settled, verdict = finals.conclude(trials, swept.final, default=0)
-        slots = self._slots(swept, verdict.winner, texts[verdict.winner])
+        slots = self._slots(swept, verdict.winner, texts[verdict.winner], runner)
         return _Step(tuple(settled[index] for index in range(len(texts))), verdict.winner, verdict.tie, slots)
 
-    def _slots(self, swept: Swept, winner: int, text: str) -> dict[Slot, Seen]:
+    def _slots(self, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
         """Returns what was asked for under the winning assignment."""
         if self._settings.isolation == "none":
-            return assignments.read_report(self._resolver.runner.report({KEY: text}))
+            return assignments.read_report(runner.report({KEY: text}))
         try:
             return assignments.read_report(swept.executables[winner])
         except (KeyError, ValueError) as error:

@@ -165,7 +165,7 @@ class Resolver:
             return None
         _, key = self._describe(args, kwargs)
         if (assignment := assignments.current()) is not None:
-            slot = assignments.Slot(self.name, cache.canonical_json(key.values))
+            slot = assignment.slot(self.name, cache.canonical_json(key.values), self._identity)
             is_said, config = assignment.find(slot, lambda: self._seen(args, kwargs))
             if is_said:
                 return config
@@ -345,6 +345,12 @@ class Resolver:
         return frozenset(name for name, value in named(bound) if not any(map(is_array, jax.tree.leaves(value))))
 
     # Remembering
+
+    @functools.cached_property
+    def _identity(self) -> str:
+        """What tells this function from another of its name."""
+        space = "" if callable(self._configs) else space_of(self._configs)["hash"]
+        return f"{self._fingerprint.digest} {space}"
 
     def _has_no_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Returns whether nothing can be remembered for a call, because its shapes are symbolic."""
