@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,58 @@ def test_a_tpu_interpret_mode_set_for_the_process_holds_in_workers(tmp_path: Pat
         tmp_path,
     )
     assert told.strip() in ("ok", "slow")
+
+
+def test_explicit_interpret_params_work_without_isolation_too() -> None:
+    @quarantune.autotune({"block": [8, 16]}, rep=3)
+    @functools.partial(jax.jit, static_argnames=["block"])
+    def doubled(x: Any, block: int = 8) -> Any:
+        def double(x_ref: Any, out_ref: Any) -> None:
+            out_ref[...] = x_ref[...] * 2
+
+        spec = pl.BlockSpec((block, 128), lambda i: (i, 0))
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pl.pallas_call(
+            double,
+            grid=(x.shape[0] // block,),
+            in_specs=[spec],
+            out_specs=spec,
+            out_shape=shape,
+            interpret=pltpu.InterpretParams(),
+        )(x)
+
+    with quarantune.settings(isolation="none"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that nothing contains the configs
+        result = doubled.tune(ROWS)
+    assert [trial.outcome.is_failure for trial in result.trials] == [False, False], result.table()
+
+
+@pytest.mark.slow
+def test_a_shard_map_without_a_mesh_finds_that_of_the_context_in_workers(tmp_path: Path) -> None:
+    told = script(
+        """
+        import os
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+        import functools, jax, jax.numpy as jnp, quarantune
+        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+        @quarantune.autotune({"n": [1, 2]}, rep=1)
+        @functools.partial(jax.jit, static_argnames=["n"])
+        def doubled(x, n: int = 1):
+            return jax.shard_map(lambda shard: shard * 2, in_specs=P("d"), out_specs=P("d"))(x)
+
+        if __name__ == "__main__":
+            x = jnp.arange(8.0)
+            mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
+            with jax.set_mesh(mesh):
+                print(jax.jit(lambda x: doubled(x))(x).tolist() == (2 * x).tolist())  # inside jit: no shardings
+                print(doubled.lookup(x) is not None)  # the same problem outside
+                laid_out = jax.device_put(x, NamedSharding(mesh, P("d")))
+                print(doubled.lookup(laid_out) is None, doubled(laid_out).tolist() == (2 * x).tolist())
+                with quarantune.settings(isolation="none"):
+                    print(set(doubled.tune(x).failures) <= {"slow"})
+            print(doubled.lookup(x))  # without the mesh it is another problem
+        """,
+        tmp_path,
+    )
+    assert told.splitlines() == ["True", "True", "True True", "True", "None"]

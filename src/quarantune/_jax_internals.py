@@ -855,6 +855,19 @@ def bound_axes() -> dict[str, int]:
     return dict(core.get_axis_env().axis_sizes)
 
 
+@contextlib.contextmanager
+def outside_of_traces() -> Iterator[None]:
+    """Leaves the trace that this thread may be inside of, while the block runs.
+
+    Private because the public `jax.ensure_compile_time_eval` has whatever is traced within it evaluated where it can
+    be: callbacks with constant arguments, such as those of Pallas's interpreters, would run while they are traced.
+    """
+    from jax._src import core
+
+    with core.eval_context():
+        yield
+
+
 def is_tracing() -> bool:
     """Returns whether this thread is inside a trace."""
     from jax._src import core

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
-from quarantune import caller, finals, payload, trial
+from quarantune import _jax_internals, caller, finals, payload, trial
 from quarantune.outcomes import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.sandbox import spool
 from quarantune.sandbox.worker import describe_error
@@ -61,7 +61,7 @@ def run(
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
     """Keeps what the caller may be tracing out of a trial, and compiles it where the caller has switched that off."""
-    with jax.disable_jit(False), jax.ensure_compile_time_eval():
+    with jax.disable_jit(False), _jax_internals.outside_of_traces():
         yield
 
 

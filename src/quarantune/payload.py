@@ -125,10 +125,33 @@ def _own_sharding(array: Any, spec: ShardingSpec | None) -> jax.sharding.NamedSh
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec.partitions)) if is_same else None
 
 
-def _context_mesh(specs: tuple[ArraySpec, ...]) -> MeshSpec | None:
-    """Returns the mesh that `jax.set_mesh` has set, where it is that of an argument too."""
+def context_mesh() -> MeshSpec | None:
+    """Returns the mesh that `jax.set_mesh` has set, without manual axes; None where it is not of several devices."""
     mesh = _describe_mesh(jax.sharding.get_abstract_mesh())
-    return mesh if any(spec.sharding is not None and spec.sharding.mesh == mesh for spec in specs) else None
+    return mesh if mesh.size > 1 else None
+
+
+def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> MeshSpec | None:
+    """Returns the context's mesh where a trial has its devices, which it must have where it is an argument's too."""
+    mesh = context_mesh()
+    is_shared = any(spec.sharding is not None and spec.sharding.mesh == mesh for spec in specs)
+    return mesh if mesh is not None and (is_shared or mesh.size <= devices) else None
+
+
+def describe_context_mesh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the mesh that `jax.set_mesh` has set, JSON-able, where no argument's sharding tells it.
+
+    Args:
+        args: the call's positional arguments.
+        kwargs: its keyword arguments.
+    """
+    mesh = context_mesh()
+    if mesh is None:
+        return None
+    shardings = [sharding_of(leaf) for leaf in jax.tree.leaves((args, dict(kwargs)))]
+    if any(sharding is not None and sharding.mesh == mesh for sharding in shardings):
+        return None
+    return {"shape": list(mesh.shape), "axes": list(mesh.axis_names), "types": list(mesh.axis_types)}
 
 
 # --- a whole call -------------------------------------------------------------------------------------------
@@ -196,6 +219,7 @@ class PackedCall:
         blob: all but the arrays' bytes, for `unpack_call`.
         call: the same, for a worker in this process.
         arrays: what the spool holds, and what is to be made.
+        context_mesh: the mesh that a worker is to set; None for none.
         spool_bytes: the size of the spool.
         sources: the caller's arrays, in the order of `arrays`; None for those to be made.
     """
@@ -203,13 +227,14 @@ class PackedCall:
     blob: bytes
     call: Call = dataclasses.field(repr=False, compare=False)
     arrays: tuple[ArraySpec, ...]
+    context_mesh: MeshSpec | None
     spool_bytes: int
     sources: tuple[Any, ...] = dataclasses.field(repr=False, compare=False)
 
     @property
     def devices_needed(self) -> int:
-        """How many devices the arrays are laid out over."""
-        return _devices_needed(self.arrays)
+        """How many devices the arrays are laid out over, or the context's mesh has."""
+        return _devices_needed(self.arrays, self.context_mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -239,8 +264,8 @@ class Call:
 
     @property
     def devices_needed(self) -> int:
-        """How many devices the arrays are laid out over."""
-        return _devices_needed(self.specs)
+        """How many devices the arrays are laid out over, or the context's mesh has."""
+        return _devices_needed(self.specs, self.context_mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +293,8 @@ def pack_call(
     companions: Mapping[str, Callable[..., Any]] | None = None,
     config_values: Mapping[str, Any] | None = None,
     manual_mesh: MeshSpec | None = None,
+    *,
+    devices: float = math.inf,
 ) -> PackedCall:
     """Packs a function with its arguments for other processes.
 
@@ -278,6 +305,7 @@ def pack_call(
         companions: functions that judge its output, by name.
         config_values: what the configs hold that JSON does not give back, by its text.
         manual_mesh: the mesh of the `shard_map` that the worker is to call the function in; None for none.
+        devices: how many devices a trial may have; a larger mesh that only the context knows is not sent.
 
     Raises:
         TypeError: something in the call cannot travel.
@@ -290,11 +318,11 @@ def pack_call(
     specs = tuple(packer.specs)
     if manual_mesh is not None:
         specs = _as_shards(specs, packer.varying, manual_mesh)
+    # Inside shard_map the worker's own call of it sets the mesh.
+    mesh = _mesh_to_send(specs, devices if manual_mesh is None else 0)
     contexts = dumps(_jax_internals.contexts())
     return PackedCall(
-        blob=pickle.dumps(
-            (origins.import_path(), jax_state.options_to_travel(), specs, _context_mesh(specs), contexts, dumps(root))
-        ),
+        blob=pickle.dumps((origins.import_path(), jax_state.options_to_travel(), specs, mesh, contexts, dumps(root))),
         call=Call(
             fn=fn,
             args=root.args,
@@ -305,6 +333,7 @@ def pack_call(
             own_shardings=tuple(packer.shardings),
         ),
         arrays=specs,
+        context_mesh=mesh,
         spool_bytes=packer.spool_bytes,
         sources=tuple(packer.sources),
     )
@@ -340,10 +369,10 @@ def unpack_call(blob: bytes) -> Call:
     Args:
         blob: `PackedCall.blob`.
     """
-    path, options, specs, context_mesh, contexts, inner = pickle.loads(blob)
+    path, options, specs, mesh, contexts, inner = pickle.loads(blob)
     _adopt_path(path)
     unknown = jax_state.adopt_options(options)
-    _have_cpu_devices(_devices_needed(specs))
+    _have_cpu_devices(_devices_needed(specs, mesh))
     root = loads(inner)
     jax_state.adopt_late_options(unknown)
     _jax_internals.set_contexts(loads(contexts))
@@ -354,7 +383,7 @@ def unpack_call(blob: bytes) -> Call:
         specs=specs,
         companions=root.companions,
         config_values=root.config_values,
-        context_mesh=context_mesh,
+        context_mesh=mesh,
     )
 
 
@@ -471,8 +500,9 @@ def _has_value(array: Any) -> bool:
     return bool(array.is_fully_addressable)
 
 
-def _devices_needed(specs: tuple[ArraySpec, ...]) -> int:
-    return max((spec.sharding.mesh.size for spec in specs if spec.sharding is not None), default=1)
+def _devices_needed(specs: tuple[ArraySpec, ...], mesh: MeshSpec | None) -> int:
+    meshes = [spec.sharding.mesh for spec in specs if spec.sharding is not None]
+    return max((mesh.size for mesh in [*meshes, *([mesh] if mesh else [])]), default=1)
 
 
 def _have_cpu_devices(count: int) -> None:

@@ -30,6 +30,7 @@ from quarantune import (
     locks,
     manual_axes,
     measure,
+    payload,
     report,
     space,
     suitable,
@@ -374,6 +375,8 @@ class Resolver:
             described = {**described, "communicates over": axes.sizes}
         assignment = assignments.current()
         state = jax_state.describe(describe_static, own=None if assignment is None else assignment.text)
+        if (mesh := payload.describe_context_mesh(args, kwargs)) is not None:
+            state["mesh"] = mesh
         parts = {"call": described, "code": self._fingerprint.digest} | ({"jax": state} if state else {})
         text = cache.canonical_json(parts)
         return call, _Key(device=kind, text=text, platform=platform, values=described, jax_state=state, axes=axes)

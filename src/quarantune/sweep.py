@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -87,7 +88,15 @@ def run(
     args, kwargs = supply.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
     companions = {name: fn for name, fn in judges.items() if fn is not None}
     originals = config_values.originals(configs.values())
-    packed = payload.pack_call(problem.fn, args, kwargs, companions, originals, problem.manual_mesh)
+    packed = payload.pack_call(
+        problem.fn,
+        args,
+        kwargs,
+        companions,
+        originals,
+        problem.manual_mesh,
+        devices=math.inf if problem.platform == "cpu" else options.devices_per_trial,
+    )
     if settings.isolation == "none":
         if problem.manual_mesh is not None:
             raise ValueError(
