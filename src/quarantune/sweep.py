@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quarantune import config_values, devices, discovery, payload, report, supply
-from quarantune.cache.keys import canonical_json, safe_name
+from quarantune.cache.keys import safe_name
 from quarantune.environment import Settings
 from quarantune.options import Options
 from quarantune.outcomes import Config, Trial
@@ -151,9 +151,9 @@ def _run_here(
 def _check_sizes(problem: Problem, configs: Mapping[int, Config]) -> None:
     """Raises where a config is too large for a message to a worker."""
     for config in configs.values():
-        size_bytes = len(canonical_json(config))
+        size_bytes = len(config_values.text_of(config))
         if size_bytes > _LARGEST_CONFIG_BYTES:
-            largest = max(config, key=lambda name: len(canonical_json(config[name])))
+            largest = max(config, key=lambda name: len(config_values.text_of(config[name])))
             raise ValueError(
                 f"{problem.name}: a config takes {size_bytes:,} bytes as JSON, most of them its {largest!r}, and "
                 f"at most {_LARGEST_CONFIG_BYTES:,} can be sent to a worker: pass large data as an argument of the "
