@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quarantune import clocks, finals, measure
+from quarantune import clocks, finals, measure, waits
 from quarantune.outcomes import Outcome, Trial
+from quarantune.waits import Taken
 
 SOFT_BUDGET_S = 0.25
 DAMAGED = [2.0**64 / 1e6, 0.0, -1.0, math.inf, math.nan, 1e-300]
@@ -36,16 +37,17 @@ class Time:
 class Sampler:
     """Gives scripted samples, in milliseconds; each takes the time it says, or what it is told to take."""
 
-    def __init__(self, samples: Iterable[float], time: Time | None = None, seconds: float = 0.0) -> None:
+    def __init__(self, samples: Iterable[float | Taken], time: Time | None = None, seconds: float = 0.0) -> None:
         self._samples = iter(samples)
         self._time, self._seconds = time, seconds
         self.taken = 0
 
-    def __call__(self, count: int) -> Sequence[float]:
+    def __call__(self, count: int) -> Sequence[Taken]:
         self.taken += count
         if self._time is not None:
             self._time.passes(count * self._seconds)
-        return list(itertools.islice(self._samples, count))
+        samples = itertools.islice(self._samples, count)
+        return [sample if isinstance(sample, Taken) else Taken.exactly(sample) for sample in samples]
 
 
 def noisy(seed: int, middle: float = 1.0, sigma: float = 0.01) -> Iterable[float]:
@@ -99,8 +101,9 @@ def test_the_first_run_counts_towards_the_soft_budget() -> None:
     assert len(measure.measure(take, rep=20, clock=time).samples_ms) == 3
 
 
-def test_the_median_stands_for_the_samples() -> None:
-    assert measure.Samples((1.0, 2.0, 1000.0)).median_ms == 2.0
+def test_the_median_stands_for_the_samples_of_an_exact_clock_and_the_fastest_for_others() -> None:
+    samples = measure.Samples((1.0, 2.0, 1000.0), (1.0, 2.0, 1000.0))
+    assert (samples.level_ms(is_exact=True), samples.level_ms(is_exact=False)) == (2.0, 1.0)
 
 
 # --- ruled out ----------------------------------------------------------------------------------------------
@@ -147,12 +150,35 @@ def test_a_long_run_before_counts_and_two_that_agree_rule_out(
 
 
 def test_the_time_that_runs_waited_for_a_cpu_rules_nobody_out() -> None:
-    waited = measure.measure(Sampler(itertools.repeat(2.0)), rep=9, bar_ms=1.0, margin=1.5, waited=lambda: 0.3)
-    assert not waited.is_ruled_out
-    assert set(waited.samples_ms) == {2.0}
-    assert measure.measure(
-        Sampler(itertools.repeat(2.0)), rep=9, bar_ms=1.0, margin=1.5, waited=lambda: 0.1
-    ).is_ruled_out
+    waited = Taken(2.0, 1.8, 1.4)
+    samples = measure.measure(Sampler(itertools.repeat(waited)), rep=9, bar_ms=1.0, margin=1.5)
+    assert not samples.is_ruled_out
+    assert set(samples.samples_ms) == {2.0}
+    assert (set(samples.own_ms), samples.level_ms(is_exact=False)) == ({1.8}, 1.8)
+    hardly = Sampler(itertools.repeat(Taken(2.0, 1.8, 1.6)))
+    assert measure.measure(hardly, rep=9, bar_ms=1.0, margin=1.5).is_ruled_out
+
+
+def test_one_sample_rules_nobody_out_however_long_but_by_an_exact_clock() -> None:
+    late = [180.0, *[0.79] * 30]
+    for last_ms in (None, 0.8, 1.4):
+        samples = measure.measure(Sampler(late), rep=20, bar_ms=1.0, margin=1.5, last_ms=last_ms)
+        assert not samples.is_ruled_out, last_ms
+        assert samples.level_ms(is_exact=False) == 0.79
+    assert measure.measure(Sampler([180.0, 180.0]), rep=20, bar_ms=1.0, margin=1.5).is_ruled_out
+    assert measure.measure(Sampler([180.0]), rep=20, bar_ms=1.0, margin=1.5, last_ms=150.0).is_ruled_out
+    assert measure.measure(Sampler([180.0]), rep=20, bar_ms=1.0, margin=1.5, is_exact=True).is_ruled_out
+
+
+def test_while_every_run_is_disturbed_sampling_goes_on_for_one_that_is_not() -> None:
+    time = Time()
+    spinning = Taken(92.0, 30.0, 0.0)
+    take = Sampler([spinning] * 9 + [Taken.exactly(0.79)] * 30, time, 0.092)
+    samples = measure.measure(take, rep=20, bar_ms=1.0, margin=1.5, last_ms=0.0, clock=time)
+    assert not samples.is_ruled_out
+    assert samples.level_ms(is_exact=False) == 0.79
+    hopeless = Sampler(itertools.repeat(spinning), Time(), 0.0)
+    assert len(measure.measure(hopeless, rep=20, bar_ms=1.0, margin=1.5).samples_ms) == 20
 
 
 @pytest.mark.parametrize(
@@ -169,13 +195,14 @@ def test_the_time_that_runs_waited_for_a_cpu_rules_nobody_out() -> None:
 def test_one_run_rules_out_who_is_far_behind(
     first_ms: float, fastest_ms: float, fastest_first_ms: float, is_hopeless: bool
 ) -> None:
-    told = measure.is_hopeless(first_ms, fastest_ms=fastest_ms, fastest_first_ms=fastest_first_ms)
+    noise = measure.Noise(samples=9)
+    told = measure.is_hopeless(first_ms, fastest_ms=fastest_ms, fastest_first_ms=fastest_first_ms, noise=noise)
     assert told == is_hopeless
 
 
 def test_a_config_whose_first_sample_is_long_and_beyond_all_that_the_cold_costs_is_ruled_out_at_once() -> None:
     take = Sampler(itertools.repeat(60.0))
-    samples = measure.measure(take, rep=20, bar_ms=10.0, margin=1.5)
+    samples = measure.measure(take, rep=20, bar_ms=10.0, margin=1.5, last_ms=59.0)
     assert samples.is_ruled_out
     assert (take.taken, samples.samples_ms) == (1, (60.0,))
 
@@ -247,8 +274,15 @@ def test_the_standard_error_is_how_far_medians_scatter() -> None:
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     """Gives the clocks a time that the test controls."""
     time = Time()
-    monkeypatch.setattr(clocks, "time", types.SimpleNamespace(perf_counter=time))
+    told = types.SimpleNamespace(perf_counter=time, thread_time_ns=lambda: 0)
+    for module in (clocks, waits):
+        monkeypatch.setattr(module, "time", told)
+    monkeypatch.setattr(waits.Watch, "read", lambda self: {})
     return time
+
+
+def wholes(samples: Sequence[Taken]) -> list[float]:
+    return [sample.whole for sample in samples]
 
 
 class Run:
@@ -274,7 +308,7 @@ def test_runs_are_repeated_within_a_wall_clock_sample_until_it_is_long_enough_to
     clock.take(1)
     assert run.count == 1
     # The clock of this test is read without error but for the last digits of floats.
-    assert clock.take(3) == pytest.approx([1e3 * seconds] * 3, rel=1e-2, abs=1e-9)
+    assert wholes(clock.take(3)) == pytest.approx([1e3 * seconds] * 3, rel=1e-2, abs=1e-9)
     assert run.count == pytest.approx(1 + 3 * repeated, rel=1e-2)
 
 
@@ -286,7 +320,7 @@ def test_a_run_that_needs_preparing_is_prepared_untimed_every_time_and_never_rep
         time.passes(1.0)
 
     clock = clocks.WallClock(run, prepare)
-    assert [*clock.take(1), *clock.take(3)] == pytest.approx([1e-3] * 4, rel=1e-2)
+    assert wholes([*clock.take(1), *clock.take(3)]) == pytest.approx([1e-3] * 4, rel=1e-2)
     assert order == [0, 1, 2, 3]
     assert run.count == 4
 
@@ -298,7 +332,7 @@ def test_a_real_wall_clock_tells_a_short_run_from_one_that_is_ten_times_as_long(
     short, long = (clocks.WallClock(run(count), None) for count in (1_000, 10_000))
     for clock in (short, long):
         clock.take(1)
-    assert 3 * np.median(short.take(9)) < np.median(long.take(9))
+    assert 3 * np.median(wholes(short.take(9))) < np.median(wholes(long.take(9)))
 
 
 def test_a_queue_grows_until_the_price_of_waiting_for_it_does_not_count(time: Time) -> None:
@@ -315,14 +349,14 @@ def test_a_queue_grows_until_the_price_of_waiting_for_it_does_not_count(time: Ti
 
     clock = clocks.QueuedClock(dispatch)
     (first,) = clock.take(1)
-    assert first == pytest.approx(1e3 * (run_s + wait_s))
-    assert clock.take(9)[-1] == pytest.approx(1e3 * run_s, rel=0.5)
+    assert first.whole == pytest.approx(1e3 * (run_s + wait_s))
+    assert clock.take(9)[-1].whole == pytest.approx(1e3 * run_s, rel=0.5)
 
 
 def test_a_queued_clock_times_real_runs() -> None:
     add = jax.jit(lambda x: x + 1).lower(jnp.zeros(8)).compile()
     clock = clocks.QueuedClock(lambda: add(jnp.zeros(8)))
-    assert len(measure.plausible([*clock.take(1), *clock.take(4)])) == 5
+    assert len(measure.plausible(wholes([*clock.take(1), *clock.take(4)]))) == 5
 
 
 # --- who is in the final ------------------------------------------------------------------------------------
@@ -386,10 +420,11 @@ def verdicts(
         taken = itertools.count()
         speeds = [1 + drift * generator.random() for _ in range(101)]
 
-        def contender(time_ms: float) -> Callable[[int], Sequence[float]]:
-            def take(count: int) -> Sequence[float]:
+        def contender(time_ms: float) -> Callable[[int], Sequence[Taken]]:
+            def take(count: int) -> Sequence[Taken]:
                 speed = speeds[next(taken) // len(times_ms)]
-                return [float(s) for s in time_ms * speed * (1 + sigma * generator.standard_normal(count))]
+                samples = time_ms * speed * (1 + sigma * generator.standard_normal(count))
+                return [Taken.exactly(float(sample)) for sample in samples]
 
             return take
 
@@ -482,10 +517,10 @@ def test_of_short_runs_a_round_takes_more_samples() -> None:
 def test_contenders_take_turns() -> None:
     turns: list[str] = []
 
-    def contender(name: str, time_ms: float) -> Callable[[int], Sequence[float]]:
-        def take(count: int) -> Sequence[float]:
+    def contender(name: str, time_ms: float) -> Callable[[int], Sequence[Taken]]:
+        def take(count: int) -> Sequence[Taken]:
             turns.append(name)
-            return [time_ms] * count
+            return [Taken.exactly(time_ms)] * count
 
         return take
 

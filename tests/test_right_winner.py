@@ -345,10 +345,12 @@ def test_what_its_first_samples_rule_out_is_slow_is_told_and_cannot_win(sweeps: 
     result = tuned(lambda x, do: after(do, x), [20, 4000], rep=20).tune(X)
     fast, slow = result.trials
     assert (fast.outcome, slow.outcome) == (Outcome.OK, Outcome.SLOW)
-    assert len(slow.samples_ms) in (1, 3)
+    assert 1 <= len(slow.samples_ms) <= 20
     assert re.match(r"at best \S+ ms, where another config takes \S+", slow.message)
     assert result.best_config == fast.config
-    assert sweeps[0].final == finals.Final()
+    assert slow.config not in result.tie
+    # On a busy machine it may get a second look, which changes nothing.
+    assert sweeps[0].final == finals.Final() or len(slow.samples_ms) < 4
 
 
 def test_samples_are_kept_raw_with_the_clock_that_took_them() -> None:
@@ -366,11 +368,13 @@ def test_finalists_are_compared_again_and_what_the_final_says_counts(isolation: 
     with isolated(isolation):
         result = tuned(lambda x, do: after(do, x), [300, 301, 302, 303, 304], rep=3).tune(X)
     (swept,) = sweeps
-    assert 2 <= len(swept.final.rounds_ms) <= 4
+    assert 2 <= len(swept.final.rounds_ms) <= finals.MOST_FINALISTS
     for index, rounds_ms in swept.final.rounds_ms.items():
+        assert len(rounds_ms) >= 3
+        if result.trials[index].outcome is Outcome.SLOW:  # a second look that confirmed the first
+            continue
         assert result.trials[index].samples_ms == tuple(rounds_ms)
         assert result.trials[index].time_ms == statistics.median(rounds_ms)
-        assert len(rounds_ms) >= 3
     for index in set(range(5)) - set(swept.final.rounds_ms):
         assert len(result.trials[index].samples_ms) <= 3
     contenders = [result.trials[index].config for index in swept.final.rounds_ms]

@@ -86,7 +86,12 @@ def compiles(worker: FakeWorker, compile_s: float = 1.0, modules: Sequence[str] 
 
 def measured(worker: FakeWorker, *samples_ms: object, **more: object) -> Said:
     samples = list(samples_ms) or [float(worker.trial or 0) + 1.0] * 3
-    return worker.says("measured", "measure", **{"samples_ms": samples, "is_slow": False, "clock": "wall", **more})
+    own_ms = min(sample for sample in samples if isinstance(sample, float))
+    return worker.says(
+        "measured",
+        "measure",
+        **{"samples_ms": samples, "own_ms": own_ms, "disturbed": 0, "is_slow": False, "clock": "wall", **more},
+    )
 
 
 def measures(worker: FakeWorker, seconds: float = 0.2) -> list[Step]:
@@ -724,6 +729,10 @@ SENSELESS = [
     {"type": "measured", "samples_ms": [0.0]},
     {"type": "measured", "samples_ms": [1.0, 1e-300]},
     {"type": "measured", "samples_ms": [True]},
+    {"type": "measured", "samples_ms": [1.0], "own_ms": 0.0},
+    {"type": "measured", "samples_ms": [1.0], "own_ms": None},
+    {"type": "measured", "samples_ms": [1.0], "disturbed": 2},
+    {"type": "measured", "samples_ms": [1.0], "disturbed": -1},
     {"type": "measured", "samples_ms": [10**400]},
     {"type": "measured", "samples_ms": [[1.0]]},
     {"type": "phase", "phase": "lunch"},
@@ -752,7 +761,14 @@ def test_a_forged_frame_that_makes_no_sense_condemns_its_sender_and_nobody_else(
     def forges(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "measure":
             return None
-        usual = {"trial": worker.trial, "phase": "measure", "is_slow": False, "clock": "wall"}
+        usual = {
+            "trial": worker.trial,
+            "phase": "measure",
+            "own_ms": 1.0,
+            "disturbed": 0,
+            "is_slow": False,
+            "clock": "wall",
+        }
         forged = Said(worker.number, {**usual, **message})
         return [(0.1, forged), *measures(worker)]
 
@@ -1545,6 +1561,8 @@ def anything(generator: random.Random) -> Act:
             "compile_s": 0.5,
             "modules": [],
             "samples_ms": generator.choice([[1.0], [], [float("nan")]]),
+            "own_ms": 1.0,
+            "disturbed": generator.choice([0, 0, 1, 2, "many"]),
             "is_slow": False,
             "clock": "wall",
             "program": generator.choice(["program 1", "program 2", "program of nobody"]),

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
-from quarantune import host
+from quarantune.waits import Taken, Watch
 
 _SAMPLE_TARGET_S = 200e-6
 """A wall-clock sample lasts at least this long: a thousand times what reading the clock costs."""
@@ -23,14 +23,14 @@ class Clock(Protocol):
     Attributes:
         name: what a trial says it was timed with.
         margin: how much slower than the best a sample must be to rule a config out, on a machine with other work.
-        waited: for what share of the last samples the run waited for a CPU that another process had.
+        is_exact: whether nothing that other processes do is in a sample.
     """
 
     name: str
     margin: float
-    waited: float
+    is_exact: bool
 
-    def take(self, count: int) -> Sequence[float]:
+    def take(self, count: int) -> Sequence[Taken]:
         """Returns `count` samples, in milliseconds."""
         ...
 
@@ -40,47 +40,42 @@ class WallClock:
 
     name = "wall"
     margin = 1.5
+    is_exact = False
 
-    def __init__(self, run: Callable[[], object], prepare: Callable[[], None] | None) -> None:
+    def __init__(self, run: Callable[[], object], prepare: Callable[[], None] | None, *, spins: bool = False) -> None:
         """Sets the clock up.
 
         Args:
             run: runs once, to the end.
             prepare: called, untimed, before every run, which is then a sample by itself; None where runs can follow
                 one another.
+            spins: whether threads may spin while others wait for a CPU.
         """
         self._run = run
         self._prepare = prepare
+        self._spins = spins
         self._inner = 0
-        self.waited = 0.0
 
-    def take(self, count: int) -> Sequence[float]:
+    def take(self, count: int) -> Sequence[Taken]:
         """Returns `count` samples, in milliseconds."""
-        waits = host.waits_for_cpu()
-        started = time.perf_counter()
-        samples = self._take(count)
-        self.waited = min(1.0, host.longest_wait_s(waits) / max(time.perf_counter() - started, 1e-9))
-        return samples
+        with Watch(spins=self._spins) as watch:
+            if self._prepare is not None or not self._inner:
+                first = self._once(watch)
+                self._inner = max(1, min(_MAX_INNER, round(1e3 * _SAMPLE_TARGET_S / max(first.own, 1e-9))))
+                return [first, *(self._once(watch) for _ in range(count - 1))]
+            return [self._several(watch) for _ in range(count)]
 
-    def _take(self, count: int) -> Sequence[float]:
-        if self._prepare is not None or not self._inner:
-            first = self._once()
-            self._inner = max(1, min(_MAX_INNER, round(_SAMPLE_TARGET_S / max(first, 1e-9))))
-            return [1e3 * first, *(1e3 * self._once() for _ in range(count - 1))]
-        return [self._several() for _ in range(count)]
-
-    def _once(self) -> float:
+    def _once(self, watch: Watch) -> Taken:
         if self._prepare is not None:
             self._prepare()
-        start = time.perf_counter()
-        self._run()
-        return time.perf_counter() - start
+        return watch.time(self._run)[0].scaled(1e3)
 
-    def _several(self) -> float:
-        start = time.perf_counter()
-        for _ in range(self._inner):
-            self._run()
-        return 1e3 * (time.perf_counter() - start) / self._inner
+    def _several(self, watch: Watch) -> Taken:
+        def runs() -> None:
+            for _ in range(self._inner):
+                self._run()
+
+        return watch.time(runs)[0].scaled(1e3 / self._inner)
 
 
 class QueuedClock:
@@ -88,7 +83,7 @@ class QueuedClock:
 
     name = "queued"
     margin = 1.5
-    waited = 0.0
+    is_exact = False
 
     def __init__(self, dispatch: Callable[[], object]) -> None:
         """Sets the clock up.
@@ -99,7 +94,7 @@ class QueuedClock:
         self._dispatch = dispatch
         self._inner = 1
 
-    def take(self, count: int) -> Sequence[float]:
+    def take(self, count: int) -> Sequence[Taken]:
         """Returns `count` samples, in milliseconds."""
         samples = []
         for _ in range(count):
@@ -108,7 +103,7 @@ class QueuedClock:
                 outputs = self._dispatch()
             jax.block_until_ready(outputs)
             elapsed = time.perf_counter() - start
-            samples.append(1e3 * elapsed / self._inner)
+            samples.append(Taken.exactly(1e3 * elapsed / self._inner))
             self._inner = max(self._inner, min(_MAX_INNER, round(_QUEUE_TARGET_S * self._inner / elapsed)))
         return samples
 
@@ -125,7 +120,7 @@ class DeviceClock:
 
     name = "device"
     margin = 1.15
-    waited = 0.0
+    is_exact = True
 
     def __init__(self, dispatch: Callable[[], object], flush: Flush | None) -> None:
         """Sets the clock up.
@@ -142,9 +137,9 @@ class DeviceClock:
         if len(_kernels(self._run, 1)[0]) <= self._own:
             raise NoDeviceClockError("the profiler saw no kernel")
 
-    def take(self, count: int) -> Sequence[float]:
+    def take(self, count: int) -> Sequence[Taken]:
         """Returns `count` samples, in milliseconds."""
-        return [sum(ms for _, ms in kernels[self._own :]) for kernels in _kernels(self._run, count)]
+        return [Taken.exactly(sum(ms for _, ms in kernels[self._own :])) for kernels in _kernels(self._run, count)]
 
 
 class Flush:

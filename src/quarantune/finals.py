@@ -7,12 +7,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from quarantune.measure import plausible, standard_error
-from quarantune.outcomes import Outcome, Trial
+from quarantune.measure import standard_error
+from quarantune.outcomes import Outcome, Trial, is_plausible_ms
+from quarantune.waits import Taken
 
 FINALISTS = 4
+MOST_FINALISTS = 8
+"""So many where the machine was busy, when the times that they are chosen by are worth less."""
 _CONTENDER = 1.5
 """Whoever took this many times longer than the fastest has no place in the final."""
+_BUSY_NOISE = 1.5
+"""Where the longest sample of a typical config is this many times its fastest, the machine was busy."""
+_FEW_SAMPLES = 4
+"""Of a config with fewer, other processes can have disturbed all: beside busy ones it gets a second look."""
 _PER_ROUND = 3
 _MOST_PER_ROUND = 10
 _ROUND_MS = 1.0
@@ -25,6 +32,15 @@ _FAR = 1.2
 """A finalist this many times slower in each of the `_FEWEST_ROUNDS` first rounds will not win in two more."""
 _MAX_ROUNDS = 100
 _BUDGET_S = 0.8
+_BUSY_BUDGET_S = 2.4
+_BUSY_ROUNDS = 20
+"""Beside busy processes, so many rounds at least are played before their fastest decide."""
+_FOLDED = 5
+"""Into so many rounds those of a busy machine are folded."""
+_SCATTERED = 1.08
+"""Where a typical round of one contender is this many times longer than its fastest, other processes disturbed it."""
+_PREFERENCE = 0.015
+"""By so much, and no more, may be slower who is preferred among those that the noise cannot tell apart."""
 _SIGMAS = 3.0
 _CLEAR_SIGMAS = 5.0
 """Stopping early takes more: who looks after every round finds equals apart by `_SIGMAS` now and then."""
@@ -46,11 +62,43 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     """
     measured = [index for index, trial in trials.items() if trial.outcome is Outcome.OK and trial.time_ms is not None]
     first_of = {_program(index, trials): index for index in sorted(measured, reverse=True)}
-    ranked = sorted(first_of.values(), key=lambda index: (trials[index].time_ms or 0.0, index))
+    ranked = sorted(first_of.values(), key=lambda index: (trials[index].level_ms or 0.0, index))
     if not ranked:
         return []
-    limit = _CONTENDER * (trials[ranked[0]].time_ms or 0.0)
-    return [index for index in ranked if (trials[index].time_ms or 0.0) <= limit][:count]
+    fastest_ms = trials[ranked[0]].level_ms or 0.0
+    close = [index for index in ranked if (trials[index].level_ms or 0.0) <= _CONTENDER * fastest_ms]
+    if (noise := _noise(trials)) < _BUSY_NOISE:
+        return close[:count]
+    again = sorted(_hardly_looked_at(trials, noise * fastest_ms), key=lambda index: trials[index].level_ms or 0.0)
+    # Whoever is ranked by many samples is ranked better than whoever has few.
+    most = max(count, MOST_FINALISTS)
+    seconds = again[: most - count]
+    return close[: most - len(seconds)] + seconds
+
+
+def _noise(trials: Mapping[int, Trial]) -> float:
+    """Returns how many times longer than its fastest sample the longest of a typical config was: the machine's noise.
+
+    A device's own clock has none of it.
+    """
+    shares = [
+        max(trial.samples_ms) / trial.level_ms
+        for trial in trials.values()
+        if trial.outcome is Outcome.OK and trial.level_ms and trial.clock != "device" and trial.samples_ms
+    ]
+    return statistics.median(shares) if shares else 1.0
+
+
+def _hardly_looked_at(trials: Mapping[int, Trial], limit_ms: float) -> list[int]:
+    """Returns those that few samples ruled out, and that may be fast for all that the machine's noise tells."""
+    return [
+        index
+        for index, trial in trials.items()
+        if trial.outcome is Outcome.SLOW
+        and trial.level_ms is not None
+        and len(trial.samples_ms) < _FEW_SAMPLES
+        and trial.level_ms <= limit_ms
+    ]
 
 
 def with_twins(rounds: Mapping[int, Sequence[float]], trials: Mapping[int, Trial]) -> dict[int, Sequence[float]]:
@@ -128,7 +176,8 @@ def decide(
     """Names the winner of a final.
 
     Those that are near each other are told apart by their warm rounds, if they had any. Of those that tie, the
-    function's own default is preferred, then the first in the list of configs.
+    function's own default is preferred, then the first in the list of configs, unless it may be slower by more than
+    `_PREFERENCE`.
 
     Args:
         rounds: each finalist's samples, one per round, in milliseconds, by index.
@@ -137,8 +186,11 @@ def decide(
     """
     tied, near = level(rounds), level(rounds, floor=NEAR)
     if warm and all(index in warm for index in near):
-        tied = level({index: warm[index] for index in near}, floor=WARM_FLOOR)
-    winner = default if default in tied else tied[0]
+        rounds = {index: warm[index] for index in near}
+        tied = level(rounds, floor=WARM_FLOOR)
+    leader = _leader(rounds, tied)
+    preferred = [index for index in tied if index == leader or _behind(rounds[leader], rounds[index]) <= _PREFERENCE]
+    winner = default if default in preferred else preferred[0]
     assert winner is not None
     return Verdict(winner, tuple(index for index in tied if index != winner))
 
@@ -149,7 +201,7 @@ def level(rounds: Mapping[int, Sequence[float]], *, floor: float = _NOISE_FLOOR)
     Samples of one round were taken one right after another, so their ratios are free of what drifts between rounds.
     Where the median ratio of two is within its own error, or within `floor` of one, they tie.
     """
-    leader = min(rounds, key=lambda index: (statistics.median(rounds[index]), index))
+    leader = _leader(rounds, rounds)
     return sorted(index for index in rounds if index == leader or _ties(rounds[leader], rounds[index], _SIGMAS, floor))
 
 
@@ -167,22 +219,26 @@ def conclude(trials: Mapping[int, Trial], final: Final, *, default: int | None) 
     usable = {
         index: trial
         for index, trial in sorted(trials.items())
-        if trial.outcome is Outcome.OK and trial.time_ms is not None
+        if (trial.outcome is Outcome.OK or index in final.rounds_ms) and trial.time_ms is not None
     }
-    fastest = min(usable, key=lambda index: usable[index].time_ms or 0.0)
+    fastest = min(usable, key=lambda index: usable[index].level_ms or 0.0)
     rounds = with_twins(final.rounds_ms or {fastest: usable[fastest].samples_ms}, usable)
+    verdict = decide(rounds, default=default, warm=with_twins(final.warm_ms, usable))
     settled = dict(trials)
     for index, samples_ms in rounds.items():
-        settled[index] = dataclasses.replace(
-            trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms)
-        )
-    return settled, decide(rounds, default=default, warm=with_twins(final.warm_ms, usable))
+        told = dataclasses.replace(trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms))
+        if told.outcome is Outcome.OK:
+            settled[index] = told
+        elif index in (verdict.winner, *verdict.tie):  # the second look proved the first one wrong
+            settled[index] = dataclasses.replace(told, outcome=Outcome.OK, message="")
+    return settled, verdict
 
 
 def play(
-    contenders: Sequence[Callable[[int], Sequence[float]]],
+    contenders: Sequence[Callable[[int], Sequence[Taken]]],
     *,
     floor: float = _NOISE_FLOOR,
+    is_exact: bool = True,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
     """Times contenders in turn until the fastest is clear, the noise is as low as it gets, or the rounds run out.
@@ -190,27 +246,65 @@ def play(
     Args:
         contenders: each takes a number of samples, in milliseconds.
         floor: the noise, as a share, below which there is no telling.
+        is_exact: whether nothing that other processes do is in a sample. Where it is, they make rounds longer and never
+            shorter, so that the fastest of several rounds stands for all of them.
         clock: seconds.
 
     Returns:
-        Each contender's samples, one per round: the median of a few taken together.
+        Each contender's samples, one per round: the median of a few taken together, or the fastest of them.
     """
-    warmed = [plausible(take(1)) for take in contenders]  # the first sample counts for nothing
+    level = statistics.median if is_exact else min
+    warmed = [_plausible(take(1)) for take in contenders]  # the first sample counts for nothing
     rounds: dict[int, list[float]] = {index: [] for index in range(len(contenders))}
+    disturbed = dict.fromkeys(rounds, 0)
     started = clock()
     for played in range(1, _MAX_ROUNDS + 1):
         for index, take in enumerate(contenders):
             # An implausible batch leaves the last round's standing, so that rounds stay aligned.
-            last = rounds[index][-1:] or warmed[index]
-            samples = plausible(take(_samples_for(last))) or last
-            if not samples:
+            last = rounds[index][-1:] or [sample.own for sample in warmed[index]]
+            samples = _plausible(take(_samples_for(last)))
+            own_ms = [sample.own for sample in samples] or last
+            if not own_ms:
                 raise ValueError("the clock gave no plausible sample")
-            rounds[index].append(statistics.median(samples))
+            rounds[index].append(level(own_ms))
+            disturbed[index] += bool(samples) and all(sample.is_disturbed for sample in samples)
+        if not is_exact and _is_disturbed(rounds, disturbed):
+            passed_s = clock() - started
+            folded = _folded(rounds)
+            is_settled = played >= _BUSY_ROUNDS and is_clear(folded, floor=floor)
+            if played >= _MIN_ROUNDS and (is_settled or passed_s > _BUSY_BUDGET_S):
+                return [folded[index] for index in range(len(contenders))]
+            continue
         if played >= _MIN_ROUNDS and (is_clear(rounds, floor=floor) or clock() - started > _BUDGET_S):
             break
         if played >= _FEWEST_ROUNDS and _is_far(rounds):
             break
     return [rounds[index] for index in range(len(contenders))]
+
+
+def _plausible(samples: Sequence[Taken]) -> list[Taken]:
+    return [sample for sample in samples if is_plausible_ms(sample.whole) and is_plausible_ms(sample.own)]
+
+
+def _is_disturbed(rounds: Mapping[int, Sequence[float]], disturbed: Mapping[int, int]) -> bool:
+    """Returns whether other processes had a part in what rounds showed.
+
+    Args:
+        rounds: each contender's, by index.
+        disturbed: in how many of them it waited long for a CPU.
+    """
+    return any(
+        2 * disturbed[index] > len(own_ms) or statistics.median(own_ms) > _SCATTERED * min(own_ms)
+        for index, own_ms in rounds.items()
+    )
+
+
+def _folded(rounds: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+    """Returns fewer rounds, each the fastest of several that were played at different times of the final."""
+    return {
+        index: [min(own_ms[first::_FOLDED]) for first in range(min(_FOLDED, len(own_ms)))]
+        for index, own_ms in rounds.items()
+    }
 
 
 def _is_far(rounds: Mapping[int, Sequence[float]]) -> bool:
@@ -239,10 +333,17 @@ def is_clear(rounds: Mapping[int, Sequence[float]], *, floor: float = _NOISE_FLO
     )
 
 
+def _leader(rounds: Mapping[int, Sequence[float]], among: Iterable[int]) -> int:
+    return min(among, key=lambda index: (statistics.median(rounds[index]), index))
+
+
+def _behind(leader: Sequence[float], other: Sequence[float]) -> float:
+    """Returns by what share one is slower than the leader."""
+    return statistics.median(_ratios(leader, other)) - 1.0
+
+
 def _ties(leader: Sequence[float], other: Sequence[float], sigmas: float, floor: float) -> bool:
-    ratios = _ratios(leader, other)
-    behind = statistics.median(ratios) - 1.0
-    return behind <= max(floor, sigmas * standard_error(ratios))
+    return _behind(leader, other) <= max(floor, sigmas * standard_error(_ratios(leader, other)))
 
 
 def _is_level(leader: Sequence[float], other: Sequence[float], floor: float) -> bool:

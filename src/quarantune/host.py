@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _ROOT = Path("/")
@@ -64,27 +63,6 @@ def processor_name(*, root: Path = _ROOT) -> str:
             return " ".join(value.split())
     # Many ARM kernels give no model name.
     return platform.processor() or platform.machine() or "unknown processor"
-
-
-def waits_for_cpu() -> dict[str, int]:
-    """Returns how many nanoseconds each thread of this process was ready to run and had no CPU; empty if unknown.
-
-    The second number of Linux's `schedstat`, the scheduler's run delay.
-    """
-    waits = {}
-    with contextlib.suppress(OSError):
-        for thread in os.listdir("/proc/self/task"):
-            with (
-                contextlib.suppress(OSError, IndexError, ValueError),
-                open(f"/proc/self/task/{thread}/schedstat") as file,
-            ):
-                waits[thread] = int(file.read().split()[1])
-    return waits
-
-
-def longest_wait_s(before: Mapping[str, int]) -> float:
-    """Returns how long the thread that waited most for a CPU has waited since `waits_for_cpu` returned `before`."""
-    return 1e-9 * max((wait - before.get(thread, 0) for thread, wait in waits_for_cpu().items()), default=0)
 
 
 def private_memory_bytes(pid: int) -> int:

@@ -133,5 +133,9 @@ def _run_one(bench: trial.Bench, config: Config, expected_fd: int | None) -> Tri
         )
     samples_ms = tuple(measured["samples_ms"])
     return dataclasses.replace(
-        so_far, time_ms=statistics.median(samples_ms), samples_ms=samples_ms, clock=measured["clock"]
+        so_far,
+        time_ms=statistics.median(samples_ms),
+        samples_ms=samples_ms,
+        own_ms=measured["own_ms"],
+        clock=measured["clock"],
     )

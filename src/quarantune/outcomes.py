@@ -73,6 +73,8 @@ class Trial:
         phase: the phase it ended in; None where it never started.
         time_ms: median time of one call in milliseconds; None unless measured.
         samples_ms: the samples behind the median, in milliseconds.
+        own_ms: the time that finalists are chosen by: that of the fastest sample without its waits for a CPU, or the
+            median of a device's own clock; None unless measured.
         compile_s: seconds spent tracing, lowering and compiling.
         peak_memory_bytes: the largest host memory its process was seen to hold.
         message: one sentence that says what happened; empty where all went well.
@@ -87,6 +89,7 @@ class Trial:
     phase: Phase | None = None
     time_ms: float | None = None
     samples_ms: tuple[float, ...] = ()
+    own_ms: float | None = None
     compile_s: float | None = None
     peak_memory_bytes: int | None = None
     message: str = ""
@@ -101,6 +104,11 @@ class Trial:
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return data | {"config": encode(self.config), "samples_ms": list(self.samples_ms)}
 
+    @property
+    def level_ms(self) -> float | None:
+        """The time to choose finalists by; an older version's journal may hold the median only."""
+        return self.own_ms if self.own_ms is not None else self.time_ms
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
         """Returns the trial that `to_json` described, its config as JSON gives it back.
@@ -109,9 +117,9 @@ class Trial:
             KeyError, TypeError, ValueError: this describes none, or one with times that no call can take.
         """
         route, phase, time_ms = data.get("route"), data.get("phase"), data.get("time_ms")
-        samples_ms = tuple(data.get("samples_ms", ()))
-        for told_ms in (*samples_ms, *(() if time_ms is None else (time_ms,))):
-            if not is_plausible_ms(told_ms):
+        samples_ms, own_ms = tuple(data.get("samples_ms", ())), data.get("own_ms")
+        for told_ms in (*samples_ms, time_ms, own_ms):
+            if told_ms is not None and not is_plausible_ms(told_ms):
                 raise ValueError(f"{told_ms!r} ms is no time that a call can take")
         return cls(
             config={name: freeze(value) for name, value in data["config"].items()},
@@ -119,6 +127,7 @@ class Trial:
             phase=None if phase is None else Phase(phase),
             time_ms=time_ms,
             samples_ms=samples_ms,
+            own_ms=own_ms,
             compile_s=data.get("compile_s"),
             peak_memory_bytes=data.get("peak_memory_bytes"),
             message=data.get("message", ""),

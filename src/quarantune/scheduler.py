@@ -152,8 +152,8 @@ class _Worker:
     """How long its first run took, where that tells something and it waits for its turn to go on."""
     own_ms: float = 0.0
     """The same without the time that it waited for a CPU."""
-    was_stopped: bool = False
-    """Whether this process was stopped while it was there, and it too, perhaps: then its first run tells nothing."""
+    was_disturbed: bool = False
+    """Whether its first run tells nothing: it waited long, or this process, and it too, perhaps, was stopped."""
     granted_at: float = 0.0
     held_s: float = 0.0
     """How long it has held the device before."""
@@ -256,6 +256,7 @@ class Scheduler:
         self._leftovers = Leftovers({}, {})
         self._bar_ms: float | None = None
         self._fastest_first_ms = float("inf")
+        self._noise = measure.Noise()
         self._executables: dict[int, bytes] = {}
         self._kept: dict[int, tuple[float, int]] = {}
         self._programs: dict[str, _Job] = {}
@@ -542,9 +543,14 @@ class Scheduler:
         parked = [worker for worker in self._workers.values() if worker.parked and worker.device is state]
         # Those that have run come after those that have not.
         for worker in sorted(parked, key=lambda worker: worker.run_ms or 0.0):
-            if worker.run_ms is not None and worker.job is not None and not worker.was_stopped:
+            if worker.run_ms is not None and worker.job is not None and not worker.was_disturbed:
                 fastest_ms = min(ms for ms in (self._bar_ms, worker.run_ms) if ms is not None)
-                if measure.is_hopeless(worker.own_ms, fastest_ms=fastest_ms, fastest_first_ms=self._fastest_first_ms):
+                if measure.is_hopeless(
+                    worker.own_ms,
+                    fastest_ms=fastest_ms,
+                    fastest_first_ms=self._fastest_first_ms,
+                    noise=self._noise,
+                ):
                     self._rule_out(worker, worker.job, worker.run_ms, fastest_ms)
                     continue
             if state.lease.acquire(self._clock()):
@@ -555,7 +561,7 @@ class Scheduler:
 
     def _rule_out(self, worker: _Worker, job: _Job, run_ms: float, fastest_ms: float) -> None:
         message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
-        measured = {"time_ms": run_ms, "samples_ms": (run_ms,), "clock": "wall"}
+        measured = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": worker.own_ms, "clock": "wall"}
         self._keep_peak(worker)
         self._finish(job, worker, Outcome.SLOW, Phase.MEASURE, message, **measured)
         worker.job, worker.parked = None, False
@@ -625,6 +631,7 @@ class Scheduler:
             "checked": worker.run_ms is not None,
             "pause": self._together,
             "bar_ms": self._bar_ms,
+            "noise": [self._noise.samples, self._noise.disturbed],
             "last": last,
         }
         fds = [worker.job.executable_fd, self._expected_fd]
@@ -688,6 +695,7 @@ class Scheduler:
                 self._recognise(worker, worker.job, str(message["program"]))
             case "checked" if self._together and worker.device is not None and worker.device.measuring is worker:
                 worker.run_ms, worker.own_ms = _run_ms(message["run_ms"]), _duration(message["own_ms"])
+                worker.was_disturbed = worker.was_disturbed or bool(message["is_disturbed"])
                 self._fastest_first_ms = min(self._fastest_first_ms, worker.run_ms)
                 worker.held_s += self._clock() - worker.granted_at
                 worker.parked, worker.deadline, worker.device.measuring = True, float("inf"), None
@@ -739,18 +747,25 @@ class Scheduler:
     def _succeed(self, worker: _Worker, job: _Job, state: _DeviceState, message: dict[str, Any]) -> None:
         samples_ms = _checked_samples(message["samples_ms"])
         self._keep_peak(worker)
-        median_ms = statistics.median(samples_ms)
+        median_ms, own_ms = statistics.median(samples_ms), _run_ms(message["own_ms"])
+        self._noise.add(len(samples_ms), _count(message["disturbed"], most=len(samples_ms)))
+        if worker.run_ms is not None and not worker.was_disturbed:
+            self._noise.add_first_run(worker.own_ms, own_ms)
         outcome, text = Outcome.OK, ""
         if message["is_slow"]:
             outcome, text = (
                 Outcome.SLOW,
                 f"at best {min(samples_ms):.4g} ms, where another config takes {self._bar_ms:.4g}",
             )
-        elif self._bar_ms is None or median_ms < self._bar_ms:
-            self._bar_ms = median_ms
-        measured = {"time_ms": median_ms, "samples_ms": tuple(samples_ms), "clock": str(message["clock"])}
-        if outcome is Outcome.OK:
-            self._keep_executable(job, median_ms)
+        elif self._bar_ms is None or own_ms < self._bar_ms:
+            self._bar_ms = own_ms
+        measured = {
+            "time_ms": median_ms,
+            "samples_ms": tuple(samples_ms),
+            "own_ms": own_ms,
+            "clock": str(message["clock"]),
+        }
+        self._keep_executable(job, own_ms)
         self._finish(job, worker, outcome, Phase.MEASURE, text, **measured)
         state.measuring, worker.job = None, None
         worker.used += 1
@@ -761,12 +776,12 @@ class Scheduler:
             worker.idle = True
             state.bench.append(worker)
 
-    def _keep_executable(self, job: _Job, median_ms: float) -> None:
+    def _keep_executable(self, job: _Job, own_ms: float) -> None:
         """Keeps the fastest configs' executables for a comparison, where there are any."""
         if os.fstat(job.executable_fd).st_size:
-            self._kept[job.index] = (median_ms, job.executable_fd)
+            self._kept[job.index] = (own_ms, job.executable_fd)
             job.executable_fd = -1
-        if len(self._kept) > finals.FINALISTS:
+        if len(self._kept) > finals.MOST_FINALISTS:
             slowest = max(self._kept, key=lambda index: self._kept[index])
             os.close(self._kept.pop(slowest)[1])
 
@@ -1011,7 +1026,7 @@ class Scheduler:
         for worker in self._workers.values():
             worker.deadline += lost_s
             worker.granted_at += lost_s
-            worker.was_stopped = True
+            worker.was_disturbed = True
             if worker.given_up_at is not None:
                 worker.given_up_at += lost_s
 
@@ -1113,6 +1128,13 @@ def _duration(value: Any) -> float:
     if not 0.0 <= duration < float("inf"):
         raise ValueError(f"{duration} is no duration")
     return duration
+
+
+def _count(value: Any, *, most: int) -> int:
+    """Returns a count that a worker told, if it can be one."""
+    if not isinstance(value, int) or not 0 <= value <= most:
+        raise ValueError(f"{value!r} is no count of up to {most}")
+    return value
 
 
 def _is_progress(event: pool.Event) -> bool:

@@ -24,7 +24,6 @@ from quarantune import (
     clocks,
     executable,
     finals,
-    host,
     inputs,
     manual_axes,
     measure,
@@ -34,6 +33,7 @@ from quarantune.config_values import restore
 from quarantune.devices import describe_jax_devices
 from quarantune.outcomes import Config, Outcome
 from quarantune.sandbox import spool
+from quarantune.waits import Taken, Watch
 
 _SEED = 0
 _FLUSH_BYTES = 256 << 20
@@ -66,19 +66,6 @@ class Program:
     calls_back: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class LastRun:
-    """How long a program's last run took.
-
-    Attributes:
-        ms: from its start to its end, in milliseconds.
-        own_ms: without the time that it waited for a CPU.
-    """
-
-    ms: float
-    own_ms: float
-
-
 class Bench:
     """One worker's bench: the call, its arguments, and the programs that lie on it."""
 
@@ -99,16 +86,23 @@ class Bench:
         self._arguments: Arguments | None = None
         self._flush: clocks.Flush | None = None
         self._expected: dict[str, Any] | None = None
-        self._last_run: LastRun | None = None
+        self._last_run: Taken | None = None
         self._jit: _jax_internals.JitOptions | None = None
         self._may_write = True  # a plain callable may write into its arguments
         if _jax_internals.is_jitted(call.fn):
             self._jit = _jax_internals.jit_options(call.fn)
             self._may_write = bool(self._jit.donate_argnums or self._jit.donate_argnames)
+        # XLA's threads sleep until there is work for them.
+        self._spins = self._jit is None
         if options["platform"] == "cpu":
             jax.config.update("jax_platforms", "cpu")  # no context on a device that this worker has no use for
         if call.context_mesh is not None:
             jax.set_mesh(inputs.mesh_like(call.context_mesh))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing to compile."""
+        return self._jit is None
 
     def prepare(self) -> None:
         """Takes the device and makes the arguments, ahead of the first config."""
@@ -188,11 +182,9 @@ class Bench:
         """Runs a program once, to its end, on pristine arguments, and returns its output."""
         args, kwargs = self.arguments() if not self._may_write else self._materialize()
         args, kwargs = self.dynamic((args, kwargs))
-        waits = host.waits_for_cpu()
-        start = time.perf_counter()
-        output = jax.block_until_ready(program.call(*args, **kwargs))
-        taken_s = time.perf_counter() - start
-        self._last_run = LastRun(1e3 * taken_s, 1e3 * max(0.0, taken_s - host.longest_wait_s(waits)))
+        with Watch(spins=self._spins) as watch:
+            taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))
+        self._last_run = taken.scaled(1e3)
         return output
 
     def refer(self, fd: int) -> None:
@@ -256,7 +248,7 @@ class Bench:
             def refill() -> None:
                 fresh[:] = [jax.block_until_ready(self.dynamic(self._materialize()))]
 
-            return clocks.WallClock(run_fresh, refill)
+            return clocks.WallClock(run_fresh, refill, spins=self._spins)
         args, kwargs = self.dynamic(self.arguments())
 
         def dispatch() -> object:
@@ -269,15 +261,17 @@ class Bench:
             return clocks.QueuedClock(dispatch)
         return clocks.WallClock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
 
-    def measure(self, program: Program, *, bar_ms: float | None) -> dict[str, Any]:
+    def measure(self, program: Program, *, bar_ms: float | None, noise: measure.Noise | None = None) -> dict[str, Any]:
         """Times a program.
 
         Args:
             program: the program; it has run once.
-            bar_ms: the median of the fastest config so far; None for none.
+            bar_ms: the time of the fastest config so far; None for none.
+            noise: as for `measure.measure`.
 
         Returns:
-            `samples_ms`, `clock`, and `is_slow`, whether sampling stopped because it cannot win any more.
+            `samples_ms`; `disturbed`, how many of them were; `own_ms`, what finalists are chosen by; `clock`; and
+            `is_slow`, whether sampling stopped because it cannot win any more.
         """
         # To be checked it ran once already. That tells nothing where something may have been compiled or made then: by
         # Python, or by JAX, to carry an argument from one device to all that the others are on.
@@ -291,12 +285,20 @@ class Bench:
             rep=self._options["rep"],
             bar_ms=bar_ms,
             margin=clock.margin,
-            before_ms=None if last is None or not is_warm or clock.name != "wall" else last.own_ms,
-            waited=lambda: clock.waited,
+            before_ms=None if last is None or not is_warm or clock.name != "wall" else last.least,
+            last_ms=None if last is None or clock.name != "wall" else last.least,
+            is_exact=clock.is_exact,
+            noise=noise,
         )
-        return {"samples_ms": list(samples.samples_ms), "clock": clock.name, "is_slow": samples.is_ruled_out}
+        return {
+            "disturbed": samples.disturbed(is_exact=clock.is_exact),
+            "samples_ms": list(samples.samples_ms),
+            "own_ms": samples.level_ms(is_exact=clock.is_exact),
+            "clock": clock.name,
+            "is_slow": samples.is_ruled_out,
+        }
 
-    def telling_run(self, program: Program) -> LastRun | None:
+    def telling_run(self, program: Program) -> Taken | None:
         """Returns how long the first run took, where it was so long that this says something; else None."""
         is_telling = (
             self._jit is not None
@@ -305,7 +307,7 @@ class Bench:
             and not program.calls_back  # what Python keeps is made in the first run
             and self._options["warmup"] <= 1  # or its author knows that it takes several
         )
-        return self._last_run if is_telling and self._last_run and self._last_run.ms > measure.TELLING_MS else None
+        return self._last_run if is_telling and self._last_run and self._last_run.whole > measure.TELLING_MS else None
 
     def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], list[list[float]]]:
         """Times programs in turn, round by round, until the fastest is clear or the rounds run out.
@@ -315,7 +317,9 @@ class Bench:
             flushed, of those that are near the fastest, empty for the others: kernels often run on what the last has
             just written.
         """
-        rounds_ms = finals.play([self.clock(program).take for program in programs])
+        each = [self.clock(program) for program in programs]
+        is_exact = all(clock.is_exact for clock in each)
+        rounds_ms = finals.play([clock.take for clock in each], is_exact=is_exact)
         warm_ms: list[list[float]] = [[] for _ in programs]
         near = finals.level(dict(enumerate(rounds_ms)), floor=finals.NEAR)
         if len(near) > 1 and self._has_own_clock():

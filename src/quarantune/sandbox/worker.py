@@ -97,7 +97,7 @@ class Worker:
         return not task.get("last", False)
 
     def _do(self, task: Message, fds: list[int]) -> Message | None:
-        from quarantune import trial
+        from quarantune import measure, trial
 
         if task["do"] == "probe":
             return {"type": "probed", **trial.probe(task["platforms"])}
@@ -125,11 +125,18 @@ class Worker:
                     bench.check(program, expected_fd=fds[1] if len(fds) > 1 else None)
                     if task["pause"] and (run := bench.telling_run(program)) is not None:
                         # It may be out of the race already, which the scheduler knows.
-                        return {"type": "checked", "run_ms": run.ms, "own_ms": run.own_ms}
+                        return {
+                            "type": "checked",
+                            "run_ms": run.whole,
+                            "own_ms": run.least,
+                            "is_disturbed": run.is_disturbed,
+                        }
                 self._enter("measure")
-                measured = bench.measure(program, bar_ms=task["bar_ms"])
-                if not task["load"] and not measured["is_slow"]:
-                    # A finalist, perhaps; one that cannot be saved is compiled anew for the final.
+                noise = measure.Noise(*task["noise"])
+                measured = bench.measure(program, bar_ms=task["bar_ms"], noise=noise)
+                if not task["load"] and (not measured["is_slow"] or bench.is_plain):
+                    # A finalist, perhaps; one that cannot be saved is compiled anew for the final. What a plain
+                    # function leaves, if anything, is no more than what it has called.
                     with contextlib.suppress(trial.NeedsDeviceError):
                         bench.save(program, fds[0])
                 return {"type": "measured", **measured}

@@ -1,0 +1,220 @@
+"""Beside busy processes the fastest config is found all the same: whole sweeps on a simulated machine, seeded."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from quarantune import finals, measure
+from quarantune.outcomes import Outcome, Trial
+from quarantune.waits import Taken
+
+SWEEPS = 300
+
+
+@dataclasses.dataclass
+class Machine:
+    """A machine whose other processes take the CPU from a run now and then.
+
+    Attributes:
+        generator: of what happens.
+        share: how likely a sample is interrupted, if it is short.
+        slice_ms: for how long, at least and at most.
+        told: how much of the waiting the system tells of.
+        now: seconds.
+    """
+
+    generator: random.Random
+    share: float
+    slice_ms: tuple[float, float]
+    told: float
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def runs(self, time_ms: float) -> Callable[[int], Sequence[Taken]]:
+        """Returns what takes samples of a config."""
+
+        def sample() -> Taken:
+            own_ms = time_ms * (1 + 0.01 * abs(self.generator.gauss(0, 1)))
+            waited_ms = self.generator.uniform(*self.slice_ms) if self.generator.random() < self.share else 0.0
+            whole_ms = own_ms + waited_ms
+            self.now += 1e-3 * whole_ms
+            if waited_ms < 0.1 * whole_ms:
+                return Taken.exactly(whole_ms)
+            estimated_ms = whole_ms - self.told * waited_ms
+            return Taken(whole_ms, estimated_ms, estimated_ms)
+
+        return lambda count: [sample() for _ in range(count)]
+
+
+def sweep(machine: Machine, times_ms: Sequence[float]) -> tuple[dict[int, Trial], int]:
+    """Runs a sweep as workers and the scheduler do, and returns its trials and the winner's index."""
+    trials: dict[int, Trial] = {}
+    bar_ms, noise = None, measure.Noise()
+    for index, time_ms in enumerate(times_ms):
+        take = machine.runs(time_ms)
+        (last,) = take(1)
+        samples = measure.measure(
+            take,
+            rep=20,
+            bar_ms=bar_ms,
+            margin=1.5,
+            last_ms=last.least,
+            noise=noise,
+            clock=machine,
+        )
+        noise.add(len(samples.samples_ms), samples.disturbed(is_exact=False))
+        level_ms = samples.level_ms(is_exact=False)
+        trials[index] = Trial(
+            config={"index": index},
+            outcome=Outcome.SLOW if samples.is_ruled_out else Outcome.OK,
+            time_ms=statistics.median(samples.samples_ms),
+            samples_ms=samples.samples_ms,
+            own_ms=level_ms,
+            clock="wall",
+        )
+        if not samples.is_ruled_out:
+            bar_ms = level_ms if bar_ms is None else min(bar_ms, level_ms)
+    finalists = finals.finalists(trials)
+    if len(finalists) < 2:
+        return trials, finalists[0]
+    takes = [machine.runs(times_ms[index]) for index in finalists]
+    rounds = finals.play(takes, is_exact=False, clock=machine)
+    final = finals.Final.of(finalists, rounds, [[] for _ in finalists])
+    return trials, finals.conclude(trials, final, default=None)[1].winner
+
+
+SHORT_AMONG_LONG = (0.6, 0.8, 1.0, 0.14, 1.2, 1.5)
+CLOSE = (2.3, 1.12, 1.06, 5.0, 1.0, 1.5, 9.0, 60.0)
+MACHINES = {
+    "quiet": (0.0, (0.0, 0.0), 1.0),
+    "now and then": (0.2, (4.0, 100.0), 1.0),
+    "half of all, half told": (0.5, (2.0, 40.0), 0.5),
+    "most of all, half told": (0.65, (2.0, 40.0), 0.5),
+    "half of all, none told": (0.5, (2.0, 40.0), 0.0),
+}
+
+
+@pytest.mark.parametrize("times_ms", [SHORT_AMONG_LONG, CLOSE], ids=["short among long", "close"])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_the_fastest_config_is_chosen_however_busy_the_machine(machine: str, times_ms: Sequence[float]) -> None:
+    best = times_ms.index(min(times_ms))
+    wrong, ruled_out = 0, 0
+    for seed in range(SWEEPS):
+        trials, winner = sweep(Machine(random.Random(seed), *MACHINES[machine]), times_ms)
+        wrong += winner != best
+        ruled_out += trials[best].outcome is Outcome.SLOW
+    assert wrong <= SWEEPS // 100, f"{wrong} of {SWEEPS} chose wrong, {ruled_out} ruled out the best"
+
+
+def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
+    taken = []
+    machine = Machine(random.Random(0), *MACHINES["quiet"])
+
+    def counted(count: int) -> Sequence[Taken]:
+        taken.append(count)
+        return machine.runs(1.0)(count)
+
+    measure.measure(counted, rep=20, clock=machine)
+    assert sum(taken) <= 9
+    alone = [counted] * 2
+    taken.clear()
+    finals.play(alone, is_exact=False, clock=machine)
+    assert machine.now < 1.0
+
+
+# --- the second look ----------------------------------------------------------------------------------------
+
+
+def trial(own_ms: float, *samples_ms: float, outcome: Outcome = Outcome.OK) -> Trial:
+    samples = samples_ms or (own_ms,)
+    return Trial(
+        config={}, outcome=outcome, time_ms=statistics.median(samples), samples_ms=samples, own_ms=own_ms, clock="wall"
+    )
+
+
+def test_finalists_are_chosen_by_their_fastest_runs_not_by_their_median() -> None:
+    others = {index: trial(1.0 + index / 10, 1.0 + index / 10, 1.1 + index / 10) for index in range(5)}
+    unlucky = trial(0.14, 2.59, 4.67, 0.21, 2.81, 0.14)
+    assert finals.finalists({**others, 7: unlucky})[0] == 7
+
+
+def test_what_one_sample_ruled_out_gets_a_second_look_where_the_machine_was_busy() -> None:
+    dropped = trial(80.0, 80.0, outcome=Outcome.SLOW)
+    noisy = {index: trial(1.0 + index / 100, 1.0 + index / 100, 100.0, 90.0) for index in range(6)}
+    assert finals.finalists({**noisy, 9: dropped})[-1] == 9
+    assert len(finals.finalists({**noisy, 9: dropped})) == 7
+    beyond_all_noise = trial(180.0, 180.0, outcome=Outcome.SLOW)
+    thoroughly = trial(2.0, 2.0, 3.0, 4.0, 5.0, outcome=Outcome.SLOW)
+    assert {8, 9}.isdisjoint(finals.finalists({**noisy, 8: thoroughly, 9: beyond_all_noise}))
+    quiet = {index: trial(1.0 + index / 100, 1.0 + index / 100, 1.1) for index in range(6)}
+    assert finals.finalists({**quiet, 9: dropped}) == [0, 1, 2, 3]
+
+
+def test_a_second_look_that_finds_a_config_fast_makes_it_the_winner_and_one_that_does_not_leaves_it_slow() -> None:
+    trials = {0: trial(1.0, 1.0, 90.0), 1: trial(80.0, 80.0, outcome=Outcome.SLOW)}
+    final = finals.Final({0: [1.0] * 5, 1: [0.79] * 5})
+    settled, verdict = finals.conclude(trials, final, default=0)
+    assert verdict == finals.Verdict(1, ())
+    assert (settled[1].outcome, settled[1].time_ms, settled[1].message) == (Outcome.OK, 0.79, "")
+    settled, verdict = finals.conclude(trials, finals.Final({0: [1.0] * 5, 1: [60.0] * 5}), default=0)
+    assert verdict == finals.Verdict(0, ())
+    assert settled[1] == trials[1]
+
+
+def test_the_default_is_not_preferred_to_what_may_well_be_much_faster() -> None:
+    rounds = {0: [1.3, 0.9, 1.2, 1.0, 1.1], 1: [1.0] * 5}
+    assert finals.level(rounds) == [0, 1]
+    assert finals.decide(rounds, default=0) == finals.Verdict(1, (0,))
+
+
+# --- one first run ------------------------------------------------------------------------------------------
+
+
+def test_a_first_run_is_judged_by_how_far_off_first_runs_were_here() -> None:
+    def is_hopeless(first_ms: float, noise: measure.Noise) -> bool:
+        return measure.is_hopeless(first_ms, fastest_ms=50.0, fastest_first_ms=60.0, noise=noise)
+
+    noise = measure.Noise(samples=9)
+    noise.add_first_run(60.0, 50.0)
+    noise.add_first_run(7.0, 0.5)  # of a short first run the cold may be the greater part
+    assert is_hopeless(101.0, noise)
+    noise.add_first_run(100.0, 50.0)
+    assert not is_hopeless(101.0, noise)
+    assert is_hopeless(126.0, noise)
+    noise.add(9, 5)
+    assert not is_hopeless(1e6, noise), "where half of all samples are disturbed, one run says nothing"
+    assert not is_hopeless(1e6, measure.Noise()), "nor where nobody knows"
+
+
+@pytest.mark.parametrize(
+    ("samples", "disturbed", "needed"), [(12, 0, 2), (100, 0, 2), (100, 5, 2), (100, 50, 8), (100, 65, 13)]
+)
+def test_so_many_runs_must_agree_that_all_are_hardly_ever_disturbed(samples: int, disturbed: int, needed: int) -> None:
+    noise = measure.Noise()
+    noise.add(samples, disturbed)
+    assert noise.runs_needed() == needed
+    take = [Taken.exactly(9.0)] * 30
+    ruled_out = measure.measure(lambda count: take[:count], rep=20, bar_ms=1.0, margin=1.5, noise=noise)
+    assert ruled_out.is_ruled_out
+    assert 3 <= len(ruled_out.samples_ms) <= needed + 1
+
+
+def test_a_config_whose_own_samples_scatter_is_not_ruled_out_by_a_few() -> None:
+    scattered = [9.0, 2.6, 4.7, 2.8, 17.0, 30.0, 3.9, 0.14, 0.14]
+    noise = measure.Noise(samples=12)
+    samples = measure.measure(
+        lambda count: [Taken.exactly(scattered.pop(0)) for _ in range(count)],
+        rep=8,
+        bar_ms=1.0,
+        margin=1.5,
+        noise=noise,
+    )
+    assert not samples.is_ruled_out
+    assert samples.level_ms(is_exact=False) == 0.14

@@ -1,0 +1,108 @@
+"""What a run took by itself is told apart from what it waited for a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from quarantune.waits import Taken, ThreadTimes, Watch
+
+MS = 1_000_000
+
+
+@contextlib.contextmanager
+def on_one_cpu_with_a_rival() -> Iterator[None]:
+    cpus = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cpus)})
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as rival:  # on the same CPU, as it inherits
+            try:
+                yield
+            finally:
+                rival.kill()
+    finally:
+        os.sched_setaffinity(0, cpus)
+
+
+def spin(cpu_s: float) -> None:
+    ends = time.thread_time() + cpu_s
+    while time.thread_time() < ends:
+        pass
+
+
+def test_a_thread_that_shares_its_cpu_is_seen_to_wait_for_it() -> None:
+    with Watch(spins=False) as watch:
+        if not watch.read():
+            pytest.skip("this system does not tell how long threads wait for a CPU")
+        with on_one_cpu_with_a_rival():
+            taken, _ = watch.time(lambda: spin(0.3))
+    assert taken.whole > 0.4, "the rival took about half of the CPU"
+    assert taken.is_disturbed
+    assert taken.own == pytest.approx(0.3, rel=0.2)
+
+
+def test_threads_that_wait_one_after_another_have_all_their_waits_counted() -> None:
+    pauses = [threading.Event() for _ in range(3)]
+
+    def hand_over(index: int) -> None:
+        pauses[index].wait()
+        spin(0.1)
+        if index + 1 < len(pauses):
+            pauses[index + 1].set()
+        else:
+            done.set()
+        over.wait()  # a thread that has ended can no longer be asked
+
+    done, over = threading.Event(), threading.Event()
+    threads = [threading.Thread(target=hand_over, args=(index,)) for index in range(3)]
+    with on_one_cpu_with_a_rival(), Watch(spins=False) as watch:
+        for thread in threads:
+            thread.start()
+        if not watch.read():
+            over.set()
+            pytest.skip("this system does not tell how long threads wait for a CPU")
+
+        def work() -> None:
+            pauses[0].set()
+            done.wait()
+
+        taken, _ = watch.time(work)
+        over.set()
+    for thread in threads:
+        thread.join()
+    assert taken.own == pytest.approx(0.3, rel=0.3), "the longest wait alone would leave most of the waiting in"
+    assert taken.own < 0.8 * taken.whole
+
+
+@pytest.mark.parametrize(
+    ("spins", "threads", "expected"),
+    [
+        (False, {"pool": (8, 0)}, (0.020, 0.020, 0.020)),
+        (False, {"pool": (8, 1)}, (0.020, 0.020, 0.020)),
+        (False, {"pool": (4, 8), "other": (4, 6)}, (0.020, 0.006, 0.006)),
+        (False, {"pool": (9, 18), "other": (8, 18)}, (0.020, 0.009, 0.009)),
+        (True, {"pool": (9, 18), "other": (8, 18)}, (0.020, 0.009, 0.0)),
+    ],
+    ids=["quiet", "hardly", "in turn", "together", "together, and spinning"],
+)
+def test_own_time_is_without_all_waits_but_no_less_than_the_busiest_thread_ran(
+    spins: bool,
+    threads: dict[str, tuple[int, int]],
+    expected: tuple[float, float, float],
+) -> None:
+    after = {name: ThreadTimes(ran * MS, waited * MS) for name, (ran, waited) in threads.items()}
+    assert Watch(spins=spins)._taken(0.020, {}, after, 0) == pytest.approx(Taken(*expected))
+
+
+def test_a_watch_leaves_no_descriptor_open() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with Watch(spins=False) as watch:
+        watch.time(lambda: spin(0.001))
+    assert len(os.listdir("/proc/self/fd")) == before
