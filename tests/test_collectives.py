@@ -17,6 +17,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import quarantune
+from quarantune import sweep
+from quarantune.environment import current
+from quarantune.options import Options
+from quarantune.payload import MeshSpec
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("two_slots")]
 
@@ -155,6 +159,26 @@ def test_an_axis_of_vmap_is_refused_with_advice_before_the_sweep(sweeps: list[st
     with quarantune.settings(on_miss="default"), pytest.warns(quarantune.CacheWarning, match="not tuned for this call"):
         assert jax.vmap(summed, axis_name="i")(x)[0, 0] == 4
     assert not sweeps
+
+
+def test_on_an_accelerator_a_collective_needs_as_many_devices_per_trial() -> None:
+    mesh = MeshSpec(shape=(2,), axis_names=("i",), axis_types=("Manual",))
+    problem = sweep.Problem(
+        fn=summed.__wrapped__,
+        name="summed",
+        args=(jax.ShapeDtypeStruct((4,), "float32"),),
+        kwargs={},
+        platform="cuda",
+        device_kind="fake",
+        manual_mesh=mesh,
+    )
+
+    def never(*_: object) -> None:
+        raise AssertionError("no trial was to be run")
+
+    words = r"summed: in shard_map it communicates over 2 devices, and devices_per_trial=1: set devices_per_trial=2"
+    with pytest.raises(ValueError, match=words):
+        sweep.run(problem, {0: {}}, options=Options(), settings=current(), on_trial=never, on_tick=never)
 
 
 def test_without_workers_a_collective_is_refused_with_advice(sweeps: list[str]) -> None:
