@@ -196,6 +196,7 @@ def test_hosts_judge_each_other_by_silence_alone(make: Callable[..., Claim], mon
     here.release()
 
 
+@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # of what no crash leaves
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"token": 1}'])
 def test_a_claim_torn_by_a_crash_is_taken_over_soon(make: Callable[..., Claim], content: bytes) -> None:
     claim = make()

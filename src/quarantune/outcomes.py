@@ -52,6 +52,10 @@ class Phase(enum.StrEnum):
     MEASURE = "measure"
 
 
+_CLOCKS = frozenset({"", "device", "queued", "wall"})
+_LARGEST_NUMBER = 2**63
+
+
 class Route(enum.StrEnum):
     """Which processes ran a trial."""
 
@@ -116,11 +120,16 @@ class Trial:
         Raises:
             KeyError, TypeError, ValueError: this describes none, or one with times that no call can take.
         """
+        if not isinstance(data, Mapping):
+            raise TypeError(f"{data!r:.80} is no trial")
+        _check_types(data)
         route, phase, time_ms = data.get("route"), data.get("phase"), data.get("time_ms")
         samples_ms, own_ms = tuple(data.get("samples_ms", ())), data.get("own_ms")
-        for told_ms in (*samples_ms, time_ms, own_ms):
-            if told_ms is not None and not is_plausible_ms(told_ms):
-                raise ValueError(f"{told_ms!r} ms is no time that a call can take")
+        for told_ms in (*samples_ms, *(known for known in (time_ms, own_ms) if known is not None)):
+            if not is_plausible_ms(told_ms):
+                raise ValueError("it has a time that no call can take")
+        if data["outcome"] == Outcome.OK and time_ms is None:
+            raise ValueError("it is ok, and has no time")
         return cls(
             config={name: freeze(value) for name, value in data["config"].items()},
             outcome=Outcome(data["outcome"]),
@@ -136,6 +145,31 @@ class Trial:
             device=data.get("device", ""),
             clock=data.get("clock", ""),
         )
+
+
+def _check_types(data: Mapping[str, Any]) -> None:
+    """Raises where the parts of a described trial are not of their types, as anybody may have described it."""
+    types: dict[str, tuple[type, ...]] = {
+        "config": (dict,),
+        "outcome": (str,),
+        "phase": (str, type(None)),
+        "samples_ms": (list, tuple),
+        "compile_s": (int, float, type(None)),
+        "peak_memory_bytes": (int, type(None)),
+        "message": (str,),
+        "log_tail": (str,),
+        "route": (str, type(None)),
+        "device": (str,),
+        "clock": (str,),
+    }
+    for name, accepted in types.items():
+        if name in data and (not isinstance(data[name], accepted) or isinstance(data[name], bool)):
+            raise TypeError(f"its {name} is of type {type(data[name]).__name__}")
+    for name in ("compile_s", "peak_memory_bytes"):
+        if (value := data.get(name)) is not None and not 0 <= value < _LARGEST_NUMBER:
+            raise ValueError(f"its {name} is out of range")
+    if data.get("clock", "") not in _CLOCKS:
+        raise ValueError(f"its clock is {data['clock']!r:.80}")
 
 
 def is_plausible_ms(time_ms: object) -> bool:

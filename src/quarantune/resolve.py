@@ -632,8 +632,9 @@ class _Run:
     def _recall(self) -> None:
         """Takes over what an earlier sweep of this problem finished, unless it is to be done afresh."""
         positions = {text_of(config): index for index, config in enumerate(self._configs)}
+        refused = 0
         for record in self._journal.records():
-            with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            try:
                 trial = Trial.from_json(record["trial"])
                 index = positions.get(cache.canonical_json(trial.config))
                 if index is None:
@@ -641,6 +642,12 @@ class _Run:
                 trial = dataclasses.replace(trial, config=self._configs[index])
                 if not self._start_over and self._still_counts(trial, record):
                     self._trials[index] = trial
+            except (KeyError, TypeError, ValueError, AttributeError):
+                refused += 1
+        if refused:
+            cache.report_once(
+                f"{refused} records of the journal in {str(self._journal.directory)!r} are no trials: they are not used"
+            )
         if self._start_over:
             with self._saving():
                 self._journal.discard()
@@ -813,7 +820,8 @@ class _Run:
     def _result_of(self, entry: Entry) -> TuningResult:
         config = _find(entry["config"], self._configs)
         assert config is not None  # or it would not have been an answer
-        return self._result(config, float(entry["time_ms"]), (), from_cache=True)
+        time_ms = entry.get("time_ms")
+        return self._result(config, math.nan if time_ms is None else float(time_ms), (), from_cache=True)
 
     def _result(
         self,

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from quarantune.cache.errors import CacheWriteError
+from quarantune.cache import content
+from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.journal import problem_hash, trials_directory
 from quarantune.cache.owners import Owner, boot_id
 from quarantune.cache.turns import NO_FLOCK
@@ -76,7 +77,7 @@ class Claim:
         stem = trials_directory(directory, name) / problem_hash(device, key)
         self._lock_path = stem.with_suffix(".lock")
         self._path = stem.with_suffix(".claim")
-        self._worst_case_s = worst_case_s
+        self._worst_case_s = min(worst_case_s, content.LONGEST_WORST_CASE_S)
         self._fd: int | None = None
         self._lock_fd: int | None = None
         self._locked = False
@@ -134,7 +135,7 @@ class Claim:
             return False
         with contextlib.suppress(OSError):
             if worst_case_s is not None and worst_case_s != self._worst_case_s:
-                self._worst_case_s = worst_case_s
+                self._worst_case_s = min(worst_case_s, content.LONGEST_WORST_CASE_S)
                 self._describe(self._fd)
             os.utime(self._fd)
         return True
@@ -158,7 +159,7 @@ class Claim:
         try:
             # Both times come from the filesystem's clock, so that hosts need not agree on the time.
             os.utime(self._lock_path)
-            return self._lock_path.stat().st_mtime - self._path.stat().st_mtime
+            return self._lock_path.stat().st_mtime - self._path.lstat().st_mtime
         except OSError:
             return None
 
@@ -172,13 +173,13 @@ class Claim:
             return False
         holder = self.holder()
         if holder is None:
-            return silent_s > _GRACE_S
+            return abs(silent_s) > _GRACE_S
         if holder.owner.is_dead() or (lock_is_free and holder.locked and holder.boot == boot_id()):
             return True
-        return silent_s > holder.worst_case_s + _GRACE_S
+        return abs(silent_s) > holder.worst_case_s + _GRACE_S  # a time in the future was set by hand
 
     def _take(self, *, locked: bool | None) -> bool:
-        if not self._path.exists():
+        if not os.path.lexists(self._path):
             # Somebody may be between the lock and the claim. At our next look it is there, or its process hangs.
             self._gave_way = locked is False and not self._gave_way
             return not self._gave_way and self._create()
@@ -219,8 +220,8 @@ class Claim:
 
     def _is_ours(self, fd: int) -> bool:
         try:
-            return os.path.samestat(os.fstat(fd), self._path.stat())
-        except FileNotFoundError:
+            return os.path.samestat(os.fstat(fd), self._path.lstat())
+        except OSError:
             return False
 
     def _remove(self, expected: Holder | None) -> bool:
@@ -234,7 +235,12 @@ class Claim:
             # Another waiter was quicker, and this is its fresh claim: it goes back.
             with contextlib.suppress(OSError):
                 os.link(grave, self._path)
-        grave.unlink(missing_ok=True)
+        if not mistaken and expected is None and not _is_unfinished(grave):
+            aside = content.free_name(self._path)
+            grave.rename(aside)
+            report_once(f"{str(self._path)!r} is no claim of ours; it was set aside as {str(aside)!r}: look at it")
+        else:
+            grave.unlink(missing_ok=True)
         return not mistaken
 
     def _try_lock(self) -> bool | None:
@@ -310,10 +316,20 @@ def wait(
 
 def _read_holder(path: Path) -> Holder | None:
     try:
-        data = json.loads(path.read_bytes())
-        return Holder(**data | {"owner": Owner(**data["owner"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        return Holder(**content.claim_fields(content.read_bounded(path, largest_bytes=content.LARGEST_CLAIM_BYTES)))
+    except (OSError, ValueError):
         return None
+
+
+def _is_unfinished(path: Path) -> bool:
+    """Returns whether a claim is one whose holder died while it made it."""
+    try:
+        content.decode(content.read_bounded(path, largest_bytes=content.LARGEST_CLAIM_BYTES))
+    except ValueError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _flock(fd: int) -> bool:

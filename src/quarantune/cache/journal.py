@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.keys import canonical_json, plain, safe_name, short_hash
 from quarantune.cache.owners import this_host
 
-_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
 _TROUBLE_KEY = "trouble"
 _TROUBLE = frozenset({"crashed", "timeout"})
@@ -146,7 +147,10 @@ def troublesome(directory: Path, name: str, device: str) -> dict[str, str]:
 def _remove(paths: list[Path]) -> None:
     for path in paths:
         try:
-            path.unlink(missing_ok=True)
+            if path.is_dir() and not path.is_symlink():  # none of ours
+                path.rename(content.free_name(path))
+            else:
+                path.unlink(missing_ok=True)
         except OSError as error:
             raise CacheWriteError(
                 f"the journal {str(path)!r} could not be removed ({error.strerror}): remove it by hand"
@@ -160,6 +164,7 @@ def _append_line(path: Path, line: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, _APPEND, 0o666)
     try:
+        content.check_regular(fd)
         # A line torn by a full disk has no end: one is put between, or it would swallow this record too.
         size = os.fstat(fd).st_size
         separator = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
@@ -183,9 +188,13 @@ def _damage_of(path: Path, damaged: int) -> str:
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Returns the whole records of a file and the number of damaged lines; a torn tail is no damage."""
     try:
-        *lines, _torn_tail = path.read_bytes().split(b"\n")
+        data = content.read_bounded(path, largest_bytes=content.LARGEST_JOURNAL_BYTES)
+    except content.NotAFileError as error:
+        report_once(f"the journal {str(path)!r} cannot be used: {error.strerror}; look at it, or delete it")
+        return [], 0
     except OSError:
         return [], 0
+    *lines, _torn_tail = data.split(b"\n")
     records = [_parse(line) for line in lines if line]
     whole = [record for record in records if record is not None]
     return whole, len(records) - len(whole)
@@ -195,5 +204,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     match = _LINE.fullmatch(line)
     if match is None or int(match["crc"], 16) != zlib.crc32(match["record"]):
         return None
-    record = json.loads(match["record"])
+    try:
+        record = content.decode(match["record"])
+    except ValueError:
+        return None
     return record if isinstance(record, dict) else None

@@ -86,6 +86,8 @@ def _exists(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
+    except OverflowError:
+        return False  # no process has such a number
     except PermissionError:
         return True
     return True

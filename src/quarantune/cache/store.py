@@ -7,10 +7,11 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
+from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.keys import plain, safe_name
 from quarantune.cache.turns import TurnLostError, take_turn
@@ -65,8 +66,8 @@ class Store:
             report_once(f"the cache file {str(path)!r} cannot be read ({_reason(error)}): tuned results are not found")
         except _NewerSchemaError as error:
             report_once(str(error))
-        except _DamagedError:
-            return self._read_damaged(path)
+        except _DamagedError as error:
+            return self._read_damaged(path, error.usable)
         return {}
 
     def get(self, name: str, device: str, key: str) -> Entry | None:
@@ -157,20 +158,22 @@ class Store:
             CacheWriteError: it could not be removed; the message says why.
         """
         path = self.path(name)
-        if path.exists():
+        if os.path.lexists(path):
             with _typed_errors(path), take_turn(path, timeout_s=self._lock_timeout_s):
                 self._load_or_set_aside(path)
                 path.unlink(missing_ok=True)
 
-    def problem(self, name: str) -> str | None:
-        """Returns what keeps a function's file from being used, or None; changes nothing."""
+    def problems(self, name: str) -> list[str]:
+        """Returns what keeps a function's file, or entries in it, from being used, a sentence each; changes nothing."""
         try:
             _load(self.path(name))
         except OSError as error:
-            return f"the cache file {str(self.path(name))!r} cannot be read ({_reason(error)})"
-        except (_NewerSchemaError, _DamagedError) as error:
-            return str(error)
-        return None
+            return [f"the cache file {str(self.path(name))!r} cannot be read ({_reason(error)})"]
+        except _DamagedError as error:
+            return error.faults or [str(error)]
+        except _NewerSchemaError as error:
+            return [str(error)]
+        return []
 
     def _update(
         self,
@@ -200,7 +203,7 @@ class Store:
             written = _encode(contents)
             turn.replace(written)
             with contextlib.suppress(FileNotFoundError, _DamagedError):
-                found = path.read_bytes()
+                found = content.read_bounded(path, largest_bytes=content.LARGEST_ENTRIES_BYTES)
                 return found == written or is_there(_decode(found, path), wanted)
             return False
 
@@ -208,27 +211,49 @@ class Store:
         try:
             return _load(path)
         except _DamagedError as error:
-            aside = _free_name(path)
-            path.rename(aside)
+            aside = content.free_name(path)
+            _set_aside(path, aside, keep=bool(error.usable))
             report_once(f"{error}; it was set aside as {str(aside)!r}: look at it, or delete it")
-            return {}
+            return error.usable
 
-    def _read_damaged(self, path: Path) -> Contents:
+    def _read_damaged(self, path: Path, usable: Contents) -> Contents:
         # Only in a turn of our own is it sure that the file moved aside is the damaged one and not its
         # successor.
         try:
             with (
                 _typed_errors(path),
-                take_turn(path, timeout_s=min(self._lock_timeout_s, _SET_ASIDE_TIMEOUT_S)),
+                take_turn(path, timeout_s=min(self._lock_timeout_s, _SET_ASIDE_TIMEOUT_S)) as turn,
             ):
-                return self._load_or_set_aside(path)
-        except CacheWriteError as error:
+                found = self._load_or_set_aside(path)
+                if found:
+                    turn.replace(_encode(found))
+                return found
+        except (CacheWriteError, TurnLostError) as error:
             report_once(f"{str(path)!r} is damaged and could not be set aside: {error}")
-            return {}
+            return usable
+
+
+def _set_aside(path: Path, aside: Path, *, keep: bool) -> None:
+    """Gives a file that cannot be used another name; with `keep` its own stays until what is usable replaces it."""
+    if keep:
+        with contextlib.suppress(OSError):
+            os.link(path, aside)
+            return
+    path.rename(aside)
 
 
 class _DamagedError(Exception):
-    """The file holds no entries of ours."""
+    """The file holds what is no entry of ours.
+
+    Attributes:
+        usable: the entries that it holds besides.
+        faults: what is wrong with the others, a sentence each.
+    """
+
+    def __init__(self, message: str, *, usable: Contents | None = None, faults: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.usable = usable or {}
+        self.faults = list(faults)
 
 
 class _NewerSchemaError(Exception):
@@ -238,7 +263,9 @@ class _NewerSchemaError(Exception):
 def _load(path: Path) -> Contents:
     for attempts_left in (2, 1, 0):
         try:
-            return _decode(path.read_bytes(), path)
+            return _decode(content.read_bounded(path, largest_bytes=content.LARGEST_ENTRIES_BYTES), path)
+        except content.NotAFileError as error:
+            raise _DamagedError(f"the cache file {str(path)!r} cannot be used: {error.strerror}") from None
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
@@ -248,28 +275,35 @@ def _load(path: Path) -> Contents:
     raise AssertionError("unreachable")
 
 
-def _decode(content: bytes, path: Path) -> Contents:
-    if not content.strip():
+def _decode(data: bytes, path: Path) -> Contents:
+    if not data.strip():
         raise _DamagedError(f"the cache file {str(path)!r} is empty")
     try:
-        contents = json.loads(content, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+        contents = content.decode(data)
+    except ValueError as error:
         raise _DamagedError(f"the cache file {str(path)!r} is not JSON ({error})") from None
     if not _is_contents(contents):
         raise _DamagedError(f"the cache file {str(path)!r} does not hold {{device: {{key: entry}}}}")
-    for entries in contents.values():
-        for entry in entries.values():
+    faults: list[str] = []
+    usable: Contents = {}
+    for device, entries in contents.items():
+        for key, entry in entries.items():
             schema = entry.get("schema")
             if isinstance(schema, int) and schema > SCHEMA:
                 raise _NewerSchemaError(
                     f"the cache file {str(path)!r} has schema {schema}, newer than {SCHEMA}: it is left "
                     "alone and not used; upgrade quarantune, or set QUARANTUNE_CACHE_DIR to another directory"
                 )
+            found = [
+                f"{str(path)!r}, device {device!r:.80}, key {key!r:.200}: {fault}" for fault in content.faults(entry)
+            ]
+            faults += found
+            if not found:
+                usable.setdefault(device, {})[key] = entry
+    if faults:
+        more = f", and {len(faults) - 1} faults more" if len(faults) > 1 else ""
+        raise _DamagedError(f"{faults[0]}{more}", usable=usable, faults=faults)
     return contents  # type: ignore[no-any-return]
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _is_contents(value: Any) -> bool:
@@ -290,14 +324,6 @@ def _encode(contents: Contents) -> bytes:
         if entries
     )
     return ("{\n" + ",\n".join(devices) + "\n}\n").encode("ascii")
-
-
-def _free_name(path: Path) -> Path:
-    stem = f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}"
-    aside, number = path.with_name(stem), 1
-    while aside.exists():
-        aside, number = path.with_name(f"{stem}-{number}"), number + 1
-    return aside
 
 
 @contextlib.contextmanager

@@ -215,7 +215,7 @@ class TuningCache:
         """Returns the problems found on disk, a sentence each; changes nothing."""
         if self._store is None:
             return []
-        problems = [problem for name in self._store.names() for problem in _verify_file(self._store, name)]
+        problems = [problem for name in self._store.names() for problem in self._store.problems(name)]
         for path in sorted(self.directory.glob("*.json.corrupt-*")):
             problems.append(f"{str(path)!r} was damaged and set aside: look at it, or delete it")
         return problems + journal.damage(self.directory)
@@ -238,24 +238,3 @@ def _config(entry: Entry | None) -> Config | None:
 def _newer(present: Entry, offered: Entry) -> Entry:
     # ISO times in UTC sort as text; an entry without one is the older.
     return max(present, offered, key=lambda entry: str(entry.get("created", "")))
-
-
-def _verify_file(store: Store, name: str) -> Iterator[str]:
-    problem = store.problem(name)
-    if problem is not None:
-        yield problem
-        return
-    for device, entries in store.read(name).items():
-        for key, entry in entries.items():
-            for fault in _faults(entry):
-                yield f"{str(store.path(name))!r}, device {device!r}, key {key}: {fault}"
-
-
-def _faults(entry: Entry) -> Iterator[str]:
-    if not isinstance(entry.get("schema"), int):
-        yield f"its schema is {entry.get('schema')!r}, not a number"
-    if not isinstance(entry.get("config"), dict):
-        yield f"its config is {entry.get('config')!r}, not a dict"
-    time_ms = entry.get("time_ms")
-    if time_ms is not None and not (isinstance(time_ms, (int, float)) and time_ms >= 0):
-        yield f"its time_ms is {time_ms!r}, not a time"

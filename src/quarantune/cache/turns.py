@@ -189,10 +189,10 @@ def _other_writer(target: Path, own: Path) -> str | None:
             continue
         other = target.with_name(name)
         owner = Owner(host=match["host"], pid=int(match["pid"]), started=int(match["started"]))
-        with contextlib.suppress(FileNotFoundError):
-            if not owner.is_dead() and now - other.stat().st_mtime < _STALE_S:
+        with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
+            if not owner.is_dead() and abs(now - other.lstat().st_mtime) < _STALE_S:
                 return name
-            other.unlink()
+            other.unlink()  # a directory by that name announces nothing
     return None
 
 

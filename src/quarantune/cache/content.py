@@ -1,0 +1,168 @@
+"""What is read from a cache directory, in which anybody may have put anything: regular files, bounded, and decoded."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quarantune.cache.owners import Owner
+from quarantune.outcomes import is_plausible_ms
+
+LARGEST_ENTRIES_BYTES = 1 << 28
+LARGEST_JOURNAL_BYTES = 1 << 28
+LARGEST_CLAIM_BYTES = 1 << 16
+_DEEPEST = 100
+_LONGEST_TEXT = 1 << 20
+LONGEST_WORST_CASE_S = 24 * 3600.0
+"""A holder that means to be silent for longer is none that anybody should wait for."""
+
+
+class NotAFileError(OSError):
+    """What has the file's name is no regular file, or one too large to be ours."""
+
+
+def read_bounded(path: Path, *, largest_bytes: int) -> bytes:
+    """Returns what a regular file holds; never waits for a pipe, a terminal or a device.
+
+    Args:
+        path: the file.
+        largest_bytes: the most that it may hold.
+
+    Raises:
+        NotAFileError: it is something else, or larger.
+        OSError: it cannot be read, or there is none.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link to itself, a socket
+            raise NotAFileError(error.errno, "it is no regular file") from None
+        raise
+    try:
+        check_regular(fd)
+    except NotAFileError:
+        os.close(fd)
+        raise
+    with os.fdopen(fd, "rb") as file:
+        if os.fstat(fd).st_size > largest_bytes:
+            raise NotAFileError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB")
+        content = file.read(largest_bytes + 1)
+        if len(content) > largest_bytes:
+            raise NotAFileError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB")
+        return content
+
+
+def check_regular(fd: int) -> None:
+    """Raises `NotAFileError` where a descriptor is of no regular file."""
+    mode = os.fstat(fd).st_mode
+    if stat.S_ISDIR(mode):
+        raise NotAFileError(errno.EISDIR, "it is a directory")
+    if not stat.S_ISREG(mode):
+        raise NotAFileError(errno.EINVAL, "it is no regular file")
+
+
+def free_name(path: Path) -> Path:
+    """Returns the name under which something that cannot be used is set aside."""
+    stem = f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}"
+    aside, number = path.with_name(stem), 1
+    while os.path.lexists(aside):
+        aside, number = path.with_name(f"{stem}-{number}"), number + 1
+    return aside
+
+
+def decode(content: bytes) -> Any:
+    """Returns what JSON says.
+
+    Raises:
+        ValueError: it is no JSON, holds NaN or infinity, or is nested more deeply than anything of ours.
+    """
+    try:
+        value = json.loads(content, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+    layer, depth = [value], 0
+    while layer := [item for outer in layer for item in _items(outer)]:
+        depth += 1
+        if depth > _DEEPEST:
+            raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    return value
+
+
+def _items(value: Any) -> Iterator[Any]:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (item for item in inner if isinstance(item, (dict, list)))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def faults(entry: dict[str, Any]) -> Iterator[str]:
+    """Yields what keeps an entry from being used, a clause each."""
+    if not isinstance(entry.get("schema"), int):
+        yield f"its schema is {_shown(entry.get('schema'))}, not a number"
+    if not isinstance(entry.get("config"), dict):
+        yield f"its config is {_shown(entry.get('config'))}, not a dict"
+    time_ms = entry.get("time_ms")
+    if time_ms is not None and not is_plausible_ms(time_ms):
+        yield f"its time_ms is {_shown(time_ms)}, not a time"
+    for name in ("fingerprint", "versions", "trials", "space"):
+        if not isinstance(entry.get(name), (dict, type(None))):
+            yield f"its {name} is {_shown(entry[name])}, not a dict"
+    for name in ("fingerprint", "versions"):
+        values = entry.get(name)
+        if isinstance(values, dict) and not all(isinstance(value, str) for value in values.values()):
+            yield f"its {name} holds more than texts"
+    if not isinstance(entry.get("created", ""), str):
+        yield f"its created is {_shown(entry['created'])}, not a time"
+
+
+def _shown(value: Any) -> str:
+    # Of a huge whole number Python has no decimal digits to show.
+    return "a huge number" if isinstance(value, int) and abs(value) >= 10**40 else f"{value!r:.80}"
+
+
+def claim_fields(content: bytes) -> dict[str, Any]:
+    """Returns the fields of the holder that a claim names.
+
+    Raises:
+        ValueError: it names none that could be.
+    """
+    data = decode(content)
+    if not isinstance(data, dict):
+        raise ValueError("it is no dict")
+    owner = data.get("owner")
+    if not isinstance(owner, dict):
+        raise ValueError("it names no process")
+    return {
+        "token": _text(data, "token"),
+        "host_name": _text(data, "host_name"),
+        "boot": _text(data, "boot"),
+        "locked": data.get("locked") is True,
+        "worst_case_s": _number(data, "worst_case_s", least=0, most=LONGEST_WORST_CASE_S),
+        "owner": Owner(
+            host=_text(owner, "host"),
+            pid=int(_number(owner, "pid", least=1, most=2**31 - 1)),
+            started=int(_number(owner, "started", least=0, most=2**63)),
+        ),
+    }
+
+
+def _text(data: dict[str, Any], name: str) -> str:
+    value = data.get(name)
+    if not isinstance(value, str) or len(value) > _LONGEST_TEXT or not value.isprintable():
+        raise ValueError(f"its {name} is no text")
+    return value
+
+
+def _number(data: dict[str, Any], name: str, *, least: float, most: float) -> float:
+    value = data.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
+        raise ValueError(f"its {name} is no number from {least:g} to {most:g}")
+    return value

@@ -1,0 +1,344 @@
+"""A shared cache directory may hold anything: what is not ours is never waited for, used, or overwritten unseen."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import quarantune
+from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Claim, Journal, Store
+from quarantune.outcomes import Outcome, Trial
+
+ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"n": 1}, "time_ms": 0.5, "fingerprint": {}, "versions": {}}
+DEEP = '{"a":' * 50_000 + "1" + "}" * 50_000
+HUGE = "1" + "0" * 400
+
+
+def entries(**fields: Any) -> bytes:
+    return json.dumps({"cpu": {"k": ENTRY | fields, "good": ENTRY}}).encode()
+
+
+def put_bytes(data: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(data) and None
+
+
+def put_sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def put_socket(path: Path) -> None:
+    import socket
+
+    here = os.getcwd()
+    os.chdir(path.parent)  # such names are short
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+ODD_FILES: dict[str, Callable[[Path], Any]] = {
+    "pipe": os.mkfifo,
+    "directory": lambda path: path.mkdir(),
+    "full directory": lambda path: (path / "deeper").mkdir(parents=True),
+    "link to itself": lambda path: path.symlink_to(path.name),
+    "link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "socket": put_socket,
+    "huge": put_sparse,
+}
+WHOLE: dict[str, bytes] = {
+    "empty": b"",
+    "blank": b" \n",
+    "null bytes": b"\x00" * 100,
+    "not UTF-8": b'{"cpu": {"k": {"config": "\xff\xfe"}}}',
+    "text": b"hello",
+    "torn": entries()[:-20],
+    "list": b"[]",
+    "number": b"3",
+    "null": b"null",
+    "string": b'"x"',
+    "device is a list": b'{"cpu": []}',
+    "entry is a list": b'{"cpu": {"k": []}}',
+    "entry is null": b'{"cpu": {"k": null}}',
+    "deep": DEEP.encode(),
+    "deep lists": b"[" * 100_000,
+    "nested too deeply": ('{"cpu": {"k": ' + "[" * 200 + "]" * 200 + "}}").encode(),
+    "NaN": b'{"cpu": {"k": {"time_ms": NaN}}}',
+    "infinity": b'{"cpu": {"k": {"time_ms": Infinity}}}',
+    "endless number": b'{"cpu": {"k": {"time_ms": ' + b"9" * 5000 + b"}}}",
+    "BOM twice": b"\xef\xbb\xbf\xef\xbb\xbf{}",
+}
+PARTIAL: dict[str, bytes] = {
+    "time is huge": entries(time_ms=-1).replace(b'"time_ms": -1', b'"time_ms": ' + HUGE.encode()),
+    "time overflows": entries(time_ms=-1).replace(b'"time_ms": -1', b'"time_ms": 1e999'),
+    "time is negative": entries(time_ms=-5),
+    "time is zero": entries(time_ms=0),
+    "time is nearly zero": entries(time_ms=1e-300),
+    "time is text": entries(time_ms="fast"),
+    "time is true": entries(time_ms=True),
+    "time is a list": entries(time_ms=[1]),
+    "config is a list": entries(config=[]),
+    "config is text": entries(config="n=1"),
+    "config is null": entries(config=None),
+    "fingerprint is text": entries(fingerprint="abc"),
+    "fingerprint holds numbers": entries(fingerprint={"code": 3}),
+    "versions are a list": entries(versions=["jax"]),
+    "versions hold dicts": entries(versions={"jax": {}}),
+    "trials are text": entries(trials="ok"),
+    "space is a number": entries(space=3),
+    "created is a number": entries(created=3),
+    "schema is text": entries(schema="1"),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    (tmp_path / "cache").mkdir()
+    return Store(tmp_path / "cache", lock_timeout_s=5)
+
+
+def aside(store: Store) -> list[Path]:
+    return sorted(store.directory.glob("*.corrupt-*"))
+
+
+@pytest.mark.parametrize("name", [*ODD_FILES, *WHOLE])
+def test_what_is_no_file_of_entries_is_set_aside_and_told_once(store: Store, name: str) -> None:
+    path = store.path("f")
+    (ODD_FILES[name] if name in ODD_FILES else put_bytes(WHOLE[name]))(path)
+    kind = path.lstat().st_mode
+    assert store.problems("f")
+    with pytest.warns(CacheWarning, match="set aside") as told:
+        assert [store.get("f", "cpu", "k") for _ in range(2)] == [None, None]
+    assert len(told) == 1
+    (kept,) = aside(store)
+    assert kept.lstat().st_mode == kind
+    store.put("f", "cpu", "k", ENTRY)
+    assert store.get("f", "cpu", "k") == ENTRY
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_an_entry_that_does_not_validate_is_set_aside_and_the_others_stay(store: Store, name: str) -> None:
+    path = store.path("f")
+    path.write_bytes(PARTIAL[name])
+    assert store.problems("f")
+    with pytest.warns(CacheWarning, match="set aside") as told:
+        assert [store.get("f", "cpu", "k") for _ in range(2)] == [None, None]
+    assert len(told) == 1
+    assert store.get("f", "cpu", "good") == ENTRY
+    (kept,) = aside(store)
+    assert kept.read_bytes() == PARTIAL[name]
+    store.put("f", "cpu", "k", ENTRY)
+    assert store.read("f") == {"cpu": {"k": ENTRY, "good": ENTRY}}
+
+
+def test_a_file_with_a_byte_order_mark_is_read(store: Store) -> None:
+    store.path("f").write_bytes(b"\xef\xbb\xbf" + entries())
+    assert store.get("f", "cpu", "k") == ENTRY
+
+
+# --- journals -----------------------------------------------------------------------------------------------
+
+TRIAL = Trial(config={"n": 1}, outcome=Outcome.OK, time_ms=0.5, samples_ms=(0.5, 0.5)).to_json()
+
+
+def line(text: str | bytes) -> bytes:
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    return b"%08x %b\n" % (zlib.crc32(data), data)
+
+
+@pytest.mark.parametrize("name", ODD_FILES)
+@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")
+def test_what_is_no_journal_is_neither_read_nor_written(tmp_path: Path, name: str) -> None:
+    journal = Journal(tmp_path, "f", "cpu", "key")
+    journal.append({"n": 1})
+    (path,) = journal.directory.glob("*.jsonl")
+    path.unlink()
+    ODD_FILES[name](path)
+    assert journal.records() == []
+    if name != "huge":
+        with pytest.raises(CacheWriteError, match="not recorded"):
+            journal.append({"n": 1})
+    journal.discard()
+    journal.append({"n": 2})
+    assert journal.records() == [{"n": 2}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [DEEP, "[" * 100_000, "NaN", '{"n": NaN}', "[]", "3", "null", "{", b"\xff\xfe", "9" * 5000, '{"n": 1'],
+    ids=range(11),
+)
+def test_a_well_formed_line_that_holds_no_record_is_left_out_and_told_once(tmp_path: Path, text: str | bytes) -> None:
+    journal = Journal(tmp_path, "f", "cpu", "key")
+    journal.append({"n": 1})
+    (path,) = journal.directory.glob("*.jsonl")
+    path.write_bytes(line(text) + path.read_bytes())
+    with pytest.warns(CacheWarning, match="1 damaged line") as told:
+        assert [journal.records() for _ in range(2)] == [[{"n": 1}]] * 2
+    assert len(told) == 1
+
+
+ODD_TRIALS: dict[str, dict[str, Any]] = {
+    "time is negative": {"time_ms": -5},
+    "time is zero": {"time_ms": 0.0},
+    "time is nearly zero": {"time_ms": 1e-300},
+    "time is huge": {"time_ms": 10**400},
+    "time is text": {"time_ms": "0.1"},
+    "time is true": {"time_ms": True},
+    "samples are a number": {"samples_ms": 3},
+    "samples are texts": {"samples_ms": ["a"]},
+    "samples are negative": {"samples_ms": [-1.0, -1.0]},
+    "samples are huge": {"samples_ms": [10**400]},
+    "config is a list": {"config": ["n"]},
+    "outcome is unknown": {"outcome": "splendid"},
+    "outcome is a list": {"outcome": []},
+    "phase is a number": {"phase": 3},
+    "route is a dict": {"route": {}},
+    "message is a number": {"message": 3},
+    "log is a list": {"log_tail": ["x"]},
+    "device is null": {"device": None},
+    "clock is unknown": {"clock": "sundial"},
+    "clock is a list": {"clock": ["wall"]},
+    "compile time is text": {"compile_s": "long"},
+    "compile time is huge": {"compile_s": 10**400},
+    "memory is text": {"peak_memory_bytes": "much"},
+    "ok without a time": {"time_ms": None},
+}
+
+
+@pytest.mark.parametrize("name", ODD_TRIALS)
+def test_a_trial_of_wrong_types_is_refused(name: str) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Trial.from_json(TRIAL | ODD_TRIALS[name])
+
+
+@pytest.mark.parametrize("odd", [[], None, 3, "x", {}, {"config": {}}])
+def test_what_is_no_trial_is_refused(odd: Any) -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Trial.from_json(odd)
+
+
+# --- claims -------------------------------------------------------------------------------------------------
+
+
+def claim_of(**fields: Any) -> bytes:
+    owner = {"host": "elsewhere", "pid": 1, "started": 0} | fields.pop("owner", {})
+    whole = {"token": "t", "host_name": "h", "boot": "b", "locked": False, "worst_case_s": 1.0, "owner": owner}
+    return json.dumps(whole | fields).encode()
+
+
+ODD_CLAIMS: dict[str, Callable[[Path], Any]] = {
+    **ODD_FILES,
+    "not UTF-8": put_bytes(b"\xff\xfe\xff"),
+    "deep": put_bytes(DEEP.encode()),
+    "list": put_bytes(b"[]"),
+    "number": put_bytes(b"3"),
+    "owner is text": put_bytes(b'{"owner": "me"}'),
+    "worst case is huge": put_bytes(claim_of(worst_case_s=1e9)),
+    "worst case is a huge number": put_bytes(claim_of(worst_case_s=10**400)),
+    "worst case is text": put_bytes(claim_of(worst_case_s="long")),
+    "worst case is negative": put_bytes(claim_of(worst_case_s=-1)),
+    "worst case is NaN": put_bytes(claim_of(worst_case_s=float("nan"))),
+    "number of a process is huge": put_bytes(claim_of(owner={"pid": 10**400})),
+    "number of a process is negative": put_bytes(claim_of(owner={"pid": -1})),
+    "number of a process is text": put_bytes(claim_of(owner={"pid": "1"})),
+    "start is text": put_bytes(claim_of(owner={"started": []})),
+    "host is a list": put_bytes(claim_of(owner={"host": []})),
+    "token is null": put_bytes(claim_of(token=None)),
+    "name holds escapes": put_bytes(claim_of(host_name="\x1b[2J")),
+}
+
+
+@pytest.mark.parametrize("name", ODD_CLAIMS)
+@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")
+def test_what_is_no_claim_holds_nobody_up(tmp_path: Path, name: str) -> None:
+    claim = Claim(tmp_path, "f", "cpu", "key")
+    claim._path.parent.mkdir()
+    ODD_CLAIMS[name](claim._path)
+    os.utime(claim._path, (1e9, 1e9), follow_symlinks=False)
+    assert claim.holder() is None
+    assert claim.try_acquire()
+    assert claim.refresh()
+    claim.release()
+    assert claim.try_acquire()
+    claim.release()
+
+
+def test_what_was_never_a_claim_is_set_aside_and_told(tmp_path: Path) -> None:
+    claim = Claim(tmp_path, "f", "cpu", "key")
+    claim._path.mkdir(parents=True)
+    (claim._path / "kept").write_text("kept")
+    os.utime(claim._path, (1e9, 1e9))
+    with pytest.warns(CacheWarning, match="no claim of ours"):
+        assert claim.try_acquire()
+    claim.release()
+    (kept,) = claim._path.parent.glob("*.corrupt-*")
+    assert (kept / "kept").read_text() == "kept"
+
+
+def test_a_claim_from_the_future_is_taken_over(tmp_path: Path) -> None:
+    claim = Claim(tmp_path, "f", "cpu", "key")
+    claim._path.parent.mkdir()
+    claim._path.write_bytes(claim_of())
+    os.utime(claim._path, (4e9, 4e9))
+    assert claim.try_acquire()
+    claim.release()
+
+
+# --- all of it, under a call --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.EIO])
+def test_a_file_that_cannot_be_read_is_told_and_left(store: Store, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    store.put("f", "cpu", "k", ENTRY)
+    real = os.open
+
+    def failing(path: Any, *how: Any) -> int:
+        if Path(path) == store.path("f"):
+            raise OSError(code, os.strerror(code))
+        return real(path, *how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", failing)
+        with pytest.warns(CacheWarning, match="cannot be read"):
+            assert store.get("f", "cpu", "k") is None
+    assert store.get("f", "cpu", "k") == ENTRY
+
+
+def test_a_sweep_measures_again_what_the_journal_says_in_wrong_types(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "2")
+
+    def times(x: Any, n: int = 1) -> Any:
+        return x * n
+
+    tuned = quarantune.autotune({"n": [1, 2]}, rep=2, ref_fn=None)(jax.jit(times, static_argnames=["n"]))
+    x = jnp.ones(3)
+    tuned.tune(x)
+    (path,) = cache_dir.glob("*.trials/*.jsonl")
+    (entry,) = cache_dir.glob("*.json")
+    records = [json.loads(record.partition(b" ")[2]) for record in path.read_bytes().splitlines()]
+    forged = [record | {"trial": record["trial"] | {"time_ms": -5.0}} for record in records]
+    deep = dict(records[0], trial=dict(records[0]["trial"], compile_s="x"))
+    path.write_bytes(b"".join(line(json.dumps(record)) for record in [*forged, deep, {"trial": 3}, {}]))
+    entry.unlink()
+    again = quarantune.autotune({"n": [1, 2]}, rep=2, ref_fn=None)(jax.jit(times, static_argnames=["n"]))
+    assert again.lookup(x) is None
+    with pytest.warns(CacheWarning, match="5 records of the journal"):
+        again(x)
+    stored = json.loads(entry.read_text())
+    ((found,),) = [list(by_key.values()) for by_key in stored.values()]
+    assert found["time_ms"] > 0
+    assert found["trials"] == {"ok": 2}
