@@ -230,6 +230,43 @@ agree(got, paged_attention.paged_attention_reference(q, kv, kv, lengths))
     )
 
 
+def test_the_config_objects_of_jaxs_hopper_kernels_are_listed_as_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("absl")  # which these modules of JAX import
+    run(
+        tmp_path,
+        """
+from jax.experimental.pallas.ops.gpu import attention_mgpu, hopper_matmul_mgpu
+
+M, N = hopper_matmul_mgpu.MatmulDimension
+matmul_configs = [
+    hopper_matmul_mgpu.TuningConfig(tile_m=tile, tile_n=64, tile_k=64, max_concurrent_steps=2, grid_minor_dim=minor)
+    for tile in (64, 128) for minor in (M, N)
+]
+attention_configs = [
+    attention_mgpu.TuningConfig(block_q=64, block_kv=size, max_concurrent_steps=2) for size in (64, 128)
+]
+
+@jax.jit(static_argnames=["config", "other"])
+def kernel(a, config, other):
+    assert isinstance(config, hopper_matmul_mgpu.TuningConfig)
+    if config.grid_minor_dim is not M or other.block_kv != 128:
+        raise ArithmeticError("not these")
+    return a * 2
+
+space = {"config": matmul_configs, "other": attention_configs}
+a = normal(0, 8)
+result = quarantune.AutoTuner(kernel, space, name="kernel", **QUICK).run(a)
+best = result.best_config
+assert (best["config"].grid_minor_dim, best["other"]) == (M, attention_configs[1])
+assert result.failures["error"] == 6
+agree(result.fn(a), a * 2)
+again = quarantune.AutoTuner(kernel, space, name="kernel", **QUICK).run(a)
+assert again.from_cache
+assert again.best_config == best
+""",
+    )
+
+
 def test_jaxs_own_tpu_kernels_are_tuned_in_tpu_interpret_mode(tmp_path: Path) -> None:
     run(
         tmp_path,

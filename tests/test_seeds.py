@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -478,6 +479,35 @@ def test_triton_distributeds_key_and_prune_functions_may_leave_statics_out(sweep
         for size in (2, 4):  # one key for all sizes
             np.testing.assert_array_equal(call(jnp.ones((size, 2))).sum(), size * 4)
     assert len(sweeps) == 2  # the static argument still counts
+
+
+def test_triton_distributeds_configs_are_objects_that_prune_and_run_as_they_were_listed() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Config:  # as triton.Config is
+        kwargs: dict[str, int]
+        num_stages: int = 3
+        num_warps: int = 4
+
+    def get_config_space() -> list[Config]:
+        return [Config({"BLOCK_SIZE_M": BM}, num_stages=s) for BM in [16, 32, 128] for s in [3, 4]]
+
+    def prune_fn(config: Any, A: Any, B: Any, *args: Any, **kwargs: Any) -> bool:
+        return bool(config["gemm_config"].kwargs["BLOCK_SIZE_M"] * A.dtype.itemsize < 256)
+
+    def my_gemm_function(A: Any, B: Any, gemm_config: Config) -> Any:
+        assert isinstance(gemm_config, Config)
+        size = gemm_config.kwargs["BLOCK_SIZE_M"]
+        return np.concatenate([A[start : start + size] @ B for start in range(0, len(A), size)])
+
+    configs = [{"gemm_config": config} for config in get_config_space()]
+    tuner = quarantune.AutoTuner(my_gemm_function, configs, prune_fn=prune_fn, **QUICK)
+    A, B = map(np.asarray, matrices())
+    result = tuner.run(A, B)
+    assert [trial.config for trial in result.trials] == configs
+    assert result.failures.get("pruned") == 2
+    assert tuner.run(A, B).from_cache
+    assert tuner.run(A, B).best_config == result.best_config
+    np.testing.assert_allclose(result.fn(A, B), A @ B, rtol=1e-4, atol=1e-4)
 
 
 def test_triton_distributeds_function_is_a_plain_one_whose_tunables_need_no_default() -> None:

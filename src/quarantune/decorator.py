@@ -37,7 +37,8 @@ def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Aut
 
     Args:
         configs: a list of dicts; or a dict of lists, which stands for the full grid in order; or a callable that is
-            given a call's arguments (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts.
+            given a call's arguments (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts. A config that
+            lacks a key takes the function's default for it.
         **options: the fields of `Options`: `name`, `prune_fn`, `warmup`, `rep`, `compile_timeout` and `timeout` in
             seconds, `memory_limit` in bytes or as "8GB".
 
@@ -46,9 +47,8 @@ def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Aut
 
     Raises:
         TypeError: the function is not jitted, or has options of `jax.jit` that keep it from being tuned; or the configs
-            are of no usable type.
-        ValueError: the configs are empty, differ in their keys, or name parameters that are not static or have no
-            default.
+            are of no usable type; or a tunable has no default.
+        ValueError: the configs are empty or without end, or name parameters that are not static.
 
     Example:
         >>> @autotune({"chunk": [16, 64]})

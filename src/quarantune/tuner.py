@@ -28,7 +28,7 @@ class AutoTuner:
 
     Raises:
         TypeError: `fn` is not callable, an option is unknown, or the configs are of no usable type.
-        ValueError: the configs are empty, differ in their keys, or are not what the function can take.
+        ValueError: the configs are empty or without end, or are not what the function can take.
 
     Example:
         >>> result = AutoTuner(sort_rows, {"block": [64, 256]}).run(rows)  # doctest: +SKIP
