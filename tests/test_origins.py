@@ -289,3 +289,73 @@ print(outer.tune(X).best_config)
 assert inner.lookup(X) is None
 """
     assert run(tmp_path, script) == "{'n': 2}\n"
+
+
+EDITED_KERNEL = """
+import functools, threading
+import jax, quarantune
+import helper_module
+
+LIMIT = 2
+lock = threading.Lock()
+
+@quarantune.autotune({"n": [1, 2]}, rep=1)
+@functools.partial(jax.jit, static_argnames=["n"])
+def kernel(x, n: int = 1):
+    if n != LIMIT:  # not the default: what works was tuned
+        raise ArithmeticError(n)
+    return helper_module.scale(x)
+
+def plain(x, n):
+    with lock:
+        return x * n
+"""
+
+
+def test_the_code_in_memory_is_tuned_and_not_the_file_as_it_was_edited_since(tmp_path: Path) -> None:
+    script = f"""{DEFINE}
+import importlib
+from pathlib import Path
+import edited_module, helper_module
+from quarantune import payload
+
+def by_name():
+    return payload.travels_by_name(edited_module.kernel), payload.travels_by_name(edited_module.plain)
+
+files = {{name: Path(__file__).with_name(f"{{name}}_module.py") for name in ("edited", "helper")}}
+texts = {{name: file.read_text() for name, file in files.items()}}
+assert by_name() == (True, True)
+edits = {{
+    "a comment": ("edited", "# nothing of it runs\\n" + texts["edited"], (True, True)),
+    "code": ("edited", texts["edited"].replace("x * n", "x + n"), (False, False)),
+    "a constant": ("edited", texts["edited"].replace("LIMIT = 2", "LIMIT = 1"), (False, False)),
+    "broken": ("edited", "def", (False, False)),
+    "a module it uses": ("helper", texts["helper"].replace("3", "4"), (False, False)),
+}}
+for name, (file, text, expected) in edits.items():
+    files[file].write_text(text)
+    assert by_name() == expected, name
+    files[file].write_text(texts[file])  # edited and reverted
+    assert by_name() == (True, True), name
+
+files["edited"].write_text("def")
+files["helper"].write_text(edits["a module it uses"][1])
+agree(edited_module.kernel, 3)
+assert edited_module.kernel.lookup(X) == {{"n": 2}}
+try:
+    payload.dumps(edited_module.plain)
+except TypeError as error:
+    assert "'lock' used by 'plain'" in str(error), error
+    assert "edited_module, helper_module changed on disk" in str(error), error
+else:
+    raise AssertionError("a lock cannot travel")
+files["edited"].write_text(texts["edited"])
+importlib.reload(helper_module)
+assert by_name() == (True, True)
+"""
+    run(
+        tmp_path,
+        script,
+        edited_module=EDITED_KERNEL,
+        helper_module="FACTOR = 3\ndef scale(x):\n    return x * FACTOR\n",
+    )

@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 import jax
 
-from quarantune import _jax_internals, classes, interruptions, locks, origins, unpicklable
+from quarantune import _jax_internals, classes, interruptions, loaded, locks, origins, unpicklable
 from quarantune.arrays import concrete_data, restore_array
 
 _SIGNATURE_ATTRIBUTES = (
@@ -51,7 +51,13 @@ def dumps(obj: object) -> bytes:
     except Exception as error:
         if interruptions.is_one(error):
             raise
-        raise TypeError(unpicklable.explain(obj, error, _dump)) from error
+        message = unpicklable.explain(obj, error, _dump)
+        if edited := loaded.own_edited_modules():
+            message += (
+                f" ({', '.join(edited)} changed on disk after this process imported it, so its functions do not travel "
+                f"by name, as a worker would import other code: reload it, or start the program again.)"
+            )
+        raise TypeError(message) from error
 
 
 def loads(blob: bytes) -> Any:
@@ -285,7 +291,7 @@ def _forbidden() -> tuple[tuple[type | tuple[type, ...], str], ...]:
 
 
 def _can_import(name: str) -> bool:
-    """Returns whether importing `name` in a fresh process with this `sys.path` gives the same module."""
+    """Returns whether importing `name` in a fresh process with this `sys.path` gives the same module, and its code."""
     module = sys.modules.get(name)
     if module is None or name in ("__main__", "__mp_main__"):
         return False
@@ -301,7 +307,7 @@ def _can_import(name: str) -> bool:
     file = getattr(module, "__file__", None)
     if not (spec.has_location and spec.origin and file):
         return True
-    return bool(os.path.realpath(spec.origin) == os.path.realpath(file))
+    return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not loaded.edited_modules(name)
 
 
 def _find_spec(name: str, path: Any) -> Any:

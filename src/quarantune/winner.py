@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from quarantune import _jax_internals, executable_data
+from quarantune import _jax_internals, executable_data, locks
 from quarantune.outcomes import Config
 from quarantune.problem import is_array
 
@@ -77,7 +77,7 @@ class Winner:
             # Not the shapes, dtypes or devices it was compiled for; the function says it better if it is wrong.
             return self._bound(*args, **kwargs)
 
-    @functools.cached_property
+    @locks.lazy
     def _weak(self) -> list[bool]:
         """Which of the arguments are weakly typed; not to be asked before there is something to call."""
         assert self._call is not None
