@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from quarantune import origins
+
 # psutil counts from the machine's boot, which it knows to a second.
 _STARTED = psutil.Process().create_time() - 2.0
 """A file that has not changed since then was not edited after its import; a fork's modules are older than itself."""
@@ -60,7 +62,9 @@ def _is_own(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py"):
         return False
-    return not os.path.abspath(file).startswith(_installed())
+    path = os.path.abspath(file)
+    is_package = not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep))
+    return not (is_package or path.startswith(_installed()) or origins.is_imported_early(module.__name__))
 
 
 @functools.cache

@@ -44,7 +44,7 @@ def is_imported_early(name: str) -> bool:
     package = name.partition(".")[0]
     if package in _NEEDED:
         return True
-    file = getattr(sys.modules[name], "__file__", None)
+    file = getattr(sys.modules.get(name), "__file__", None)
     is_from_library = file is None or os.path.abspath(file).startswith(os.path.dirname(os.__file__) + os.sep)
     return package in sys.stdlib_module_names and is_from_library
 
