@@ -191,14 +191,25 @@ def test_a_file_of_a_newer_schema_is_left_alone_reported_and_not_used(store: Sto
     assert store.path("f").read_text() == NEWER
 
 
-def test_a_file_that_cannot_be_read_is_reported_once_and_a_miss_and_not_overwritten(store: Store) -> None:
-    store.path("f").mkdir(parents=True)
+def test_a_file_that_cannot_be_read_is_reported_once_and_a_miss_and_not_overwritten(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("f", "cpu", "k", ENTRY)
+    written, real = store.path("f").read_bytes(), os.open
+
+    def failing(path: Any, *how: Any) -> int:
+        if Path(path) == store.path("f"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *how)
+
+    monkeypatch.setattr(os, "open", failing)
     with pytest.warns(CacheWarning, match="cannot be read") as caught:
         assert [store.get("f", "cpu", "k") for _ in range(2)] == [None, None]
     assert len(caught) == 1
     with pytest.raises(CacheWriteError, match="QUARANTUNE_CACHE_DIR"):
         store.put("f", "cpu", "k", ENTRY)
-    assert store.path("f").is_dir()
+    monkeypatch.undo()
+    assert store.path("f").read_bytes() == written
 
 
 def test_a_lock_held_by_another_for_too_long_is_a_typed_error(store: Store) -> None:
