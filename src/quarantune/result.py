@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import os
 import tempfile
 import warnings
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quarantune import report
+from quarantune.cache import content
 from quarantune.config_values import encode, originals, restore
 from quarantune.outcomes import Config, Trial, count_outcomes
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics
 
 _SCHEMA = 1
+_LARGEST_BYTES = 1 << 31
 _JSON, _FUNCTION, _WINNER = "result.json", "function.bin", "winner.bin"
 
 
@@ -115,20 +118,20 @@ class TuningResult:
         }
         if self.executable is not None:
             parts[_WINNER] = self.executable
-        for name, content in parts.items():
-            _write(folder / name, content)
+        for name, part in parts.items():
+            _write(folder / name, part)
         if self.executable is None:
             (folder / _WINNER).unlink(missing_ok=True)
         about = {
             "schema": _SCHEMA,
             "best_config": encode(self.best_config),
-            "time_ms": self.time_ms,
+            "time_ms": None if math.isnan(self.time_ms) else self.time_ms,
             "device": self.device,
             "versions": self.versions,
             "tie": encode(self.tie),
             "key": self.key,
             "from_cache": self.from_cache,
-            "files": {name: hashlib.sha256(content).hexdigest() for name, content in parts.items()},
+            "files": {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()},
             "trials": [trial.to_json() for trial in self.trials],
         }
         # Last, because it vouches for the others.
@@ -155,7 +158,7 @@ class TuningResult:
         try:
             loaded = cls(
                 best_config=restore(about["best_config"], {}),
-                time_ms=float(about["time_ms"]),
+                time_ms=math.nan if about["time_ms"] is None else float(about["time_ms"]),
                 trials=tuple(Trial.from_json(trial) for trial in about["trials"]),
                 key=about["key"],
                 device=about["device"],
@@ -164,8 +167,12 @@ class TuningResult:
                 versions=dict(about["versions"]),
                 fn=functools.partial(_refuse, folder),
             )
-            files = dict(about["files"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            files = {str(name): str(digest) for name, digest in about["files"].items()}
+            if strange := files.keys() - {_FUNCTION, _WINNER}:
+                raise ValueError(f"{sorted(strange)!r:.200} are no files of a result")
+            if _FUNCTION not in files:
+                raise ValueError(f"it lacks {_FUNCTION}")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise SavedResultError(f"{folder / _JSON} is damaged: {error!r}; save the result again") from error
         contents = {name: _read_checked(folder / name, digest) for name, digest in files.items()}
         return loaded._with_function(contents) if trusted else loaded
@@ -212,10 +219,12 @@ def _refuse(folder: Path, *_: object, **__: object) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        about = json.loads(path.read_bytes())
+        about = content.decode(_read(path))
     except FileNotFoundError:
         raise SavedResultError(f"{path.parent} holds no saved result: there is no {path.name} in it") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
+        if isinstance(error, SavedResultError):
+            raise
         raise SavedResultError(f"{path} cannot be read: {error}; save the result again") from error
     schema = about.get("schema") if isinstance(about, dict) else None
     if not isinstance(schema, int):
@@ -226,23 +235,39 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_checked(path: Path, digest: str) -> bytes:
-    if path.parent.joinpath(path.name).resolve().parent != path.parent.resolve():
-        raise SavedResultError(f"{path} is not within its directory")
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise SavedResultError(f"{path} cannot be read: {error}; save the result again") from error
-    if hashlib.sha256(content).hexdigest() != digest:
+        found = _read(path)
+    except FileNotFoundError:
+        raise SavedResultError(f"{path} is missing: save the result again") from None
+    if hashlib.sha256(found).hexdigest() != digest:
         raise SavedResultError(f"{path} is damaged: its checksum is not what was saved; save the result again")
-    return content
+    return found
 
 
-def _write(path: Path, content: bytes) -> None:
+def _read(path: Path) -> bytes:
+    """Returns what a file of the directory holds, however odd the things are that lie there.
+
+    Raises:
+        SavedResultError: it is a link out of the directory, or no regular file, or cannot be read.
+        FileNotFoundError: there is none.
+    """
+    try:
+        if path.resolve().parent != path.parent.resolve():
+            raise SavedResultError(f"{path} is not within its directory: put the file itself there")
+        return content.read_bounded(path, largest_bytes=_LARGEST_BYTES)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(*error.args) from None
+    except (OSError, RuntimeError) as error:  # a link to itself is a RuntimeError to some versions of Python
+        reason = error.strerror if isinstance(error, OSError) else "it is no regular file"
+        raise SavedResultError(f"{path} cannot be read: {reason}; save the result again") from error
+
+
+def _write(path: Path, data: bytes) -> None:
     """Replaces a file in one step."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
         with os.fdopen(fd, "wb") as file:
-            file.write(content)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
