@@ -102,7 +102,7 @@ def test_the_first_run_counts_towards_the_soft_budget() -> None:
 
 
 def test_the_median_stands_for_the_samples_of_an_exact_clock_and_the_fastest_for_others() -> None:
-    samples = measure.Samples((1.0, 2.0, 1000.0), (1.0, 2.0, 1000.0))
+    samples = measure.Samples(tuple(map(Taken.exactly, (1.0, 2.0, 1000.0))))
     assert (samples.level_ms(is_exact=True), samples.level_ms(is_exact=False)) == (2.0, 1.0)
 
 

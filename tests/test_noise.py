@@ -11,7 +11,7 @@ import pytest
 
 from quarantune import finals, measure
 from quarantune.outcomes import Outcome, Trial
-from quarantune.waits import Taken
+from quarantune.waits import Taken, fastest
 
 SWEEPS = 300
 
@@ -172,6 +172,15 @@ def test_the_default_is_not_preferred_to_what_may_well_be_much_faster() -> None:
     rounds = {0: [1.3, 0.9, 1.2, 1.0, 1.1], 1: [1.0] * 5}
     assert finals.level(rounds) == [0, 1]
     assert finals.decide(rounds, default=0) == finals.Verdict(1, (0,))
+
+
+def test_a_run_that_needed_no_estimating_is_believed_before_one_that_did() -> None:
+    estimated, clean = Taken(60.0, 0.5, 0.5), Taken.exactly(1.1)
+    assert fastest([estimated, clean, Taken.exactly(1.2)]) == clean
+    assert fastest([estimated, Taken(60.0, 0.7, 0.7)]) == estimated
+    assert measure.Samples((estimated, clean)).level_ms(is_exact=False) == 1.1
+    rounds = finals.play([lambda count: [estimated, clean], lambda count: [Taken.exactly(1.0)] * count], is_exact=False)
+    assert [set(samples_ms) for samples_ms in rounds] == [{1.1}, {1.0}]
 
 
 # --- one first run ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quarantune.measure import standard_error
 from quarantune.outcomes import Outcome, Trial, is_plausible_ms
-from quarantune.waits import Taken
+from quarantune.waits import Taken, fastest
 
 FINALISTS = 4
 MOST_FINALISTS = 8
@@ -253,24 +253,24 @@ def play(
     Returns:
         Each contender's samples, one per round: the median of a few taken together, or the fastest of them.
     """
-    level = statistics.median if is_exact else min
     warmed = [_plausible(take(1)) for take in contenders]  # the first sample counts for nothing
     rounds: dict[int, list[float]] = {index: [] for index in range(len(contenders))}
-    disturbed = dict.fromkeys(rounds, 0)
+    taken: dict[int, list[Taken]] = {index: [] for index in rounds}
     started = clock()
     for played in range(1, _MAX_ROUNDS + 1):
         for index, take in enumerate(contenders):
             # An implausible batch leaves the last round's standing, so that rounds stay aligned.
             last = rounds[index][-1:] or [sample.own for sample in warmed[index]]
             samples = _plausible(take(_samples_for(last)))
-            own_ms = [sample.own for sample in samples] or last
-            if not own_ms:
+            samples = samples or [Taken.exactly(ms) for ms in last]
+            if not samples:
                 raise ValueError("the clock gave no plausible sample")
-            rounds[index].append(level(own_ms))
-            disturbed[index] += bool(samples) and all(sample.is_disturbed for sample in samples)
-        if not is_exact and _is_disturbed(rounds, disturbed):
+            taken[index].append(fastest(samples))
+            own_ms = [sample.own for sample in samples]
+            rounds[index].append(statistics.median(own_ms) if is_exact else taken[index][-1].own)
+        if not is_exact and any(map(_is_disturbed, taken.values())):
             passed_s = clock() - started
-            folded = _folded(rounds)
+            folded = _folded(taken)
             is_settled = played >= _BUSY_ROUNDS and is_clear(folded, floor=floor)
             if played >= _MIN_ROUNDS and (is_settled or passed_s > _BUSY_BUDGET_S):
                 return [folded[index] for index in range(len(contenders))]
@@ -286,24 +286,18 @@ def _plausible(samples: Sequence[Taken]) -> list[Taken]:
     return [sample for sample in samples if is_plausible_ms(sample.whole) and is_plausible_ms(sample.own)]
 
 
-def _is_disturbed(rounds: Mapping[int, Sequence[float]], disturbed: Mapping[int, int]) -> bool:
-    """Returns whether other processes had a part in what rounds showed.
-
-    Args:
-        rounds: each contender's, by index.
-        disturbed: in how many of them it waited long for a CPU.
-    """
-    return any(
-        2 * disturbed[index] > len(own_ms) or statistics.median(own_ms) > _SCATTERED * min(own_ms)
-        for index, own_ms in rounds.items()
-    )
+def _is_disturbed(rounds: Sequence[Taken]) -> bool:
+    """Returns whether other processes had a part in what one contender's rounds showed."""
+    own = [taken.own for taken in rounds]
+    waited = sum(taken.is_disturbed for taken in rounds)
+    return 2 * waited > len(rounds) or statistics.median(own) > _SCATTERED * min(own)
 
 
-def _folded(rounds: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+def _folded(rounds: Mapping[int, Sequence[Taken]]) -> dict[int, list[float]]:
     """Returns fewer rounds, each the fastest of several that were played at different times of the final."""
     return {
-        index: [min(own_ms[first::_FOLDED]) for first in range(min(_FOLDED, len(own_ms)))]
-        for index, own_ms in rounds.items()
+        index: [fastest(taken[first::_FOLDED]).own for first in range(min(_FOLDED, len(taken)))]
+        for index, taken in rounds.items()
     }
 
 

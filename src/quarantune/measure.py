@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from quarantune.outcomes import Trial, is_plausible_ms
-from quarantune.waits import Taken
+from quarantune.waits import Taken, fastest
 
 _FIRST_LOOK = 3
 _MIN_SAMPLES = 5
@@ -54,14 +54,22 @@ class Samples:
     """Times of one call.
 
     Attributes:
-        samples_ms: one per sample, in milliseconds.
-        own_ms: the same without the time that they waited for a CPU.
+        taken: the samples, in milliseconds.
         is_ruled_out: whether sampling stopped because another config is faster beyond doubt.
     """
 
-    samples_ms: tuple[float, ...]
-    own_ms: tuple[float, ...]
+    taken: tuple[Taken, ...]
     is_ruled_out: bool = False
+
+    @property
+    def samples_ms(self) -> tuple[float, ...]:
+        """The samples as the clock told them."""
+        return tuple(sample.whole for sample in self.taken)
+
+    @property
+    def own_ms(self) -> tuple[float, ...]:
+        """The samples without the time that they waited for a CPU."""
+        return tuple(sample.own for sample in self.taken)
 
     def level_ms(self, *, is_exact: bool) -> float:
         """Returns the time to choose finalists by.
@@ -70,7 +78,7 @@ class Samples:
             is_exact: whether nothing that other processes do is in a sample. Where it is, they only ever make a sample
                 longer, and beside busy ones half of all samples can be twenty times as long: the fastest counts.
         """
-        return statistics.median(self.own_ms) if is_exact else min(self.own_ms)
+        return statistics.median(self.own_ms) if is_exact else fastest(self.taken).own
 
     def disturbed(self, *, is_exact: bool) -> int:
         """Returns how many samples took much longer than the fastest, for other reasons than the config's own."""
@@ -167,8 +175,7 @@ def measure(
         return samples
 
     def told(*, is_ruled_out: bool) -> Samples:
-        whole_ms, own_ms = zip(*((sample.whole, sample.own) for sample in samples[:rep]), strict=True)
-        return Samples(whole_ms, own_ms, is_ruled_out)
+        return Samples(tuple(samples[:rep]), is_ruled_out)
 
     samples = more(1)
     beyond_doubt_ms = limit_ms if is_telling else max(_LONG_MS, _COLD * limit_ms)
