@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import quarantune
-from quarantune import Outcome, config_values, report, sweep
+from quarantune import Outcome, config_values, report, space, sweep
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -32,6 +33,11 @@ class Plan:
     sizes: tuple[int, ...] = ()
 
 
+class Tile(NamedTuple):
+    rows: int
+    ways: tuple[Way, ...] = ()
+
+
 @pytest.mark.parametrize(
     ("value", "said"),
     [
@@ -39,6 +45,7 @@ class Plan:
         ((1, (True,)), [1, [True]]),
         (Way.FORTH, {"$enum": "Way.FORTH"}),
         (Plan(2, Way.BACK), {"$type": "Plan", "block": 2, "way": {"$enum": "Way.BACK"}, "sizes": []}),
+        (Tile(2, (Way.BACK,)), {"$type": "Tile", "rows": 2, "ways": [{"$enum": "Way.BACK"}]}),
         (config_values.FrozenDict(a=(Way.BACK,)), {"a": [{"$enum": "Way.BACK"}]}),
     ],
 )
@@ -59,6 +66,18 @@ def test_what_a_file_says_is_never_imported_or_built() -> None:
 def test_a_config_of_objects_is_shown_by_what_tells_it_from_others() -> None:
     config = {"plan": Plan(2, Way.FORTH), "mode": Way.BACK, "more": config_values.FrozenDict(a=(1, "x"))}
     assert report.format_config(config) == 'plan=(block=2, way=FORTH) mode=BACK more={"a":[1,"x"]}'
+
+
+def test_two_classes_of_one_name_in_one_space_are_refused() -> None:
+    def plan() -> Any:
+        @dataclasses.dataclass(frozen=True)
+        class Plan:
+            block: int
+
+        return Plan(1)
+
+    with pytest.raises(ValueError, match=r"two classes called .*<locals>.Plan' are in the configs"):
+        space.expand([{"plan": plan()}, {"plan": plan()}], fn_name="f")
 
 
 def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., Any]:
@@ -126,6 +145,19 @@ def test_objects_in_configs_reach_workers_the_caller_and_the_cache_as_they_were(
     config = again.lookup(x)  # type: ignore[attr-defined]
     assert dataclasses.asdict(config["config"])["more"] is Way.FORTH
     np.testing.assert_array_equal(again(x), np.full(4, 4.0))
+
+
+def test_objects_in_configs_reach_what_is_only_compiled_or_tuned_in_this_process() -> None:
+    fn, x = planned(), jnp.ones(4)
+    configs = [{"config": config["config"]} for config in fn._configs[:2]]  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match=r"tile=1.* did not compile: error: ArithmeticError: not this one"):
+        failed, compiled = quarantune.compile_configs(fn, configs, x)
+    assert failed is None
+    assert compiled is not None
+    np.testing.assert_array_equal(compiled(x), np.full(4, 2.0))
+    with quarantune.settings(isolation="none"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert fn.tune(x).best_config == fn._configs[1]  # type: ignore[attr-defined]
 
 
 def test_a_finished_trial_of_an_interrupted_sweep_is_recalled_with_its_objects(cache_dir: Path) -> None:

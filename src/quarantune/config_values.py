@@ -28,25 +28,32 @@ class FrozenDict(dict[str, Any]):
 
 def freeze(value: Any) -> Any:
     """Returns a config value with lists turned into tuples and dicts into `FrozenDict`, so that jit can hash it."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and not is_tagged(value):
         return tuple(map(freeze, value))
     return FrozenDict({key: freeze(item) for key, item in value.items()}) if isinstance(value, Mapping) else value
 
 
 def is_tagged(value: Any) -> bool:
-    """Returns whether a value is an enum's member or a dataclass, written with a tag that says so."""
-    return isinstance(value, enum.Enum) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+    """Returns whether a value is an enum's member, a dataclass or a named tuple, written with a tag that says so."""
+    return isinstance(value, enum.Enum) or field_names(value) is not None
+
+
+def field_names(value: Any) -> list[str] | None:
+    """Returns the names of a dataclass's or a named tuple's fields; None for anything else."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [field.name for field in dataclasses.fields(value)]
+    return list(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
 
 
 def tagged(value: Any) -> dict[str, Any]:
-    """Returns what stands for an enum's member or for a dataclass; its fields are as they are.
+    """Returns what stands for an enum's member, a dataclass or a named tuple; fields are as they are.
 
     The type is there by its qualified name alone: the same file is `__main__` here and a module there.
     """
     name = type(value).__qualname__
     if isinstance(value, enum.Enum):
         return {"$enum": f"{name}.{value.name if value.name is not None else value.value}"}
-    return {"$type": name} | {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return {"$type": name} | {field: getattr(value, field) for field in field_names(value) or ()}
 
 
 def encode(value: Any) -> Any:
@@ -89,4 +96,4 @@ def restore(config: Mapping[str, Any], originals: Mapping[str, Any]) -> dict[str
 def _has_tagged(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_tagged, value.values()))
-    return any(map(_has_tagged, value)) if isinstance(value, (list, tuple)) else is_tagged(value)
+    return is_tagged(value) or (isinstance(value, (list, tuple)) and any(map(_has_tagged, value)))

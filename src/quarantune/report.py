@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import json
 from collections.abc import Callable, Mapping, Sequence
 
+from quarantune.config_values import field_names
 from quarantune.outcomes import Config, Outcome, Trial
 from quarantune.texts import printable
 
 _WIDTH = 80
 _REASON_ROWS = 20
+_NO_DEFAULT = object()
 
 
 def format_config(config: Config) -> str:
@@ -103,10 +104,10 @@ def _short(value: object) -> str:
         return printable(str(value.name or value.value))
     if isinstance(value, str):
         return printable(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if (names := field_names(value)) is not None:
         # All but what the class says by itself: that is what tells one config from another.
-        fields = [field for field in dataclasses.fields(value) if getattr(value, field.name) != field.default]
-        return f"({', '.join(f'{field.name}={_short(getattr(value, field.name))}' for field in fields)})"
+        told = [name for name in names if getattr(value, name) != getattr(type(value), name, _NO_DEFAULT)]
+        return f"({', '.join(f'{name}={_short(getattr(value, name))}' for name in told)})"
     if isinstance(value, tuple):
         return f"[{','.join(map(_inner, value))}]"
     if isinstance(value, Mapping):

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from quarantune.config_values import FrozenDict, is_tagged, text_of
+from quarantune.config_values import FrozenDict, field_names, is_tagged, text_of
 from quarantune.outcomes import Config, ConfigValue
 from quarantune.texts import did_you_mean, shown
 
@@ -65,6 +65,7 @@ def expand(
             "a dict of lists such as {'BM': [32, 64]}, or a function that returns one of them."
         )
     checked = _completed(_validate(_listed(configs, fn_name), fn_name=fn_name), parameters, fn_name)
+    _check_classes(checked, fn_name)
     return checked if keep_repeated else distinct(checked)
 
 
@@ -262,6 +263,18 @@ def _default(name: str, parameters: inspect.Signature | None, where: str) -> Con
     return _value(parameter.default, f"{where} lacks {name!r}, whose default", ())
 
 
+def _check_classes(configs: Iterable[Config], fn_name: str) -> None:
+    """Checks that no two classes of values go by one name, as a value is written down with that name alone."""
+    classes: dict[str, type] = {}
+    for value in (value for config in configs for value in config.values() if is_tagged(value)):
+        kind = type(value)
+        if classes.setdefault(kind.__qualname__, kind) is not kind:
+            raise ValueError(
+                f"{fn_name}: two classes called {kind.__qualname__!r} are in the configs, of {kind.__module__} and of "
+                f"{classes[kind.__qualname__].__module__}; give one of them another name, as in a subclass."
+            )
+
+
 def _examples(configs: Iterable[Config]) -> Config:
     """Returns every key of the configs in order, each with one of its values."""
     examples: Config = {}
@@ -311,14 +324,15 @@ def _value(value: Any, where: str, outer: tuple[int, ...]) -> ConfigValue:
 
 
 def _tagged_value(value: Any, where: str, inside: tuple[int, ...]) -> ConfigValue:
-    """Returns an enum's member as it is, and a dataclass whose fields are config values."""
-    if dataclasses.is_dataclass(value):
-        changed = {}
-        for field in dataclasses.fields(value):
-            given = getattr(value, field.name)
-            if (checked := _value(given, f"{where}.{field.name}", inside)) is not given and field.init:
-                changed[field.name] = checked
-        value = dataclasses.replace(value, **changed) if changed else value  # type: ignore[type-var]
+    """Returns an enum's member as it is, and a dataclass or a named tuple whose fields are config values."""
+    changed = {}
+    for field in field_names(value) or ():
+        given = getattr(value, field)
+        if (checked := _value(given, f"{where}.{field}", inside)) is not given:
+            changed[field] = checked
+    if changed:
+        replace = type(value)._replace if hasattr(value, "_replace") else dataclasses.replace
+        value = replace(value, **changed)
     try:
         hash(value)
     except TypeError:
