@@ -855,6 +855,16 @@ def bound_axes() -> dict[str, int]:
     return dict(core.get_axis_env().axis_sizes)
 
 
+def is_differentiated(value: Any) -> bool:
+    """Returns whether a value is a tracer of `jax.grad`, `jax.vjp` or `jax.linearize`.
+
+    Private because nothing public tells one tracer from another.
+    """
+    from jax._src.interpreters import ad
+
+    return isinstance(value, getattr(ad, "LinearizeTracer", ()))
+
+
 @contextlib.contextmanager
 def outside_of_traces() -> Iterator[None]:
     """Leaves the trace that this thread may be inside of, while the block runs.

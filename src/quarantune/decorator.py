@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 
-from quarantune import _jax_internals, assignments, locks, naming, payload, space, suitable
+from quarantune import _jax_internals, assignments, differentiation, locks, naming, payload, space, suitable
 from quarantune.options import Options, checked_options
 from quarantune.outcomes import Config
 from quarantune.result import TuningResult
@@ -220,6 +220,8 @@ class Autotuned:
             if config is None:
                 return self.__wrapped__(*args, **kwargs)  # untuned for now: another job may tune it any time
             bound = functools.partial(self.__wrapped__, **config)
+            if key is None and not self._options.time_grad:
+                differentiation.explain_failure(self._jitted, config, args, kwargs, name=self.name)
         if key is not None:
             memo[key] = bound
             self._keep_ready(context, args, kwargs, bound)

@@ -39,6 +39,8 @@ class Options:
         atol: allowed difference of an element, on top of that.
         max_mismatched_ratio: the share of an output's elements that may differ by more than that.
         check_grad: whether the gradients must agree with those of `ref_fn` too.
+        time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
+            floating arguments, so that what wins can be trained with.
         devices_per_trial: how many accelerators one trial is given; arguments laid out over n of them need n. On a CPU
             it has no effect: there a worker has as many devices as this process, or as the arguments need.
     """
@@ -58,6 +60,7 @@ class Options:
     atol: float = 1e-2
     max_mismatched_ratio: float = 0.01
     check_grad: bool = False
+    time_grad: bool = False
     devices_per_trial: int = 1
 
     def __post_init__(self) -> None:
@@ -92,7 +95,7 @@ class Options:
 
     def deciding(self) -> dict[str, Any]:
         """Returns the options that decide which config wins: results found under others are not theirs."""
-        judging = ("ref_fn", "check_fn", "rtol", "atol", "max_mismatched_ratio", "check_grad")
+        judging = ("ref_fn", "check_fn", "rtol", "atol", "max_mismatched_ratio", "check_grad", "time_grad")
         names = ("supply", *judging, "devices_per_trial")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}

@@ -128,6 +128,11 @@ class Resolver:
             on_phase: told of the phases that configs enter, by their indices, and of their `end`.
             need_defaults: whether every tunable must have a default, because the function is also called without.
         """
+        if options.time_grad and static_names is None:
+            raise TypeError(
+                f"{name}: time_grad=True differentiates the function, which jax.jit must have wrapped for that: put "
+                f"jax.jit on it, or leave time_grad out"
+            )
         self.fn = fn
         self.name = name
         self.options = options

@@ -281,7 +281,8 @@ def worker_options(platform: str | None, options: Options) -> dict[str, Any]:
             "atol": options.atol,
             "max_mismatched_ratio": options.max_mismatched_ratio,
         },
-        "check_grad": options.check_grad,
+        "check_grad": options.check_grad or options.time_grad,
+        "time_grad": options.time_grad,
         # On a GPU, XLA itself would write there, and a killed worker would leave torn files.
         "compilation_cache": jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
     }

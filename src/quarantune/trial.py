@@ -22,6 +22,7 @@ from quarantune import (
     assignments,
     check,
     clocks,
+    differentiation,
     executable,
     finals,
     inputs,
@@ -76,7 +77,7 @@ class Bench:
             call: the loaded payload.
             arrays_fd: the file that holds the concrete arrays' bytes; -1 for none.
             options: `platform`, `compilation_cache`, the directory of the caller's or None, `warmup`, `rep`, `supply`,
-                `tolerance` and `check_grad`.
+                `tolerance`, `check_grad` and `time_grad`.
         """
         call = manual_axes.under_shard_map(call)
         self._call = call
@@ -92,6 +93,8 @@ class Bench:
         if _jax_internals.is_jitted(call.fn):
             self._jit = _jax_internals.jit_options(call.fn)
             self._may_write = bool(self._jit.donate_argnums or self._jit.donate_argnames)
+            if options.get("time_grad"):
+                self._jitted = differentiation.with_gradient(call.fn)
         # XLA's threads sleep until there is work for them.
         self._spins = self._jit is None
         if options["platform"] == "cpu":
@@ -142,7 +145,8 @@ class Bench:
             calls_back = self._announce(lowered, announce)
             with _jax_internals.compilation_cache_in_memory({}, named=self._options["compilation_cache"]) as cache:
                 compiled = lowered.compile()
-            return Program(config, compiled, time.perf_counter() - start, cache.programs, calls_back)
+            for_cache = {} if self._options.get("time_grad") else cache.programs  # the caller compiles another program
+            return Program(config, compiled, time.perf_counter() - start, for_cache, calls_back)
         return Program(config, compiled, time.perf_counter() - start)
 
     def save(self, program: Program, fd: int, *, as_data: bool = False) -> None:
@@ -161,6 +165,8 @@ class Bench:
             spool.write_parts(fd, [self._call.fn.report(program.config), b"", b""])  # what it ran says more than it is
             return
         if as_data:
+            if self._options.get("time_grad"):
+                return  # it is not the caller's program
             with contextlib.suppress(ValueError):
                 spool.write_parts(fd, [executable.dumps_as_data(program.call)])
             return
@@ -185,7 +191,7 @@ class Bench:
         with Watch(spins=self._spins) as watch:
             taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))
         self._last_run = taken.scaled(1e3)
-        return output
+        return output[0] if self._options.get("time_grad") else output
 
     def refer(self, fd: int) -> None:
         """Writes what the configs' outputs, and their gradients where those count, are to be compared with."""
