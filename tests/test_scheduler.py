@@ -247,6 +247,8 @@ class FakeSandbox:
             elif event.message.get("type") == "measured":
                 worker.measured += 1
                 self._measuring.discard(worker.number)
+            elif event.message.get("type") == "checked":
+                self._measuring.discard(worker.number)
 
     def _over(self, worker: FakeWorker) -> None:
         self._compiling.discard(worker.number)
@@ -592,6 +594,25 @@ def test_checking_and_measuring_have_one_deadline_from_when_the_device_is_held(r
     assert result.trials[0].phase is Phase.MEASURE
     assert result.trials[0].message == "checking and measuring took longer than 2 s"
     assert result.trials[0].compile_s == 1.0
+
+
+@pytest.mark.parametrize("disturbed", [0, 5], ids=["quiet", "busy"])
+def test_one_first_run_rules_out_who_is_far_behind_on_a_quiet_machine_only(disturbed: int) -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        run_ms = 100.0 if worker.trial else 40.0
+        if worker.do != "measure":
+            return None
+        if not worker.task["checked"]:
+            about = {"run_ms": run_ms, "own_ms": run_ms, "is_disturbed": 0 < (worker.trial or 0) <= disturbed}
+            return [(0.2, worker.says("checked", "check", **about))]
+        return [(0.2, measured(worker, run_ms, run_ms))]
+
+    result = run(plan_for(Route.TOGETHER, parked=8), 8, act)
+    assert result.outcomes == ["ok", *["slow" if not disturbed else "ok"] * 7]
+    measured_again = [worker.trial for worker in result.given("measure") if worker.task["checked"]]
+    assert measured_again == ([0] if not disturbed else list(range(8)))
+    noises = [worker.task["noise"] for worker in result.given("measure") if worker.task["checked"]]
+    assert noises[0] == [8, disturbed], "every first run tells whether the machine is busy"
 
 
 class Stopping(FakeSandbox):

@@ -695,7 +695,9 @@ class Scheduler:
                 self._recognise(worker, worker.job, str(message["program"]))
             case "checked" if self._together and worker.device is not None and worker.device.measuring is worker:
                 worker.run_ms, worker.own_ms = _run_ms(message["run_ms"]), _duration(message["own_ms"])
-                worker.was_disturbed = worker.was_disturbed or bool(message["is_disturbed"])
+                is_disturbed = bool(message["is_disturbed"])
+                worker.was_disturbed = worker.was_disturbed or is_disturbed
+                self._noise.add(1, int(is_disturbed))
                 self._fastest_first_ms = min(self._fastest_first_ms, worker.run_ms)
                 worker.held_s += self._clock() - worker.granted_at
                 worker.parked, worker.deadline, worker.device.measuring = True, float("inf"), None
