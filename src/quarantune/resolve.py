@@ -849,6 +849,7 @@ class _Run:
             versions=versions(),
             executable=executable,
             call=without_arrays(self._args, self._kwargs),
+            structs=as_structs(self._args, self._kwargs),
             fn=functools.partial(self._resolver.fn, **config),
         )
 

@@ -47,6 +47,7 @@ class TuningResult:
         fn: the tuned function with the best config bound.
         executable: what a worker compiled of the two, for `save`; None where it was not to be had.
         call: the call it was compiled for, without its arrays.
+        structs: the same with a `jax.ShapeDtypeStruct` for each array; None for a result that was loaded.
     """
 
     best_config: Config
@@ -60,11 +61,30 @@ class TuningResult:
     fn: Callable[..., Any] = dataclasses.field(repr=False, compare=False)
     executable: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
     call: tuple[tuple[Any, ...], dict[str, Any]] = dataclasses.field(default=((), {}), repr=False, compare=False)
+    structs: tuple[tuple[Any, ...], dict[str, Any]] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def failures(self) -> dict[str, int]:
         """How many configs ended in each outcome other than `ok`."""
         return {outcome: count for outcome, count in count_outcomes(self.trials).items() if outcome != "ok"}
+
+    def lowered_text(self) -> str:
+        """Returns the text of what the compiler makes of the winner for the call that was tuned, in this process.
+
+        Raises:
+            TypeError: the function is not jitted, so that there is no such text.
+            SavedResultError: the result was loaded, and shapes to compile for are not saved.
+        """
+        if self.structs is None:
+            raise SavedResultError(
+                "shapes are not saved with a result: lower its function for yours, "
+                "as in jax.jit(result.fn).lower(x).compile().as_text()"
+            )
+        fn = self.fn.func if isinstance(self.fn, functools.partial) else self.fn
+        if not hasattr(fn, "lower"):
+            raise TypeError(f"{fn!r} is not jitted, so there is no text of a compiled program")
+        args, kwargs = self.structs
+        return str(fn.lower(*args, **kwargs, **self.best_config).compile().as_text())
 
     def table(self, *, width: int = 80, flops: float | None = None, bytes: float | None = None) -> str:
         """Returns the trials as a table, the winner marked with a star.
