@@ -271,3 +271,48 @@ def test_a_config_that_is_too_large_for_a_worker_is_refused_by_name() -> None:
     tuner = quarantune.AutoTuner(fn, [{"table": "ab"}, {"table": "x" * (5 << 20)}])
     with pytest.raises(ValueError, match=r"5,242,\d+ bytes as JSON, most of them its 'table'"):
         tuner.run(1)
+
+
+def test_a_template_that_a_new_one_would_not_be_like_is_replaced(tmp_path: Path) -> None:
+    script = """
+import os
+import psutil, quarantune
+from quarantune.sandbox import template
+
+def look(n, expected):
+    found = [sorted(os.sched_getaffinity(0)), sorted(os.getgroups()), os.environ.get("LD_BIND_NOW")]
+    if found != expected:
+        raise AssertionError(f"{found} in a worker, {expected} in its caller")
+
+def sweep():
+    expected = [sorted(os.sched_getaffinity(0)), sorted(os.getgroups()), os.environ.get("LD_BIND_NOW")]
+    quarantune.AutoTuner(look, [{"n": 1}, {"n": 2}], rep=1, name="look").run(expected=expected)
+    (child,) = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    assert child.pid == template.shared().pid
+    return child.pid
+
+with quarantune.settings(disable_cache=True):
+    pids = [sweep()]
+    assert sweep() == pids[0]
+    cpus = os.sched_getaffinity(0)
+    if len(cpus) > 1:
+        os.sched_setaffinity(0, {min(cpus)})
+        pids.append(sweep())
+    os.environ["LD_BIND_NOW"] = "1"
+    pids.append(sweep())
+    if os.geteuid() == 0:
+        os.setgroups([12345])
+        pids.append(sweep())
+    assert len(set(pids)) == len(pids), pids
+
+    # One that a sweep of another thread still uses stays until that is over.
+    used = template.shared()
+    null = os.open(os.devnull, os.O_RDONLY)
+    connection = used.open(payload_fd=null, arrays_fd=null, environ={}, cwd=None)
+    os.environ["LD_BIND_NOW"] = "2"
+    assert template.shared() is not used and used.is_alive
+    connection.hang_up()
+    template.leave(used)
+    assert not used.is_alive
+"""
+    run(script, cwd=tmp_path)

@@ -133,6 +133,7 @@ class Sandbox:
         self._activity: tuple[str, int] | None = None
         self._pending: list[Event] = []
         self._template: template.Template | None = None
+        self._used: template.Template | None = None
 
     def __enter__(self) -> Sandbox:
         return self
@@ -350,6 +351,7 @@ class Sandbox:
     # The templates
 
     def _open_manager(self) -> None:
+        self._leave_template()
         self._template = template.shared()
         environ = {
             **os.environ,
@@ -361,8 +363,14 @@ class Sandbox:
         self._manager = self._template.open(
             payload_fd=self._payload_fd, arrays_fd=self._arrays_fd, environ=environ, cwd=_cwd()
         )
+        self._used = self._template
         self._environ = environ
         self._selector.register(self._manager, selectors.EVENT_READ, self._manager)
+
+    def _leave_template(self) -> None:
+        used, self._used = self._used, None
+        if used is not None:
+            template.leave(used)
 
     def _open_sweep(self, load_timeout_s: float) -> None:
         assert self._manager is not None
@@ -515,6 +523,7 @@ class Sandbox:
         if self._manager is not None:
             self._manager.hang_up()  # the template kills what this sweep still has there
         self._sweep = self._manager = None
+        self._leave_template()
         self._selector.close()
         wire.close_all([fd for fd in (self._null_fd, self._sweep_log_fd) if fd >= 0])
         self._null_fd = self._sweep_log_fd = -1

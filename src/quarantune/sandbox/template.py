@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from quarantune import locks
 from quarantune.outcomes import SandboxError
-from quarantune.sandbox import spawning, spool, wire
+from quarantune.sandbox import habitat, spawning, spool, wire
 from quarantune.sandbox.wire import Connection
 
 MARK = "QUARANTUNE_SANDBOX"
@@ -31,6 +31,9 @@ class Template:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
+        self.habitat = habitat.current()
+        self.users = 0
+        """How many sandboxes have a connection to it."""
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._connection = Connection(ours)
         self._sending = locks.new()  # sweeps of several threads share this connection
@@ -74,6 +77,8 @@ class Template:
             raise SandboxError(f"the template process is gone: {error}\n{self.log()}") from error
         finally:
             theirs.close()
+        with _lock:
+            self.users += 1
         return connection
 
     def await_end(self) -> None:
@@ -91,8 +96,9 @@ class Template:
         try:
             self._process.wait(_EXIT_WAIT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # it may be another user's than we are now
+                self._process.kill()
+                self._process.wait(_EXIT_WAIT_S)
         kill_marked(self.token)
         with contextlib.suppress(OSError):
             os.close(self._log_fd)
@@ -117,16 +123,22 @@ def kill_marked(token: str) -> None:
 
 _lock = locks.new()
 _template: Template | None = None
+_outdated: list[Template] = []
+"""Templates that were replaced while a sweep still used them."""
 
 
 def shared() -> Template:
-    """Returns the process's template, started if there is none or the last one died.
+    """Returns the process's template, started if there is none, the last one died, or a new one would not be like it.
 
     Raises:
         SandboxError: it cannot be started.
     """
     global _template
     with _lock:
+        if _template is not None and _template.habitat != habitat.current():
+            _outdated.append(_template)
+            _template = None
+            _close_unused()
         if _template is not None and not _template.is_alive:
             _template.close()
             _template = None
@@ -136,6 +148,19 @@ def shared() -> Template:
             except (OSError, RuntimeError) as error:
                 raise SandboxError(f"the template process cannot be started: {error}") from error
         return _template
+
+
+def leave(template: Template) -> None:
+    """Says that a sandbox is done with a template."""
+    with _lock:
+        template.users -= 1
+        _close_unused()
+
+
+def _close_unused() -> None:
+    for template in [template for template in _outdated if template.users <= 0]:
+        _outdated.remove(template)
+        template.close()
 
 
 def discard(template: Template) -> None:
@@ -151,13 +176,18 @@ def close_shared() -> None:
     """Ends the process's template, if it runs; the next sweep starts another."""
     if _template is not None:
         discard(_template)
+    with _lock:
+        while _outdated:
+            _outdated.pop().close()
 
 
 def _forget_in_fork() -> None:
     global _template
-    if _template is not None:
-        _template.disown()
-        _template = None
+    for template in (_template, *_outdated):
+        if template is not None:
+            template.disown()
+    _template = None
+    _outdated.clear()
 
 
 atexit.register(close_shared)

@@ -1,0 +1,42 @@
+"""What a process has from the moment it starts: a template that was started with something else is out of date."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+_READ_AT_START = ("LD_", "PYTHON", "JAX_", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_")
+"""Variables that the loader, Python, JAX and numerical libraries read once; workers are given all others anew."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Habitat:
+    """What a child of this process would inherit for good.
+
+    Attributes:
+        user: the user ids, the group ids and the further groups.
+        cpus: the CPUs that the calling thread may run on.
+        cgroup: the control groups.
+        environ: the variables that are read once.
+    """
+
+    user: tuple[object, ...]
+    cpus: frozenset[int]
+    cgroup: str
+    environ: tuple[tuple[str, str], ...]
+
+
+def current() -> Habitat:
+    """Returns what a child that is started now would inherit."""
+    try:
+        cgroup = Path("/proc/self/cgroup").read_text(encoding="utf-8")
+    except OSError:
+        cgroup = ""
+    groups = tuple(sorted(os.getgroups()))
+    return Habitat(
+        user=(os.getuid(), os.geteuid(), os.getgid(), os.getegid(), groups),
+        cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
+        cgroup=cgroup,
+        environ=tuple(sorted(item for item in os.environ.items() if item[0].startswith(_READ_AT_START))),
+    )
