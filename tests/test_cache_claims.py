@@ -381,3 +381,33 @@ def test_a_zombie_is_dead() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert Owner(host=Owner.this_process().host, pid=process.pid, started=0).is_dead()
+
+
+def test_who_waited_for_a_failure_is_given_it_and_who_comes_later_is_not(make: Callable[..., Claim]) -> None:
+    holder, waiter, late = make(), make(), make()
+    assert holder.try_acquire()
+    looks: list[float] = []
+
+    def on_wait(who: str, waited_s: float) -> None:
+        looks.append(waited_s)
+        if len(looks) == 2:
+            holder.leave_failure({"why": "all of them failed"})
+            holder.release()
+
+    answer = wait(waiter, lambda: None, on_wait, failed=lambda about: about["why"], poll_s=0.001)
+    assert answer == "all of them failed"
+    assert not waiter.held
+    assert wait(late, lambda: None, on_wait, failed=lambda about: about["why"]) is late
+    late.release()
+
+
+def test_a_failure_that_does_not_serve_leaves_the_waiter_to_find_out(make: Callable[..., Claim]) -> None:
+    holder, waiter = make(), make()
+    assert holder.try_acquire()
+
+    def on_wait(who: str, waited_s: float) -> None:
+        holder.leave_failure({})
+        holder.release()
+
+    assert wait(waiter, lambda: None, on_wait, failed=lambda about: None, poll_s=0.001) is waiter
+    waiter.release()

@@ -28,6 +28,7 @@ from aftermath import MARK, carriers, eventually
 
 import quarantune
 from quarantune import finals, sweep
+from quarantune.progress import Progress
 
 NAME = "shared"
 
@@ -373,6 +374,40 @@ def test_threads_with_function_objects_of_their_own_sweep_once(sweeps: list[list
         for result in pool.map(call, fns):
             np.testing.assert_array_equal(result, X + 2)
     assert sweeps == [[1, 2]]
+
+
+def test_those_who_wait_while_all_configs_fail_are_told_so_and_do_not_sweep_in_turn(
+    sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_wait, waiting = threading.Event(), set()
+    run = sweep.run
+
+    def running(*args: Any, **kwargs: Any) -> Any:
+        assert all_wait.wait(60)
+        return run(*args, **kwargs)
+
+    def saying(progress: Any, text: str) -> None:
+        waiting.add(threading.get_ident())
+        if len(waiting) == 2:
+            all_wait.set()
+
+    monkeypatch.setattr(sweep, "run", running)
+    monkeypatch.setattr(Progress, "say", saying)
+
+    def call(fn: quarantune.Autotuned) -> quarantune.TuningFailedError:
+        with pytest.raises(quarantune.TuningFailedError, match="All 2 configs failed") as failed:
+            fn(X)
+        return failed.value
+
+    with ThreadPoolExecutor(3) as pool:
+        errors = list(pool.map(call, [scaled([{"n": 1}, {"n": 2}], bad=(0, 1, 2)) for _ in range(3)]))
+    assert sweeps == [[1, 2]]
+    assert [[(trial.config["n"], trial.outcome) for trial in error.trials] for error in errors] == [
+        [(1, "error"), (2, "error")]
+    ] * 3
+    with pytest.raises(quarantune.TuningFailedError):  # who comes later may find the machine in a better state
+        scaled([{"n": 1}, {"n": 2}], bad=(0, 1, 2))(X)
+    assert sweeps == [[1, 2]] * 2
 
 
 def test_a_grown_list_measures_only_what_is_new_and_settles_the_winner_among_all(

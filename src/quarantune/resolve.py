@@ -595,7 +595,11 @@ class _Run:
             return self._conclude(self._sweep(progress))
 
     def _take_claim(self, progress: Progress, directory: Path, stack: contextlib.ExitStack) -> Entry | None:
-        """Makes this job the one that tunes, or returns the answer of the job that was."""
+        """Makes this job the one that tunes, or returns the answer of the job that was.
+
+        Raises:
+            TuningFailedError: that job found that every config fails.
+        """
         claim = Claim(
             directory,
             self._resolver.name,
@@ -604,7 +608,7 @@ class _Run:
             worst_case_s=self._claim_worst_case_s(),
         )
 
-        def done() -> Entry | None:
+        def done() -> Entry | TuningFailedError | None:
             if self._start_over:
                 return None
             return self._resolver.answer(self._key, self._configs, self._settings)
@@ -618,7 +622,7 @@ class _Run:
                 progress.say(f"waiting for {who} to tune it ({waited_s:.0f} s)")
 
         try:
-            answer = cache.wait(claim, done, on_wait)
+            answer: Entry | TuningFailedError | Claim = cache.wait(claim, done, on_wait, failed=self._failure_of)
         except CacheWriteError as error:
             cache.report_once(f"{self._resolver.name}: what is found out now is not saved: {error}")
             self._directory = None
@@ -626,7 +630,26 @@ class _Run:
         if isinstance(answer, Claim):
             self._claim = stack.enter_context(claim)
             return None
+        if isinstance(answer, TuningFailedError):
+            raise answer
         return answer
+
+    def _failure_of(self, about: Mapping[str, Any]) -> Entry | TuningFailedError | None:
+        """Returns the failure of the job that was waited for, if it tried what this one would."""
+        if self._start_over or about.get("space") != space_of(self._configs) or about.get("limits") != self._limits():
+            return None
+        try:
+            trials = [Trial.from_json(trial) for trial in about["trials"]]
+        except (KeyError, TypeError, ValueError):
+            return None
+        if len(trials) != len(self._configs):
+            return None
+        pairs = zip(trials, self._configs, strict=True)
+        return self._failure(tuple(dataclasses.replace(trial, config=config) for trial, config in pairs))
+
+    def _failure(self, trials: tuple[Trial, ...]) -> TuningFailedError:
+        message = report.failure_message(self._resolver.name, trials)
+        return TuningFailedError(message, trials=trials, key=self._key.text)
 
     def _claim_worst_case_s(self) -> float:
         """Returns how long this job may be silent: while its function is loaded, or its config runs in this process."""
@@ -772,8 +795,12 @@ class _Run:
                 # Another process may find the machine in a better state.
                 with self._saving():
                     self._journal.discard()
-            message = report.failure_message(self._resolver.name, trials)
-            raise TuningFailedError(message, trials=trials, key=self._key.text)
+            if self._claim is not None:
+                # Those who wait now are spared it.
+                told = [trial.to_json() for trial in trials]
+                space = space_of(self._configs)
+                self._claim.leave_failure({"space": space, "limits": self._limits(), "trials": told})
+            raise self._failure(trials)
         self._trials, verdict = finals.conclude(self._trials, swept.final, default=self._default_index())
         trials = tuple(self._trials[index] for index in range(len(self._configs)))
         best, tie = trials[verdict.winner], tuple(trials[index].config for index in verdict.tie)

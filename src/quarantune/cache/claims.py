@@ -10,9 +10,9 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
@@ -77,6 +77,8 @@ class Claim:
         stem = trials_directory(directory, name) / problem_hash(device, key)
         self._lock_path = stem.with_suffix(".lock")
         self._path = stem.with_suffix(".claim")
+        self._failure_path = stem.with_suffix(".failed")
+        self._token = ""
         self._worst_case_s = min(worst_case_s, content.LONGEST_WORST_CASE_S)
         self._fd: int | None = None
         self._lock_fd: int | None = None
@@ -150,6 +152,33 @@ class Claim:
             os.close(fd)
         self._unlock()
 
+    def leave_failure(self, about: Mapping[str, Any]) -> None:
+        """Tells those who wait for this claim that there will be no answer; to be called before `release`.
+
+        Args:
+            about: JSON-able data for them.
+        """
+        if self._fd is None:
+            return
+        draft = self._failure_path.with_name(f"{self._failure_path.name}.{os.getpid()}-{next(_serial)}.tmp")
+        with contextlib.suppress(OSError):  # then each of them finds out for itself
+            try:
+                draft.write_text(json.dumps({"token": self._token, "about": dict(about)}))
+                os.replace(draft, self._failure_path)
+            finally:
+                draft.unlink(missing_ok=True)
+
+    def failure(self, tokens: Container[str]) -> dict[str, Any] | None:
+        """Returns what a holder said who ended without an answer, if it was one of these."""
+        try:
+            data = content.read_bounded(self._failure_path, largest_bytes=content.LARGEST_FAILURE_BYTES)
+            record = content.decode(data)
+        except (OSError, ValueError):
+            return None
+        if not isinstance(record, dict) or not isinstance(record.get("about"), dict):
+            return None
+        return record["about"] if isinstance(token := record.get("token"), str) and token in tokens else None
+
     def holder(self) -> Holder | None:
         """Returns who holds the claim, dead or alive, or None."""
         return _read_holder(self._path)
@@ -193,6 +222,8 @@ class Claim:
             fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             return False
+        owner = Owner.this_process()
+        self._token = f"{owner.host}-{owner.pid}-{owner.started}-{os.fstat(fd).st_ino}-{time.monotonic_ns()}"
         try:
             self._describe(fd)
         except OSError:
@@ -207,7 +238,7 @@ class Claim:
     def _describe(self, fd: int) -> None:
         owner = Owner.this_process()
         holder = Holder(
-            token=f"{owner.host}-{owner.pid}-{owner.started}-{os.fstat(fd).st_ino}-{time.monotonic_ns()}",
+            token=self._token,
             host_name=platform.node(),
             owner=owner,
             boot=boot_id(),
@@ -278,6 +309,7 @@ def wait(
     done: Callable[[], T | None],
     on_wait: Callable[[str, float], None],
     *,
+    failed: Callable[[dict[str, Any]], T | None] = lambda about: None,
     poll_s: float = 0.1,
 ) -> T | Claim:
     """Waits until another job has the answer, or this one must find it.
@@ -288,6 +320,8 @@ def wait(
         claim: the claim on the problem.
         done: looks for the answer; None while there is none.
         on_wait: told at every look who holds the claim, and for how many seconds we have waited.
+        failed: given what a holder we waited for has left instead of an answer, returns what stands for the answer;
+            None to find it out anew.
         poll_s: seconds between two looks.
 
     Returns:
@@ -297,12 +331,20 @@ def wait(
         CacheWriteError: the claim cannot be made; the message says why.
     """
     started = time.monotonic()
+    waited_for: set[str] = set()
+
+    def look() -> T | None:
+        if (answer := done()) is not None or not waited_for:
+            return answer
+        about = claim.failure(waited_for)
+        return None if about is None else failed(about)
+
     while True:
-        if (answer := done()) is not None:
+        if (answer := look()) is not None:
             return answer
         try:
             # The holder may have saved its answer and let go between our two looks.
-            if claim.try_acquire() and (answer := done()) is None:
+            if claim.try_acquire() and (answer := look()) is None:
                 return claim
         except BaseException:
             claim.release()
@@ -310,7 +352,9 @@ def wait(
         if answer is not None:
             claim.release()
             return answer
-        on_wait(str(claim.holder() or "another job"), time.monotonic() - started)
+        if (holder := claim.holder()) is not None:
+            waited_for.add(holder.token)
+        on_wait(str(holder or "another job"), time.monotonic() - started)
         time.sleep(poll_s)
 
 

@@ -108,7 +108,8 @@ def discard_all(directory: Path, name: str) -> None:
     Raises:
         CacheWriteError: one could not be removed; the message says why.
     """
-    _remove(sorted(trials_directory(directory, name).glob("*.jsonl")))
+    folder = trials_directory(directory, name)
+    _remove(sorted([*folder.glob("*.jsonl"), *folder.glob("*.failed")]))
 
 
 def remember_trouble(directory: Path, name: str, device: str, config: Mapping[str, Any], outcome: str) -> None:
