@@ -278,7 +278,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 sizes = [
     splash.BlockSizes(block_q=128, block_kv=kv, block_kv_compute=compute)
-    for kv, compute in ((128, 128), (256, 128), (256, 256))
+    for kv, compute in ((128, 128), (256, 128))
 ]
 mask = masks.MultiHeadMask([masks.CausalMask((256, 256))])
 

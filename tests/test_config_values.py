@@ -69,15 +69,18 @@ def test_a_config_of_objects_is_shown_by_what_tells_it_from_others() -> None:
 
 
 def test_two_classes_of_one_name_in_one_space_are_refused() -> None:
-    def plan() -> Any:
+    def plan(block: int) -> Any:
         @dataclasses.dataclass(frozen=True)
         class Plan:
             block: int
 
-        return Plan(1)
+        return Plan(block)
 
-    with pytest.raises(ValueError, match=r"two classes called .*<locals>.Plan' are in the configs"):
-        space.expand([{"plan": plan()}, {"plan": plan()}], fn_name="f")
+    with pytest.raises(
+        ValueError, match=r"two classes called .*<locals>.Plan', of .* have the value .*Plan\(block=1\)"
+    ):
+        space.expand([{"plan": plan(1)}, {"plan": plan(1)}], fn_name="f")
+    space.expand([{"plan": plan(1)}, {"plan": plan(2)}], fn_name="f")
 
 
 def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., Any]:

@@ -264,14 +264,15 @@ def _default(name: str, parameters: inspect.Signature | None, where: str) -> Con
 
 
 def _check_classes(configs: Iterable[Config], fn_name: str) -> None:
-    """Checks that no two classes of values go by one name, as a value is written down with that name alone."""
+    """Checks that no two values of different classes are written alike, as a class is written by its name alone."""
     classes: dict[str, type] = {}
     for value in (value for config in configs for value in config.values() if is_tagged(value)):
         kind = type(value)
-        if classes.setdefault(kind.__qualname__, kind) is not kind:
+        other = classes.setdefault(text_of(value), kind)
+        if other is not kind:
             raise ValueError(
-                f"{fn_name}: two classes called {kind.__qualname__!r} are in the configs, of {kind.__module__} and of "
-                f"{classes[kind.__qualname__].__module__}; give one of them another name, as in a subclass."
+                f"{fn_name}: two classes called {kind.__qualname__!r}, of {other.__module__} and of {kind.__module__}, "
+                f"have the value {shown(value)} in the configs; give one of them another name, as in a subclass."
             )
 
 
