@@ -128,9 +128,8 @@ def _devices_in_memory() -> frozenset[int]:
     """Returns the devices whose files lie in memory: the mounted ones, and the kernel's own of nameless files."""
     found = set()
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("quarantune-probe", os.MFD_CLOEXEC)
-        found.add(os.fstat(fd).st_dev)
-        os.close(fd)
+        with open(os.memfd_create("quarantune-probe", os.MFD_CLOEXEC)) as file:
+            found.add(os.fstat(file.fileno()).st_dev)
     for line in _read("/proc/self/mountinfo").decode(errors="replace").splitlines():
         fields, _, kind = line.partition(" - ")
         if kind.startswith(("tmpfs ", "ramfs ")):

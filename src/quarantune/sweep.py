@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quarantune import config_values, devices, discovery, payload, report, supply
+from quarantune import config_values, devices, discovery, payload, report, shortages, supply
 from quarantune.cache.keys import safe_name
 from quarantune.environment import Settings
 from quarantune.options import Options
@@ -118,6 +118,7 @@ def run(
     if not many:
         environ |= devices.cheap_context(problem.platform, os.environ)
     with (
+        shortages.told(problem.name),
         _spooled(packed) as (payload_fd, arrays_fd),
         pool.Sandbox(
             payload_fd=payload_fd,

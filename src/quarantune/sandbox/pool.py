@@ -112,12 +112,16 @@ class Sandbox:
         self._plugins = plugins
         self._modules = modules
         self._extra_environ = dict(environ or {})
+        self._selector = selectors.DefaultSelector()
         # A descriptor that can be sent even where there is nothing to send.
-        self._null_fd = os.open(os.devnull, os.O_RDONLY)
+        try:
+            self._null_fd = os.open(os.devnull, os.O_RDONLY)
+        except OSError:
+            self._selector.close()
+            raise
         self._payload_fd = payload_fd if payload_fd >= 0 else self._null_fd
         self._arrays_fd = arrays_fd if arrays_fd >= 0 else self._null_fd
         self._method = method
-        self._selector = selectors.DefaultSelector()
         self._workers: dict[int, _Worker] = {}
         self._next_number = _SWEEP + 1
         self._manager: Connection | None = None
@@ -201,8 +205,12 @@ class Sandbox:
             The worker's number.
         """
         number, self._next_number = self._next_number, self._next_number + 1
-        connection, theirs = wire.connection_pair()
         log_fd = spool.create_log()
+        try:
+            connection, theirs = wire.connection_pair()
+        except OSError:  # no descriptors left
+            os.close(log_fd)
+            raise
         self._workers[number] = _Worker(connection, log_fd)
         self._selector.register(connection, selectors.EVENT_READ, number)
         order = {
@@ -374,8 +382,8 @@ class Sandbox:
 
     def _open_sweep(self, load_timeout_s: float) -> None:
         assert self._manager is not None
-        connection, theirs = wire.connection_pair()
         self._sweep_log_fd = spool.create_log()
+        connection, theirs = wire.connection_pair()
         try:
             self._manager.send(
                 {
@@ -396,7 +404,7 @@ class Sandbox:
         spawning.import_modules(self._modules)  # while the templates start, which takes longer
         try:
             report = self._await_load(connection, load_timeout_s)
-        except SandboxError:
+        except (SandboxError, OSError):
             connection.hang_up()
             raise
         if report["event"] == "loaded" and not report["spoiled"]:

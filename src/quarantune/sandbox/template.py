@@ -30,27 +30,29 @@ class Template:
     """A running template process."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
         self.habitat = habitat.current()
         self.users = 0
         """How many sandboxes have a connection to it."""
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
-        self._connection = Connection(ours)
         self._sending = locks.new()  # sweeps of several threads share this connection
-        self._log_fd = spool.create_log()
-        try:
-            self._process = spawning.start(
-                "template",
-                {"fd": theirs.fileno(), "owner": os.getpid(), "argv": [str(word) for word in sys.argv]},
-                stdin=subprocess.DEVNULL,
-                stdout=self._log_fd,
-                stderr=self._log_fd,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, MARK: self.token},
-                start_new_session=True,
-            )
-        finally:
-            theirs.close()
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.callback(ours.close)
+            with theirs:
+                self._log_fd = spool.create_log()
+                undo.callback(os.close, self._log_fd)
+                self._process = spawning.start(
+                    "template",
+                    {"fd": theirs.fileno(), "owner": os.getpid(), "argv": [str(word) for word in sys.argv]},
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log_fd,
+                    stderr=self._log_fd,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, MARK: self.token},
+                    start_new_session=True,
+                )
+            undo.pop_all()
+        self._connection = Connection(ours)
 
     @property
     def pid(self) -> int:

@@ -137,8 +137,12 @@ class Worker:
                 if not task["load"] and (not measured["is_slow"] or bench.is_plain):
                     # A finalist, perhaps; one that cannot be saved is compiled anew for the final. What a plain
                     # function leaves, if anything, is no more than what it has called.
-                    with contextlib.suppress(trial.NeedsDeviceError):
+                    try:
                         bench.save(program, fds[0])
+                    except trial.NeedsDeviceError:
+                        pass
+                    except OSError:  # there is no room for it, or it would be too large a file
+                        os.ftruncate(fds[0], 0)
                 return {"type": "measured", **measured}
             case "refer":
                 self._enter("check")

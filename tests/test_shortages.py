@@ -1,0 +1,148 @@
+"""A process that runs out of descriptors, or may not write large files, says so, leaks nothing and loses nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quarantune
+from quarantune import shortages
+from quarantune.outcomes import SandboxError
+from quarantune.sandbox import pool, template, wire
+
+PROGRAM = """
+import functools, os, resource, sys
+import jax, numpy as np
+import quarantune
+from quarantune.outcomes import SandboxError
+from quarantune.sandbox import template
+
+PAYLOAD = os.urandom(int(sys.argv[3]))
+
+@quarantune.autotune({"n": list(range(12))}, warmup=0, rep=1, name="kernel", ref_fn=None)
+@functools.partial(jax.jit, static_argnames=["n"])
+def kernel(x, n: int = 0):
+    for _ in range(40):
+        x = jax.numpy.tanh(x) + n
+    return x + len(PAYLOAD)
+
+def descriptors():
+    return sorted(os.listdir("/proc/self/fd"))
+
+def limited(kind, amount):
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (amount, hard))
+    try:
+        trials = kernel.tune(np.ones(8, np.float32)).trials
+        return sum(not trial.outcome.is_failure for trial in trials)
+    finally:
+        resource.setrlimit(kind, (hard, hard))
+
+if __name__ == "__main__":
+    np.asarray(jax.numpy.ones(8) + 1)
+    if sys.argv[1] == "RLIMIT_FSIZE":  # for workers, too, which inherit it
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    template.shared()
+    before = descriptors()
+    try:
+        print("tuned", limited(getattr(resource, sys.argv[1]), int(sys.argv[2])))
+    except SandboxError as error:
+        print("told", error)
+    assert descriptors() == before, (before, descriptors())
+    print("then", len(kernel.tune(np.ones(8, np.float32)).trials))
+"""
+
+
+def run(tmp_path: Path, *argv: object) -> list[str]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, str(program), *map(str, argv)],
+        env={**os.environ, "PYTHONPATH": str(Path(quarantune.__file__).parents[1]), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [24, 32])
+def test_too_few_descriptors_end_a_sweep_with_advice_and_leak_none(limit: int, tmp_path: Path) -> None:
+    told, then = run(tmp_path, "RLIMIT_NOFILE", limit, 10)
+    assert re.match(rf"told .*kernel: .*may have {limit} descriptors open.*ulimit -n.*are kept", told)
+    assert then == "then 12"
+
+
+@pytest.mark.slow
+def test_a_limit_on_file_sizes_is_named_where_the_call_does_not_fit(tmp_path: Path) -> None:
+    told, then = run(tmp_path, "RLIMIT_FSIZE", 20_000, 100_000)
+    assert re.match(r"told .*kernel: .*may not grow over 20000 bytes.*ulimit -f", told)
+    assert then == "then 12"
+
+
+@pytest.mark.slow
+def test_configs_whose_programs_are_too_large_to_be_kept_are_measured_all_the_same(tmp_path: Path) -> None:
+    tuned, then = run(tmp_path, "RLIMIT_FSIZE", 6_000, 10)
+    assert tuned == "tuned 12"
+    assert then == "then 12"
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.ENOSPC, "set TMPDIR"),
+        (errno.EDQUOT, "set TMPDIR"),
+        (errno.ENFILE, "fs.file-max"),
+        (errno.ENOMEM, "smaller arguments"),
+    ],
+)
+def test_each_shortage_has_advice_of_its_own(number: int, advice: str) -> None:
+    with pytest.raises(SandboxError, match=f"^kernel: the sweep had to end .*{advice}"), shortages.told("kernel"):
+        raise OSError(number, os.strerror(number))
+
+
+def test_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(FileNotFoundError), shortages.told("kernel"):
+        raise FileNotFoundError(errno.ENOENT, "no such file")
+
+
+def test_nothing_leaks_wherever_descriptors_run_out() -> None:
+    template.shared()
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    taken = [os.dup(2)]
+    while taken[-1] < highest:
+        taken.append(os.dup(2))  # so that no number below is free
+    before = sorted(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def start_a_worker(spare: int) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 1 + spare, hard))
+        try:
+            with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
+                sandbox.open(load_timeout_s=None)
+                sandbox.start({"do": "probe", "trial": None, "platforms": "cpu", "last": True})
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    try:
+        succeeded = []
+        for spare in range(12):
+            with contextlib.suppress(OSError):
+                start_a_worker(spare)
+                succeeded.append(spare)
+            assert sorted(os.listdir("/proc/self/fd")) == before
+        assert 3 <= min(succeeded) <= 10, "some had too few and some enough"
+    finally:
+        wire.close_all(taken)
