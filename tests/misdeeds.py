@@ -289,7 +289,7 @@ MISDEEDS: dict[str, Callable[[], object]] = {
 )
 @functools.partial(jax.jit, static_argnames=["space", "mode", "when", "turn"])
 def kernel(x, space=(), mode: str = "good", when: str = "", turn: int = 0):
-    """Multiplies `x` by another number each turn, so that no two programs are one.
+    """Doubles `x`, in another way each turn, so that no two programs are one.
 
     A mode other than `good` is done on the way, while JAX traces or while it runs. `space` is a tuple of the
     (mode, when) to try.
@@ -306,4 +306,4 @@ def kernel(x, space=(), mode: str = "good", when: str = "", turn: int = 0):
             return value
 
         x = jax.pure_callback(call_back, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-    return (2 + turn) * jnp.asarray(x)
+    return 2 * jnp.asarray(x) + 0 * (jnp.asarray(x) * turn)

@@ -68,6 +68,7 @@ def _do(act: str) -> None:
     timeout=30,
     compile_timeout=30,
     memory_limit="200MB",
+    ref_fn=None,  # the result says which act it is of
 )
 @functools.partial(jax.jit, static_argnames=["space", "act"])
 def kernel(x, space=(), act: str = "good"):

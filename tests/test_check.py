@@ -234,7 +234,7 @@ def test_a_scalar_is_named_without_an_index() -> None:
     ("output", "expected", "told"),
     [
         (np.zeros((2, 3)), np.zeros((3, 2)), "output is float64[2, 3], expected float64[3, 2]"),
-        (jnp.zeros(2), jnp.zeros(2, jnp.bfloat16), "output is float32[2], expected bfloat16[2]"),
+        (jnp.zeros(2), jnp.zeros(2, jnp.complex64), "output is float32[2], expected complex64[2]"),
         (np.zeros(1, np.int32), np.zeros(1, np.uint32), "output is int32[1], expected uint32[1]"),
         ({"a": 1, "b": None}, {"a": 1, "b": np.zeros(1)}, "output['b'] is None, expected float64[1]"),
         (None, 5, "output is None, expected a Python int"),
@@ -250,6 +250,19 @@ def test_a_scalar_is_named_without_an_index() -> None:
 )
 def test_what_cannot_be_compared_is_told_with_both_sides(output: Any, expected: Any, told: str) -> None:
     assert compare(output, expected, Tolerance()) == told
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide"),
+    [(jnp.float16, jnp.float32), (jnp.bfloat16, jnp.float32), (np.float32, np.float64), (np.complex64, np.complex128)],
+)
+def test_numbers_of_one_kind_are_compared_in_the_wider_of_their_types(narrow: Any, wide: Any) -> None:
+    thirds = np.arange(100) / 3
+    for output, expected in ((narrow, wide), (wide, narrow)):
+        mine, its = thirds.astype(output), thirds.astype(expected)
+        assert compare(mine, its, Tolerance()) is None
+        assert "100 of 100 elements (100%) differ" in (compare(mine + mine.dtype.type(1), its, EXACT) or "")
+        assert compare(mine, its, EXACT) is not None  # the wider one tells the difference
 
 
 def test_two_long_structures_are_told_by_where_they_part() -> None:

@@ -137,7 +137,7 @@ def test_a_worker_that_comes_to_grief_as_it_is_made_ready_ahead_costs_no_config_
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
     monkeypatch.setattr(scheduler, "STARTUP_DEADLINE_S", 2.0)
 
-    @quarantune.autotune({"n": [1, 2, 3, 4]}, rep=1)
+    @quarantune.autotune({"n": [1, 2, 3, 4]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def add(fragile: Fragile, n: int = 1) -> Any:
         return fragile.x + n

@@ -46,7 +46,7 @@ def kernel(name: str, configs: Any, body: Any = lambda x, ms: pause(x, ms)) -> q
         return body(x, ms)
 
     run.__qualname__ = name
-    return quarantune.autotune(configs)(functools.partial(jax.jit, static_argnames=["ms"])(run))
+    return quarantune.autotune(configs, ref_fn=None)(functools.partial(jax.jit, static_argnames=["ms"])(run))
 
 
 def chosen(result: quarantune.ContextualResult) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def test_what_wins_alone_may_lose_in_its_context_and_stays_the_winner_elsewhere(
     maker = kernel("maker", {"ms": [0, 5]}, lambda x, ms: pause(x, ms) + (1 if ms == 0 else 0))
     taker = kernel("taker", {"ms": [40]}, lambda x, ms: jax.lax.cond(x[0] > 0, lambda x: pause(x, ms), lambda x: x, x))
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
     def both(x: Any) -> Any:
         return taker(maker(x))
 
@@ -321,12 +321,12 @@ PROGRAM = """
     started, run = [], sweep.run
     sweep.run = lambda *args, **kwargs: (started.append(1), run(*args, **kwargs))[1]
 
-    @quarantune.autotune({"n": [3, 2]})
+    @quarantune.autotune({"n": [3, 2]}, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def shift(x, n=1):
         return x + jax.pure_callback(lambda v: (__import__("time").sleep((n == 3) / 50), v)[1], x, x) + n
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
     def whole(x):
         return shift(x)
 
@@ -386,7 +386,7 @@ def test_without_a_sandbox_the_same_is_found() -> None:
 def test_inside_an_outer_jit_the_kernels_are_tuned_as_a_whole_and_baked_in(sweeps: list[str]) -> None:
     only = kernel("only", {"ms": [10, 1]}, lambda x, ms: pause(x, ms) + ms)
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
     def whole(x: Any) -> Any:
         return only(x)
 
@@ -469,11 +469,11 @@ def test_what_threads_assign_meanwhile_is_neither_lost_nor_left_behind() -> None
 def test_a_tuned_function_within_a_tuned_function_is_part_of_it(sweeps: list[str]) -> None:
     only = kernel("only", {"ms": [10, 1]}, lambda x, ms: pause(x, ms) + ms)
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
     def part(x: Any) -> Any:
         return only(x)
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
     def whole(x: Any) -> Any:
         return part(x) * 2
 
@@ -484,7 +484,7 @@ def test_a_tuned_function_within_a_tuned_function_is_part_of_it(sweeps: list[str
 class Model:
     only = kernel("only", {"ms": [10, 1]}, lambda x, ms: pause(x, ms) + ms)
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
     def forward(self, x: Any) -> Any:
         return Model.only(x)
 

@@ -45,7 +45,7 @@ import misdeeds
 
 HERE = Path({here!r})
 
-@quarantune.autotune({{"n": list(range(20))}}, warmup=0, rep=1, name="kernel")
+@quarantune.autotune({{"n": list(range(20))}}, warmup=0, rep=1, name="kernel", ref_fn=None)
 @functools.partial(jax.jit, static_argnames=["n"])
 def kernel(x, n: int = 0):
     if n == 2 and template.is_inside():  # the winner is traced in the caller, too

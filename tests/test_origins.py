@@ -15,6 +15,7 @@ import jax, jax.numpy as jnp, numpy as np
 import quarantune
 
 CONFIGS = {"n": [1, 2]}
+FREE = {"rep": 1, "ref_fn": None}  # the defaults are there to fail
 jitted = functools.partial(jax.jit, static_argnames=["n"])
 X = np.arange(3, dtype=np.float32)
 
@@ -29,7 +30,7 @@ def agree(fn, times):
 """
 
 KERNEL = """
-@quarantune.autotune(CONFIGS, rep=1)
+@quarantune.autotune(CONFIGS, **FREE)
 @jitted
 def kernel(x, n: int = 1):
     check(n)
@@ -71,7 +72,7 @@ def test_functions_of_every_make_are_tuned(tmp_path: Path) -> None:
     script = f"""{DEFINE}
 def closure(factor, table):
     scale = lambda x: x * factor
-    @quarantune.autotune(CONFIGS, rep=1, name="closure")
+    @quarantune.autotune(CONFIGS, **FREE, name="closure")
     @jitted
     def kernel(x, n: int = 1):
         check(n)
@@ -86,12 +87,12 @@ def nested(x, n: int = 1):
         return y + y
     return jax.vmap(helper)(x)
 
-agree(quarantune.autotune(CONFIGS, rep=1)(jax.jit(nested, static_argnums=1)), 2)
+agree(quarantune.autotune(CONFIGS, **FREE)(jax.jit(nested, static_argnums=1)), 2)
 
-agree(quarantune.autotune(CONFIGS, rep=1)(jax.jit(lambda x, n=1: check(n) or x * 5, static_argnames="n")), 5)
+agree(quarantune.autotune(CONFIGS, **FREE)(jax.jit(lambda x, n=1: check(n) or x * 5, static_argnames="n")), 5)
 
 partial = functools.partial(lambda factor, x, n=1: check(n) or x * factor, 7)
-agree(quarantune.autotune(CONFIGS, rep=1, name="part")(jitted(partial)), 7)
+agree(quarantune.autotune(CONFIGS, **FREE, name="part")(jitted(partial)), 7)
 
 class Weights:
     def __init__(self, factor):
@@ -100,9 +101,9 @@ class Weights:
         check(n)
         return x * self.factor
 
-agree(quarantune.autotune(CONFIGS, rep=1)(jitted(Weights(8).apply)), 8)
+agree(quarantune.autotune(CONFIGS, **FREE)(jitted(Weights(8).apply)), 8)
 
-@quarantune.autotune(CONFIGS, rep=1)
+@quarantune.autotune(CONFIGS, **FREE)
 @jitted
 def recursive(x, n: int = 1):
     check(n)
@@ -271,12 +272,12 @@ assert [dict(os.environ), os.getcwd(), list(sys.path), [signal.getsignal(n) for 
 
 def test_a_sweep_within_a_worker_uses_what_is_known_and_starts_nothing(tmp_path: Path) -> None:
     script = f"""{DEFINE}
-@quarantune.autotune(CONFIGS, rep=1)
+@quarantune.autotune(CONFIGS, **FREE)
 @jitted
 def inner(x, n: int = 1):
     return x * n
 
-@quarantune.autotune({{"n": [1, 2]}}, rep=1)
+@quarantune.autotune({{"n": [1, 2]}}, rep=1, ref_fn=None)
 @jitted
 def outer(x, n: int = 1):
     check(n)

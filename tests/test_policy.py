@@ -66,7 +66,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def scaled(name: str, configs: Any = CONFIGS, *, factor: float = 1.0, **options: Any) -> quarantune.Autotuned:
     """Returns a new function whose only good config is n=2; with its default, n=0, it gives what it is given."""
 
-    @quarantune.autotune(configs, **{"rep": 1, "name": name, **options})
+    @quarantune.autotune(configs, **{"rep": 1, "name": name, "ref_fn": None, **options})
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 0) -> Any:
         if n not in (0, 2):
@@ -603,7 +603,7 @@ def test_a_lock_that_cannot_be_had_in_time_costs_one_warning_and_not_the_result(
 
 
 def talking(name: str) -> quarantune.Autotuned:
-    @quarantune.autotune(CONFIGS, rep=1, name=name)
+    @quarantune.autotune(CONFIGS, rep=1, name=name, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def talk(x: Any, n: int = 0) -> Any:
         print(f"n={n} sees {x.shape}")
@@ -683,7 +683,7 @@ def test_a_config_that_made_trouble_for_one_shape_is_tried_last_with_the_whole_d
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")  # two that compile at once may be traced in either order
     notes = str(tmp_path / "notes")
 
-    @quarantune.autotune({"n": [1, 2, 3]}, rep=1, name=name, compile_timeout=4.0)
+    @quarantune.autotune({"n": [1, 2, 3]}, rep=1, name=name, compile_timeout=4.0, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def moody(x: Any, n: int = 2) -> Any:
         if template.is_inside():

@@ -29,7 +29,8 @@ def ends(trials: tuple[quarantune.Trial, ...]) -> list[str]:
 def tuner(fn: Callable[..., Any], configs: list[Any], **options: Any) -> quarantune.AutoTuner:
     """Returns a tuner of `fn(*args, do=...)` over `configs`."""
     jitted = functools.partial(jax.jit, static_argnames=["do"])(fn)
-    return quarantune.AutoTuner(jitted, [{"do": config} for config in configs], warmup=1, rep=3, **options)
+    space = [{"do": config} for config in configs]
+    return quarantune.AutoTuner(jitted, space, **{"warmup": 1, "rep": 3, "ref_fn": None, **options})
 
 
 @pytest.mark.parametrize("impls", [["rbg", "unsafe_rbg"], ["unsafe_rbg", "rbg"]])

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from quarantune.devices import Device
 from quarantune.finals import Final
 from quarantune.leases import Lease
 from quarantune.outcomes import Config, Outcome, Phase, Route, SandboxError, Trial
+from quarantune.reference import Reference
 from quarantune.sandbox import pool
 from quarantune.sandbox.pool import Damaged, Ended, Said
 from quarantune.scheduler import STARTUP_DEADLINE_S, ErrandError, Leftovers, Plan, Scheduler
@@ -308,6 +309,7 @@ def run(
     sandbox: FakeSandbox | None = None,
     available_memory: Callable[[], int] = lambda: 100 * GB,
     on_tick: Callable[[], None] = lambda: None,
+    reference: Reference | None = None,
 ) -> Result:
     """Runs configs `{"id": 0}` and so on, and checks what must hold of every sweep."""
     clock = clock or Clock()
@@ -322,7 +324,13 @@ def run(
     fds = len(os.listdir("/proc/self/fd"))
     started = clock()
     scheduler = Scheduler(
-        sandbox, plan, on_trial=on_trial, on_tick=on_tick, clock=clock, available_memory=available_memory
+        sandbox,
+        plan,
+        on_trial=on_trial,
+        on_tick=on_tick,
+        reference=reference,
+        clock=clock,
+        available_memory=available_memory,
     )
     leftovers = scheduler.run({index: {"id": index} for index in range(count)})
 
@@ -331,7 +339,8 @@ def run(
     assert sandbox.most_compiling <= plan.slots
     assert all(measuring <= 1 for measuring in sandbox.most_measuring.values())
     assert not (plan.exclusive and sandbox.compiled_while_measuring)
-    assert len(os.listdir("/proc/self/fd")) <= fds, "no descriptor stays open"
+    kept = len(reference.fds) if reference else 0
+    assert len(os.listdir("/proc/self/fd")) - kept <= fds, "no descriptor stays open"
     for device in plan.devices:
         lease = Lease(device)
         assert lease.acquire(clock() + 1000), f"the lease on {device.name} is free again"
@@ -1649,3 +1658,105 @@ def test_the_scheduler_knows_nothing_of_jax() -> None:
 
     source = Path(quarantune.scheduler.__file__).read_text()
     assert not [line for line in source.splitlines() if line.startswith(("import jax", "from jax"))]
+
+
+# --- what outputs are compared with -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reference() -> Iterator[Reference]:
+    made = Reference(compares=True, default=5)
+    yield made
+    made.close()
+
+
+def agrees(worker: FakeWorker) -> list[Step]:
+    """Measures a config whose output is that of all others."""
+    return [(0.2, measured(worker, group=0))]
+
+
+@EVERY_WAY
+def test_the_defaults_are_measured_before_all_that_are_compared_with_them(
+    route: Route, exclusive: bool, reference: Reference
+) -> None:
+    result = run(plan_for(route, exclusive=exclusive), 8, when("measure", agrees), reference=reference)
+    assert result.outcomes == ["ok"] * 8
+    first, *others = result.given("measure")
+    assert first.trial == 5
+    assert (first.task["references"], first.task["standard"], first.task["keeps"]) == (0, None, True)
+    assert {(other.task["references"], other.task["standard"]) for other in others} == {(1, 0)}
+
+
+@EVERY_WAY
+def test_defaults_that_are_lost_come_first_again_however_many_wait(
+    route: Route, exclusive: bool, reference: Reference
+) -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "compile" and worker.trial == 5 and worker.starts == 0:
+            return [(20.0, worker.ends(None))]  # by then as many wait as there is room for
+        return agrees(worker) if worker.do == "measure" else None
+
+    plan = plan_for(route, exclusive=exclusive, parked=2)
+    result = run(plan, 12, act, reference=reference)
+    assert result.outcomes == ["ok"] * 12
+    assert result.given("measure")[0].trial == 5
+
+
+@ROUTES
+@pytest.mark.parametrize("do", ["compile", "measure"])
+def test_where_the_defaults_fail_outputs_are_compared_one_after_another(
+    route: Route, do: str, reference: Reference
+) -> None:
+    clock = Clock()
+    at_once: list[int] = []
+
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "measure":
+            at_once.append(len(sandbox._measuring))
+        if worker.trial == 5 and worker.do == do:
+            return [(0.1, worker.raises(do if do == "compile" else "check"))]
+        return agrees(worker) if worker.do == "measure" else None
+
+    sandbox = FakeSandbox(clock, act)
+    plan = plan_for(route, devices=fake_devices(2), parked=8)
+    result = run(plan, 8, clock=clock, sandbox=sandbox, reference=reference)
+    assert result.outcomes == ["ok"] * 5 + ["error"] + ["ok"] * 2
+    assert set(at_once) == {1}
+    tasks = [worker.task for worker in result.given("measure") if worker.trial != 5]
+    assert {task["standard"] for task in tasks} == {None}
+    assert {task["bar_ms"] for task in tasks} == {None}, "the fastest may be wrong"
+
+
+def test_others_go_on_without_defaults_that_need_another_route(reference: Reference) -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "compile" and worker.trial == 5:
+            return [(3.0, worker.raises("compile", outcome="unfit", message="its dots"))]
+        return agrees(worker) if worker.do == "measure" else None
+
+    result = run(plan_for(Route.APART), 6, act, reference=reference)
+    assert 5 in result.leftovers.unfit
+    assert set(result.outcomes) == {"ok"}
+
+
+def test_a_config_of_the_same_program_runs_first_in_the_place_of_the_defaults(reference: Reference) -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "compile" and worker.trial in (0, 5):
+            return compiles(worker, 2.0 if worker.trial == 5 else 1.0, program="theirs")
+        return agrees(worker) if worker.do == "measure" else None
+
+    result = run(plan_for(Route.TOGETHER), 6, act, reference=reference)
+    assert result.outcomes == ["ok"] * 6
+    assert result.given("measure")[0].trial == 0
+    assert not result.given("measure", 5)
+
+
+@pytest.mark.parametrize("group", [7, -3, "0", 0.0, [0]])
+def test_a_config_that_claims_to_agree_with_nothing_there_is_has_crashed(group: object, reference: Reference) -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do != "measure":
+            return None
+        return [(0.2, measured(worker, group=group if worker.trial == 2 else 0))]
+
+    result = run(plan_for(Route.TOGETHER), 6, act, reference=reference)
+    assert result.outcomes == ["ok", "ok", "crashed", "ok", "ok", "ok"]
+    assert "makes no sense" in result.trials[2].message

@@ -197,7 +197,7 @@ def test_a_worker_has_as_many_cpu_devices_as_its_caller_or_as_the_arguments_need
         """
         jax.config.update("jax_num_cpu_devices", 3)
 
-        @quarantune.autotune({"n": [1, 2]}, rep=1)
+        @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
         @functools.partial(jax.jit, static_argnames=["n", "count"])
         def f(x, count, n: int = 1):
             if jax.device_count() != count:

@@ -39,7 +39,7 @@ import quarantune
 from quarantune.sandbox import template
 
 @quarantune.autotune(
-    lambda x, place, good, **_: ({"n": n} for n in range(len(good))), name="shared", warmup=0, rep=1
+    lambda x, place, good, **_: ({"n": n} for n in range(len(good))), name="shared", warmup=0, rep=1, ref_fn=None
 )
 @functools.partial(jax.jit, static_argnames=["place", "good", "n"])
 def kernel(x, place, good, n: int = 0):
@@ -349,7 +349,7 @@ X = np.zeros(4, np.float32)
 def scaled(configs: Any, *, bad: tuple[int, ...] = (1,), slow: tuple[int, ...] = ()) -> quarantune.Autotuned:
     """Returns a new function for the same problem: what is bad raises, what is slow takes long."""
 
-    @quarantune.autotune(configs, rep=3, name=NAME)
+    @quarantune.autotune(configs, rep=3, name=NAME, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 0) -> Any:
         if n in bad:

@@ -24,6 +24,8 @@ _WEIGHT_TILE_ELEMENTS = 1_000_003
 """Weights are drawn once for a tile and repeated; a prime, so that it fits no block of a kernel."""
 _MAX_STRUCTURE_CHARS = 200
 
+_WIDTHS = (jnp.floating, jnp.complexfloating)
+"""The kinds of numbers that are compared whatever their widths."""
 _NUMBER_TYPES = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
 
 
@@ -51,6 +53,27 @@ class Tolerance:
             raise ValueError(f"max_mismatched_ratio={ratio!r} is not valid: give a number from 0 to 1")
 
 
+@dataclasses.dataclass(frozen=True)
+class Mismatches:
+    """How two arrays differ.
+
+    Attributes:
+        count: how many elements are further apart than they may be.
+        worst: the position of the worst among all elements in a row; it and the rest count only where too many differ.
+        got: what is there.
+        wanted: what is expected there.
+    """
+
+    count: int
+    worst: int = 0
+    got: Any = None
+    wanted: Any = None
+
+
+Compare: TypeAlias = "Callable[[Any, Any, Tolerance], Mismatches | None]"
+"""Compares an array with what is expected; None where it cannot."""
+
+
 def judge(
     output: Any,
     expected: Any,
@@ -59,6 +82,7 @@ def judge(
     *,
     tolerance: Tolerance,
     check_fn: Callable[..., Any] | None,
+    shortcut: Compare | None = None,
 ) -> str | None:
     """Says what is wrong with a config's output.
 
@@ -69,6 +93,7 @@ def judge(
         kwargs: the call's keyword arguments, for `check_fn`.
         tolerance: how far from `expected` is near enough; not looked at where there is a `check_fn`.
         check_fn: `(output, expected, *args, **kwargs) -> bool or None`; its word is final.
+        shortcut: as for `compare`.
 
     Returns:
         One sentence, or None where nothing is wrong.
@@ -76,7 +101,7 @@ def judge(
     if check_fn is None:
         if expected is None and output is not None:
             return "ref_fn returned None, and the config did not: does ref_fn lack a return?"
-        return compare(output, expected, tolerance)
+        return compare(output, expected, tolerance, shortcut=shortcut)
     try:
         verdict = check_fn(output, expected, *args, **kwargs)
         if verdict is None:
@@ -91,29 +116,52 @@ def judge(
     )
 
 
-def compare(output: Any, expected: Any, tolerance: Tolerance, *, what: str = "output") -> str | None:
+def compare(
+    output: Any,
+    expected: Any,
+    tolerance: Tolerance,
+    *,
+    what: str = "output",
+    shortcut: Compare | None = None,
+    same_dtypes: bool = False,
+) -> str | None:
     """Compares two pytrees, on the host and in bounded memory.
 
-    Structures, shapes and dtypes must be the same; of a Python number, which has no dtype, only the type must
-    fit. Elements agree where `|output - expected| <= atol + rtol * |expected|`; NaN agrees with NaN, an
-    infinity with itself alone. Booleans, PRNG keys and what is no number must be equal.
+    Structures, shapes and dtypes must be the same, but floats may be wider or narrower than expected, and so may
+    complex numbers; of a Python number, which has no dtype, only the type must fit. Elements agree where
+    `|output - expected| <= atol + rtol * |expected|`; NaN agrees with NaN, an infinity with itself alone. Booleans,
+    PRNG keys and what is no number must be equal.
 
     Args:
         output: what there is.
         expected: what there should be.
         tolerance: how far from it is near enough.
         what: what the message calls `output`.
+        shortcut: tried on each pair of arrays before they are brought to the host.
+        same_dtypes: whether floats must be as wide as expected.
 
     Returns:
         One sentence about the first leaf that disagrees, or None where all agree.
     """
-    output_leaves, output_structure = _flatten(output)
-    expected_leaves, expected_structure = _flatten(expected)
-    if output_structure != expected_structure:
-        return f"the structure of {what} differs: {_show_structures(output_structure, expected_structure)}"
-    for (path, output_leaf), (_, expected_leaf) in zip(output_leaves, expected_leaves, strict=True):
-        if difference := _compare_leaf(output_leaf, expected_leaf, tolerance, what + path):
+    pairs = _pairs(output, expected, what)
+    if isinstance(pairs, str):
+        return pairs
+    for where, output_leaf, expected_leaf in pairs:
+        if same_dtypes and _describe(output_leaf) != _describe(expected_leaf):
+            return f"{where} is {_describe(output_leaf)}, expected {_describe(expected_leaf)}"
+        if difference := _compare_leaf(output_leaf, expected_leaf, tolerance, where, shortcut):
             return difference
+    return None
+
+
+def compare_shapes(output: Any, expected: Any) -> str | None:
+    """Says whether two pytrees could agree by their structures, shapes and kinds of dtypes, as `compare` has it."""
+    pairs = _pairs(output, expected, "output")
+    if isinstance(pairs, str):
+        return pairs
+    for where, output_leaf, expected_leaf in pairs:
+        if not _is_comparable(output_leaf, expected_leaf):
+            return f"{where} is {_describe(output_leaf)}, expected {_describe(expected_leaf)}"
     return None
 
 
@@ -200,6 +248,16 @@ def _flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in found], structure
 
 
+def _pairs(output: Any, expected: Any, what: str) -> list[tuple[str, Any, Any]] | str:
+    """Returns the leaves of two pytrees side by side, each pair with its place; or how their structures differ."""
+    output_leaves, output_structure = _flatten(output)
+    expected_leaves, expected_structure = _flatten(expected)
+    if output_structure != expected_structure:
+        return f"the structure of {what} differs: {_show_structures(output_structure, expected_structure)}"
+    pairs = zip(output_leaves, expected_leaves, strict=True)
+    return [(what + path, mine, its) for (path, mine), (_, its) in pairs]
+
+
 def _show_structures(output: Any, expected: Any) -> str:
     """Returns two structures as text; of long ones only what lies around their first difference."""
     texts = [str(structure).removeprefix("PyTreeDef(").removesuffix(")") for structure in (output, expected)]
@@ -211,14 +269,17 @@ def _show_structures(output: Any, expected: Any) -> str:
     return f"got {texts[0]}, expected {texts[1]}"
 
 
-def _compare_leaf(output: Any, expected: Any, tolerance: Tolerance, where: str) -> str | None:
+def _compare_leaf(output: Any, expected: Any, tolerance: Tolerance, where: str, shortcut: Compare | None) -> str | None:
+    found = shortcut(output, expected, tolerance) if shortcut and _is_comparable(output, expected) else None
+    if found is not None:
+        return _tell(found, output.shape, tolerance, where, is_exact=False)
     got, wanted = _on_host(output), _on_host(expected)
     is_python_number = type(output) in _NUMBER_TYPES or type(expected) in _NUMBER_TYPES
     if is_python_number:
         got, wanted = _without_dtype(got), _without_dtype(wanted)
         comparable = got.shape == wanted.shape and type(got.item()) is type(wanted.item())
     else:
-        comparable = _describe(output) == _describe(expected)
+        comparable = _is_comparable(output, expected)
     if not comparable:
         return f"{where} is {_describe(output)}, expected {_describe(expected)}"
     if is_python_number or _has_dtype(got, np.number, np.bool_):
@@ -229,8 +290,16 @@ def _compare_leaf(output: Any, expected: Any, tolerance: Tolerance, where: str) 
     return f"{where} is {reprlib.repr(output)}, expected {reprlib.repr(expected)}"
 
 
+def _is_comparable(output: Any, expected: Any) -> bool:
+    """Whether two leaves that are no Python numbers are of one shape and kind; floats may differ in their width."""
+    if _describe(output) == _describe(expected):
+        return True
+    is_same_kind = any(_has_dtype(output, kind) and _has_dtype(expected, kind) for kind in _WIDTHS)
+    return is_same_kind and output.shape == expected.shape
+
+
 def _describe(leaf: Any) -> str:
-    """Returns a leaf's dtype and shape, or its type: the same text for all that it can be compared with."""
+    """Returns a leaf's dtype and shape, or its type."""
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         return f"{leaf.dtype}{list(leaf.shape)}"
     return "None" if leaf is None else f"a Python {type(leaf).__name__}"
@@ -271,15 +340,35 @@ def _compare_numbers(
     *,
     is_exact: bool,
 ) -> str | None:
-    count, worst = _find_mismatches(got, wanted, None if is_exact else tolerance)
-    if not count or count / got.size <= tolerance.max_mismatched_ratio:
+    if _are_same_bytes(got, wanted):
         return None
-    index = tuple(int(i) for i in np.unravel_index(worst, got.shape))
+    count, worst = _find_mismatches(got, wanted, None if is_exact else tolerance)
+    index = np.unravel_index(worst, got.shape) if got.size else ()
+    found = Mismatches(count, worst, got[index], wanted[index]) if count else Mismatches(0)
+    return _tell(found, got.shape, tolerance, where, is_exact=is_exact)
+
+
+def _are_same_bytes(got: _Array, wanted: _Array) -> bool:
+    """Whether two arrays are equal bit by bit, which is found out several times faster than how they differ."""
+    if got.dtype != wanted.dtype or got.dtype.hasobject or not (got.flags.c_contiguous and wanted.flags.c_contiguous):
+        return False
+    mine, its = (array.reshape(-1).view(np.uint8) for array in (got, wanted))
+    return all(
+        np.array_equal(mine[start : start + _CHUNK_ELEMENTS], its[start : start + _CHUNK_ELEMENTS])
+        for start in range(0, mine.size, _CHUNK_ELEMENTS)
+    )
+
+
+def _tell(found: Mismatches, shape: tuple[int, ...], tolerance: Tolerance, where: str, *, is_exact: bool) -> str | None:
+    size = math.prod(shape)
+    if not found.count or found.count / size <= tolerance.max_mismatched_ratio:
+        return None
+    index = tuple(int(i) for i in np.unravel_index(found.worst, shape))
     by = "" if is_exact else f" by more than rtol={tolerance.rtol:g}, atol={tolerance.atol:g}"
     return (
-        f"{count} of {got.size} elements ({100 * count / got.size:.3g}%) differ{by}; "
+        f"{found.count} of {size} elements ({100 * found.count / size:.3g}%) differ{by}; "
         f"the {'first' if is_exact else 'worst'} is {f'at {list(index)} of ' if index else ''}{where}: "
-        f"got {got[index]}, expected {wanted[index]}"
+        f"got {found.got}, expected {found.wanted}"
     )
 
 
@@ -314,7 +403,7 @@ def _excess(got: _Array, wanted: _Array, tolerance: Tolerance | None) -> _Array:
         return np.array([_excess_of_whole(mine, its, tolerance) for mine, its in pairs], np.float64)
     if _has_dtype(got, np.integer):
         return _distances(got, wanted) - _allowances(wanted.astype(np.float64), tolerance)
-    wide = np.result_type(got.dtype, np.float64)
+    wide = np.result_type(np.result_type(got.dtype, np.float64), np.result_type(wanted.dtype, np.float64))
     got, wanted = got.astype(wide), wanted.astype(wide)
     excess: _Array = np.abs(got - wanted) - _allowances(wanted, tolerance)
     if (excess <= 0).all():

@@ -224,9 +224,16 @@ class _Descent(_Run):
             self._show_life()
             progress.step(trials[index])
 
+        untuned = assignments.encode({}, others=DEFAULT)
+        problem = dataclasses.replace(
+            self.problem(),
+            fn=runner,
+            untuned={KEY: untuned},
+            default=texts.index(untuned) if untuned in texts else None,
+        )
         with contextlib.closing(progress):
             swept = sweep.run(
-                dataclasses.replace(self.problem(), fn=runner),
+                problem,
                 {index: {KEY: text} for index, text in enumerate(texts)},
                 options=self._resolver.options,
                 # The function compiles as it first runs.
@@ -234,6 +241,8 @@ class _Descent(_Run):
                 on_trial=on_trial,
                 on_tick=self._show_life,
             )
+        if swept.complaint:
+            _logger.warning("%s: %s", label, swept.complaint)
         if not any(trial.outcome is Outcome.OK for trial in trials.values()):
             ordered = [trials[index] for index in range(len(texts))]
             raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.text)

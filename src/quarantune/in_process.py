@@ -14,6 +14,7 @@ import jax
 
 from quarantune import _jax_internals, caller, finals, payload, trial
 from quarantune.outcomes import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
+from quarantune.reference import Reference, unlike
 from quarantune.sandbox import spool
 from quarantune.sandbox.worker import describe_error
 
@@ -27,6 +28,7 @@ def run(
     arrays_fd: int,
     options: dict[str, object],
     finish: Callable[[int, Trial, str], None],
+    reference: Reference,
 ) -> None:
     """Computes the reference, then runs every config here, one after another; only what is raised is contained.
 
@@ -36,6 +38,7 @@ def run(
         arrays_fd: the file that holds its arrays' bytes; -1 for none.
         options: as for `trial.Bench`.
         finish: told of each config's index, trial and output as it ends.
+        reference: what outputs are compared with; where `ref_fn` says it, it is computed here.
 
     Raises:
         ReferenceFailedError: `ref_fn` raised.
@@ -45,17 +48,29 @@ def run(
     def bench() -> trial.Bench:
         return trial.Bench(call, arrays_fd=arrays_fd, options=options)
 
-    with contextlib.ExitStack() as stack:
-        expected_fd = None
-        if configs and "ref_fn" in call.companions:
-            expected_fd = spool.create("expected")
-            stack.callback(os.close, expected_fd)
-            with _undisturbed():
-                _refer(bench(), expected_fd)
-        for index, config in configs.items():
-            with _undisturbed():
-                ended = _run_one(bench(), config, expected_fd)
-            finish(index, ended, ended.log_tail)
+    if configs and "ref_fn" in call.companions:
+        with _undisturbed(), _file("expected") as fd:
+            _refer(bench(), fd)
+            reference.give(fd)
+            if differs := bench().shapes_differ(fd):
+                raise ReferenceFailedError(unlike(differs))
+    take = reference.hold(finish)
+    reference.begin(configs.keys())
+    for index in sorted(configs, key=lambda index: not reference.is_default(index)):
+        with _undisturbed():
+            ended = _run_one(bench(), configs[index], index, reference)
+        reference.ended(index)
+        take(index, ended, ended.log_tail)
+    reference.settle(finish)
+
+
+@contextlib.contextmanager
+def _file(label: str) -> Iterator[int]:
+    fd = spool.create(label)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager
@@ -112,12 +127,30 @@ def compare(
             return finals.Final()
 
 
-def _run_one(bench: trial.Bench, config: Config, expected_fd: int | None) -> Trial:
+def _check(bench: trial.Bench, program: trial.Program, index: int, reference: Reference) -> None:
+    """Judges a config's output, and notes with which others it agrees."""
+    task, offered = reference.task(), len(reference.fds)
+    with _file("output") as fd:
+        output_fd = fd if task["keeps"] else None
+        found: dict[str, int | None] = {}
+        try:
+            standard = task["standard"]
+            group = bench.check(program, references=reference.fds, standard=standard, output_fd=output_fd)
+            found["group"] = group
+        except trial.WrongResultError as error:
+            found["group"] = error.group
+            raise
+        finally:
+            if found:
+                reference.note(index, found["group"], offered=offered, fd=-1 if output_fd is None else output_fd)
+
+
+def _run_one(bench: trial.Bench, config: Config, index: int, reference: Reference) -> Trial:
     so_far = Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE, route=Route.IN_PROCESS)
     try:
         program = bench.compile(config, target=None)
         so_far = dataclasses.replace(so_far, compile_s=program.compile_s, phase=Phase.CHECK)
-        bench.check(program, expected_fd=expected_fd)
+        _check(bench, program, index, reference)
         so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
         measured = bench.measure(program, bar_ms=None)
     except (Exception, SystemExit) as error:  # what KeyboardInterrupt says is the caller's
@@ -129,7 +162,7 @@ def _run_one(bench: trial.Bench, config: Config, expected_fd: int | None) -> Tri
             so_far,
             outcome=outcome,
             message=about["message"] if is_wrong else f"{about['error']}: {about['message']}",
-            log_tail=about["traceback"],
+            log_tail="" if is_wrong else about["traceback"],
         )
     samples_ms = tuple(measured["samples_ms"])
     return dataclasses.replace(

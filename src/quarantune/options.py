@@ -10,6 +10,8 @@ from typing import Any
 from quarantune.environment import LONGEST_S, parse_memory
 from quarantune.texts import did_you_mean, shown
 
+DEFAULTS = "defaults"
+"""The `ref_fn` that stands for the function with its own defaults."""
 SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 
 
@@ -32,13 +34,14 @@ class Options:
         supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`,
             `randn`, `zeros`, `ones`, or a callable that is given the call's positional arguments, arrays as
             `jax.ShapeDtypeStruct`, and returns them with arrays.
-        ref_fn: takes the function's arguments without the tunables; configs must agree with what it returns.
+        ref_fn: takes the function's arguments without the tunables; configs must agree with what it returns. Left at
+            `"defaults"`, they must agree with what the function returns with its own defaults; None lets them differ.
         check_fn: `(output, expected_or_None, *args) -> bool or None`; False or raising means wrong, and its word is
-            final.
+            final. Without a function as `ref_fn` nothing else is compared, and None is what it is given as expected.
         rtol: allowed difference of an element, relative to the expected one.
         atol: allowed difference of an element, on top of that.
         max_mismatched_ratio: the share of an output's elements that may differ by more than that.
-        check_grad: whether the gradients must agree with those of `ref_fn` too.
+        check_grad: whether the gradients must agree too, with those of `ref_fn` or of the defaults.
         time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
             floating arguments, so that what wins can be trained with.
         devices_per_trial: how many accelerators one trial is given; arguments laid out over n of them need n. On a CPU
@@ -54,7 +57,7 @@ class Options:
     timeout: float = 30.0
     memory_limit: int | str | None = None
     supply: str | Callable[..., Any] = "auto"
-    ref_fn: Callable[..., Any] | None = None
+    ref_fn: Callable[..., Any] | str | None = DEFAULTS
     check_fn: Callable[..., bool | None] | None = None
     rtol: float = 1e-2
     atol: float = 1e-2
@@ -66,7 +69,11 @@ class Options:
     def __post_init__(self) -> None:
         if self.name is not None and (not isinstance(self.name, str) or not self.name.strip()):
             raise ValueError(f"name={self.name!r} is not valid: give a non-empty string, or leave it out")
-        for field in ("key_fn", "prune_fn", "ref_fn", "check_fn"):
+        if isinstance(self.ref_fn, str) and self.ref_fn != DEFAULTS:
+            raise ValueError(f"ref_fn={self.ref_fn!r} is not valid: give a function, {DEFAULTS!r} or None")
+        if self.ref_fn is not None and self.ref_fn != DEFAULTS and not callable(self.ref_fn):
+            raise TypeError(f"ref_fn={self.ref_fn!r} is not callable: give a function, {DEFAULTS!r} or None")
+        for field in ("key_fn", "prune_fn", "check_fn"):
             value = getattr(self, field)
             if value is not None and not callable(value):
                 raise TypeError(f"{field}={value!r} is not callable: give a function, or leave it out")
@@ -90,8 +97,13 @@ class Options:
             if not _is_number(value) or not 0 <= value <= most:
                 accepts = "a share of the elements, from 0 to 1" if most == 1 else "a number of at least 0"
                 raise ValueError(f"{field}={shown(value)} is not valid: give {accepts}")
-        if self.check_grad and self.ref_fn is None:
-            raise ValueError("check_grad=True needs a reference whose gradients are right: give ref_fn")
+        if self.check_grad and not callable(self.ref_fn) and not self.compares_outputs:
+            raise ValueError("check_grad=True needs a reference whose gradients are right: give a function as ref_fn")
+
+    @property
+    def compares_outputs(self) -> bool:
+        """Whether the outputs of configs are compared with that of the defaults, or with each other."""
+        return self.ref_fn == DEFAULTS and self.check_fn is None
 
     def deciding(self) -> dict[str, Any]:
         """Returns the options that decide which config wins: results found under others are not theirs."""

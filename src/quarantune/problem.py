@@ -71,6 +71,9 @@ class Problem:
         platform: where it is to run: `cpu`, `cuda`, `rocm` or `tpu`.
         device_kind: the kind of device there, as the cache calls it.
         manual_mesh: the mesh of the `shard_map` in which it is called, where it communicates over that; else None.
+        untuned: the config under which the function does what it does when nobody tunes it; None where it has no
+            defaults.
+        default: which of the configs, by index, that is; None where it is none of them.
     """
 
     fn: Callable[..., Any]
@@ -80,6 +83,8 @@ class Problem:
     platform: str
     device_kind: str
     manual_mesh: payload.MeshSpec | None = None
+    untuned: dict[str, Any] | None = None
+    default: int | None = None
 
 
 def describe_call(

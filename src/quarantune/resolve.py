@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jaxlib.version
@@ -100,6 +100,13 @@ class _Key:
         return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
 
 
+class _Times(NamedTuple):
+    """What was measured: the best config's time, and the defaults' where it is known, in milliseconds."""
+
+    best_ms: float
+    default_ms: float | None
+
+
 class Resolver:
     """Finds, or finds out, the best config for each call of one function."""
 
@@ -144,7 +151,7 @@ class Resolver:
         self._tunables = frozenset() if callable(configs) else frozenset(configs[0])
         self._compiled: dict[str, bytes] = {}
         self._winners: dict[tuple[str, str], Config] = {}
-        self._times_ms: dict[tuple[str, str], float] = {}
+        self._times_ms: dict[tuple[str, str], _Times] = {}
         self._failed: dict[tuple[str, str], TuningFailedError] = {}
         self._tuned: set[tuple[str, str]] = set()
         self._turns: dict[tuple[int, tuple[str, str]], threading.RLock] = {}
@@ -431,9 +438,7 @@ class Resolver:
         config = self._config_of(entry, self.expand(args, kwargs), settings)
         if config is not None:
             self._winners[known] = config
-            self._times_ms[known] = (
-                float(entry["time_ms"]) if isinstance(entry.get("time_ms"), (int, float)) else math.nan
-            )
+            self._times_ms[known] = _times_of(entry)
         return config
 
     def _config_of(self, entry: Entry, configs: Sequence[Config], settings: Settings) -> Config | None:
@@ -530,7 +535,7 @@ class Resolver:
             raise
         self._failed.pop(known, None)
         self._winners[known] = result.best_config
-        self._times_ms[known] = result.time_ms
+        self._times_ms[known] = _Times(result.time_ms, result.default_time_ms)
         self._tuned.add(known)
         return result
 
@@ -739,11 +744,13 @@ class _Run:
             platform=self._key.platform,
             device_kind=self._key.device,
             manual_mesh=self._key.axes.mesh if self._key.axes is not None else None,
+            untuned=self._untuned(),
+            default=self._default_index(),
         )
 
-    def remembered(self, config: Config, time_ms: float) -> TuningResult:
+    def remembered(self, config: Config, times: _Times) -> TuningResult:
         """Returns a result that was found in memory or in the cache."""
-        return self._result(config, time_ms, (), from_cache=True)
+        return self._result(config, times.best_ms, (), from_cache=True, default_time_ms=times.default_ms)
 
     def _find_troubled(self, left: Mapping[int, Config]) -> set[int]:
         """Configs that crashed or hung for this function on this device, whatever the shapes."""
@@ -788,6 +795,8 @@ class _Run:
             cache.report_once(str(self._unsaved))
 
     def _conclude(self, swept: Swept) -> TuningResult:
+        if swept.complaint:
+            _logger.warning("%s: %s", self._resolver.name, swept.complaint)
         usable = [trial for trial in self._trials.values() if trial.outcome is Outcome.OK and trial.time_ms is not None]
         if not usable:
             trials = tuple(self._trials[index] for index in range(len(self._configs)))
@@ -819,17 +828,30 @@ class _Run:
                 100 * scatter,
                 self._key.device,
             )
+        default = self._default_index()
+        default_time_ms = swept.default_time_ms if default is None else trials[default].time_ms
         if self._directory is not None:
             with self._saving():
                 self._resolver._store(self._settings).put(
-                    self._resolver.name, self._key.device, self._key.text, self._entry(best, trials)
+                    self._resolver.name, self._key.device, self._key.text, self._entry(best, trials, default_time_ms)
                 )
         assert best.time_ms is not None
         executable = None
         if self._key.axes is None:  # or what was compiled is for the arrays of all shards
             self._resolver.lend(swept.compiled.get(verdict.winner, {}))
             executable = swept.executables.get(verdict.winner)
-        return self._result(best.config, best.time_ms, trials, tie=tie, executable=executable)
+        return self._result(
+            best.config, best.time_ms, trials, tie=tie, executable=executable, default_time_ms=default_time_ms
+        )
+
+    def _untuned(self) -> Config | None:
+        """Returns the config that leaves all to the function's own defaults; None where they are not for this call."""
+        default, empty = self._default_index(), inspect.Parameter.empty
+        tunables = [self._resolver.parameters.get(name) for name in self._configs[0]]
+        if any(tunable is None or tunable.default is empty for tunable in tunables):
+            return None
+        is_pruned = default in self._trials and self._trials[default].outcome is Outcome.PRUNED
+        return None if is_pruned else {}
 
     def _default_index(self) -> int | None:
         """Returns where the function's own defaults are among the configs, or None."""
@@ -837,10 +859,11 @@ class _Run:
         defaults = {name: freeze(parameters[name].default) for name in self._configs[0] if name in parameters}
         return next((index for index, config in enumerate(self._configs) if _same(config, defaults)), None)
 
-    def _entry(self, best: Trial, trials: Sequence[Trial]) -> Entry:
+    def _entry(self, best: Trial, trials: Sequence[Trial], default_time_ms: float | None = None) -> Entry:
         return {
             "config": encode(best.config),
             "time_ms": best.time_ms,
+            "default_time_ms": default_time_ms,
             "key_values": self._key.told,
             "fingerprint": self._resolver._fingerprint.parts,
             "space": space_of(self._configs),
@@ -852,8 +875,7 @@ class _Run:
     def _result_of(self, entry: Entry) -> TuningResult:
         config = _find(entry["config"], self._configs)
         assert config is not None  # or it would not have been an answer
-        time_ms = entry.get("time_ms")
-        return self._result(config, math.nan if time_ms is None else float(time_ms), (), from_cache=True)
+        return self.remembered(config, _times_of(entry))
 
     def _result(
         self,
@@ -864,6 +886,7 @@ class _Run:
         tie: tuple[Config, ...] = (),
         from_cache: bool = False,
         executable: bytes | None = None,
+        default_time_ms: float | None = None,
     ) -> TuningResult:
         return TuningResult(
             best_config=config,
@@ -873,12 +896,21 @@ class _Run:
             device=self._key.device,
             from_cache=from_cache,
             tie=tie,
+            default_time_ms=default_time_ms,
             versions=versions(),
             executable=executable,
             call=without_arrays(self._args, self._kwargs),
             structs=as_structs(self._args, self._kwargs),
             fn=functools.partial(self._resolver.fn, **config),
         )
+
+
+def _times_of(entry: Entry) -> _Times:
+    best_ms, default_ms = entry.get("time_ms"), entry.get("default_time_ms")
+    return _Times(
+        float(best_ms) if isinstance(best_ms, (int, float)) else math.nan,
+        float(default_ms) if isinstance(default_ms, (int, float)) else None,
+    )
 
 
 def _same(config: Config, other: Mapping[str, Any]) -> bool:

@@ -43,6 +43,8 @@ class TuningResult:
         device: the kind of device it was tuned on.
         from_cache: whether it was remembered and not measured now.
         tie: the configs that the noise cannot tell from the best, without it.
+        default_time_ms: how long the function took with its own defaults, in milliseconds; None where that is not
+            known.
         versions: the versions of JAX and the rest that it was tuned under.
         fn: the tuned function with the best config bound.
         executable: what a worker compiled of the two, for `save`; None where it was not to be had.
@@ -57,11 +59,19 @@ class TuningResult:
     device: str
     from_cache: bool = False
     tie: tuple[Config, ...] = ()
+    default_time_ms: float | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     fn: Callable[..., Any] = dataclasses.field(repr=False, compare=False)
     executable: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
     call: tuple[tuple[Any, ...], dict[str, Any]] = dataclasses.field(default=((), {}), repr=False, compare=False)
     structs: tuple[tuple[Any, ...], dict[str, Any]] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the defaults the best config is; None where their time is not known."""
+        if self.default_time_ms is None or not self.time_ms > 0:
+            return None
+        return self.default_time_ms / self.time_ms
 
     @property
     def failures(self) -> dict[str, int]:
@@ -146,6 +156,7 @@ class TuningResult:
             "schema": _SCHEMA,
             "best_config": encode(self.best_config),
             "time_ms": None if math.isnan(self.time_ms) else self.time_ms,
+            "default_time_ms": self.default_time_ms,
             "device": self.device,
             "versions": self.versions,
             "tie": encode(self.tie),
@@ -179,6 +190,7 @@ class TuningResult:
             loaded = cls(
                 best_config=restore(about["best_config"], {}),
                 time_ms=math.nan if about["time_ms"] is None else float(about["time_ms"]),
+                default_time_ms=None if about.get("default_time_ms") is None else float(about["default_time_ms"]),
                 trials=tuple(Trial.from_json(trial) for trial in about["trials"]),
                 key=about["key"],
                 device=about["device"],

@@ -20,6 +20,7 @@ from quarantune.leases import Lease
 from quarantune.options import Options
 from quarantune.outcomes import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.problem import Problem
+from quarantune.reference import UNTUNED, Reference, unlike
 from quarantune.sandbox import pool, spool
 from quarantune.scheduler import MEMORY_SHARE, ErrandError, Leftovers, Plan, Scheduler
 
@@ -44,11 +45,15 @@ class Swept:
         final: what the finalists showed.
         compiled: what of some configs JAX's compilation cache can hold, by key, by the configs' indices.
         executables: some configs' executables as `winner.Winner` loads them, by index.
+        default_time_ms: how long the function's defaults took in milliseconds, where they ran beside the configs.
+        complaint: how outputs disagreed, where the author should know; else empty.
     """
 
     final: finals.Final = dataclasses.field(default_factory=finals.Final)
     compiled: dict[int, dict[str, bytes]] = dataclasses.field(default_factory=dict)
     executables: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    default_time_ms: float | None = None
+    complaint: str = ""
 
 
 class Routes:
@@ -75,7 +80,7 @@ class Routes:
         self._on_phase = on_phase
         self._compile_only = False
         self._scheduler: Scheduler | None = None
-        self._expected_fd = -1
+        self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
         self._lease_on = functools.cache(functools.partial(Lease, thread=threading.get_ident()))
         self._troubled = troubled
@@ -96,13 +101,18 @@ class Routes:
         if not self._load(configs):
             return Swept()
         with contextlib.ExitStack() as self._schedulers:
+            self._reference, configs = reference_for(self._problem, self._options, configs, self._troubled)
+            self._schedulers.callback(self._reference.close)
             self._refer(configs)
+            finish, self._finish = self._finish, self._reference.hold(self._finish)
             self._run_routes(configs)
+            self._reference.settle(finish)
             contenders = {index: measured[index].config for index in finals.finalists(measured)}
             scheduler = self._scheduler or self._new_scheduler(Route.TOGETHER, self._finish)
             final = scheduler.compare(contenders) if len(contenders) > 1 else finals.Final()
             executables, for_cache = scheduler.compiled()
-            return Swept(final, for_cache, executables)
+            reference = self._reference
+            return Swept(final, for_cache, executables, reference.default_time_ms, reference.complaint())
 
     def compile(self, configs: dict[int, Config]) -> Swept:
         """Only compiles configs, and returns their executables."""
@@ -133,17 +143,22 @@ class Routes:
         return True
 
     def _refer(self, configs: dict[int, Config]) -> None:
-        """Computes the reference, once, in a worker like any other."""
-        if self._options.ref_fn is None or not configs:
+        """Computes what `ref_fn` returns, once, in a worker like any other."""
+        if not callable(self._options.ref_fn) or not configs:
             return
-        self._expected_fd = spool.create("expected")
-        self._schedulers.callback(os.close, self._expected_fd)
+        scheduler = self._new_scheduler(Route.TOGETHER, self._finish)
+        fd = spool.create("expected")
         try:
-            self._new_scheduler(Route.TOGETHER, self._finish).refer(self._expected_fd)
+            scheduler.refer(fd)
+            self._reference.give(fd)
         except ErrandError as error:
             raise ReferenceFailedError(
                 f"{self._problem.name}: ref_fn failed, so no config can be judged: {error}"
             ) from None
+        finally:
+            os.close(fd)
+        if differs := scheduler.shapes():
+            raise ReferenceFailedError(f"{self._problem.name}: {unlike(differs)}")
 
     def _run_routes(self, configs: dict[int, Config]) -> None:
         if not configs:
@@ -220,8 +235,8 @@ class Routes:
             plan,
             on_trial=finish,
             on_tick=self._on_tick,
-            on_phase=self._on_phase,
-            expected_fd=self._expected_fd,
+            on_phase=lambda index, phase: None if index == UNTUNED else self._on_phase(index, phase),
+            reference=self._reference,
             lease_on=self._lease_on,
         )
         self._schedulers.callback(self._scheduler.close)
@@ -251,6 +266,28 @@ class Routes:
                 log_tail=log,
             )
             self._finish(index, trial, log)
+
+
+def reference_for(
+    problem: Problem, options: Options, configs: Mapping[int, Config], troubled: Collection[int] = ()
+) -> tuple[Reference, dict[int, Config]]:
+    """Returns what outputs are to be compared with, and the configs with the function's defaults among them.
+
+    Args:
+        problem: the call.
+        options: the author's.
+        configs: the configs that are to run, by index.
+        troubled: indices of those that nobody is to wait for.
+    """
+    configs = dict(configs)
+    if not options.compares_outputs or not configs:
+        return Reference(), configs
+    if problem.untuned is None:
+        # Nothing says that a callable of any kind, or what it returns, has to be the same whatever it is given.
+        return Reference(compares=_jax_internals.is_jitted(problem.fn)), configs
+    if problem.default in configs:
+        return Reference(compares=True, default=problem.default, is_first=problem.default not in troubled), configs
+    return Reference(compares=True, default=UNTUNED), {UNTUNED: problem.untuned, **configs}
 
 
 def _from_both_ends(configs: Mapping[int, Config], last: Collection[int]) -> dict[int, Config]:

@@ -21,6 +21,7 @@ from quarantune.config_values import encode
 from quarantune.devices import Device
 from quarantune.leases import Lease
 from quarantune.outcomes import Config, Outcome, Phase, Route, Trial, is_plausible_ms
+from quarantune.reference import UNTUNED, Reference
 from quarantune.sandbox import pool, spool
 
 _logger = logging.getLogger("quarantune")
@@ -44,6 +45,8 @@ MEMORY_SHARE = 0.9
 _LOG_TAIL_CHARS = 2000
 _MAX_DEVICE_FAILURES = 2
 _ERRAND_TRIES = 2
+_SHAPES_S = 10.0
+"""How long the shapes of outputs may take to be known; they are only looked at to fail early."""
 _RAISED = frozenset({Outcome.ERROR, Outcome.WRONG, Outcome.DEVICE_OOM})
 """What a worker may say its config came to; all else is seen from outside."""
 _Kept = TypeVar("_Kept")
@@ -164,6 +167,10 @@ class _Worker:
     used_bytes: int = 0
     scale: memory.Scale = dataclasses.field(default_factory=memory.Scale)
     descendants: list[int] = dataclasses.field(default_factory=list)
+    offered: int = 0
+    """With how many outputs its own was to be compared."""
+    output_fd: int = -1
+    """Where it was to leave its own, where that is like none of them."""
     traceback: str = ""
     """The last lines of what its config raised."""
     verdict: tuple[Outcome, str] | None = None
@@ -211,7 +218,7 @@ class Scheduler:
         on_trial: Callable[[int, Trial, str], None],
         on_tick: Callable[[], None] = lambda: None,
         on_phase: Callable[[int, str], None] = lambda index, phase: None,
-        expected_fd: int = -1,
+        reference: Reference | None = None,
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = host.available_memory_bytes,
         lease_on: Callable[[Device], Lease] = Lease,
@@ -224,7 +231,7 @@ class Scheduler:
             on_trial: called once for each config that ended, with its index, its trial and all it printed.
             on_tick: called many times a second while the sweep lives.
             on_phase: told of the phases that configs enter, by their indices.
-            expected_fd: holds what outputs are compared with; -1 for nothing.
+            reference: what outputs are compared with, in this run and others of the sweep; None for nothing.
             clock: seconds.
             available_memory: bytes of memory that are free now.
             lease_on: makes the lease on a device, or finds that which the sweep has.
@@ -263,19 +270,22 @@ class Scheduler:
         self._twins: dict[int, int] = {}
         """The config that ran in their place, by the indices of those that it stood for."""
         self._ended: dict[int, tuple[Trial, str]] = {}
-        self._expected_fd = expected_fd
+        self._reference = reference or Reference()
         self._stops = stops.Stops(clock)
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
         """Runs every config to its outcome.
 
         Args:
-            configs: the configs by index; they start in this order.
+            configs: the configs by index; they start in this order, but for the function's defaults, which others are
+                compared with: they come first.
 
         Returns:
             What another route must settle; empty where this one settled all.
         """
         jobs = [_Job(index, config) for index, config in configs.items()]
+        self._reference.begin(configs.keys())
+        jobs.sort(key=lambda job: not (self._reference.is_awaited and self._reference.is_default(job.index)))
         self._pending.extend(jobs)
         self._unfinished = len(jobs)
         self._stops.begin()
@@ -321,6 +331,18 @@ class Scheduler:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
             return finals.Final()
 
+    def shapes(self) -> str:
+        """Says how what the function returns with its defaults differs, by shapes alone, from the reference.
+
+        Returns:
+            One sentence; empty where nothing differs, or where that cannot be known, whatever the reason.
+        """
+        limit_s = min(_SHAPES_S, self._plan.compile_timeout_s)
+        try:
+            return str(self._errand({"do": "shapes"}, self._reference.fds, limit_s=limit_s)["differs"] or "")
+        except (ErrandError, KeyError):
+            return ""
+
     def refer(self, fd: int) -> None:
         """Computes what the configs' outputs are to be compared with.
 
@@ -332,13 +354,16 @@ class Scheduler:
         """
         self._errand({"do": "refer"}, [fd], patience=1)
 
-    def _errand(self, task: dict[str, Any], fds: Sequence[int], *, patience: int) -> dict[str, Any]:
+    def _errand(
+        self, task: dict[str, Any], fds: Sequence[int], *, patience: int = 1, limit_s: float | None = None
+    ) -> dict[str, Any]:
         """Has a worker with a device do something that is no trial; one that fails is replaced once.
 
         Args:
             task: what to do.
             fds: descriptors that go with it.
             patience: how many configs' worth of time it may take.
+            limit_s: how many seconds it may take, if not so much.
 
         Returns:
             The worker's reply.
@@ -351,7 +376,8 @@ class Scheduler:
                 raise ErrandError("no device is left")
             self._stops.begin()
             try:
-                worker = self._send_on_errand(self._devices[0], task, fds, patience)
+                worker = self._send_on_errand(self._devices[0], task, fds)
+                worker.errand_s = limit_s or patience * (self._plan.compile_timeout_s + self._plan.timeout_s)
                 while worker.number in self._workers:
                     for event in self._sandbox.poll(self._until_next_deadline()):
                         self._handle(event)
@@ -395,7 +421,7 @@ class Scheduler:
             os.close(fd)
         self._kept.clear()
 
-    def _send_on_errand(self, state: _DeviceState, task: dict[str, Any], fds: Sequence[int], patience: int) -> _Worker:
+    def _send_on_errand(self, state: _DeviceState, task: dict[str, Any], fds: Sequence[int]) -> _Worker:
         while not state.lease.acquire(self._clock()):
             for event in self._sandbox.poll(_TICK_S):
                 self._handle(event)
@@ -409,7 +435,6 @@ class Scheduler:
             number = self._sandbox.start(task, fds=fds, environ=state.device.environ)
             worker = self._workers[number] = _Worker(number, None, state, 0.0)
         worker.idle, state.measuring = False, worker
-        worker.errand_s = patience * (self._plan.compile_timeout_s + self._plan.timeout_s)
         worker.deadline = self._clock() + STARTUP_DEADLINE_S
         return worker
 
@@ -430,6 +455,9 @@ class Scheduler:
         """Where compiling and measuring must alternate, decides whose turn it is."""
         if not self._plan.exclusive:
             return
+        if self._default_is_pending():
+            self._bursting = False
+            return
         waiting = len(self._waiting_to_measure())
         if not waiting:
             self._waiting_since = None
@@ -440,8 +468,15 @@ class Scheduler:
         elif waiting and not self._compiling():
             self._bursting = not self._pending or not self._has_room()
 
+    def _default_is_pending(self) -> bool:
+        """Whether what all others are to be compared with must yet be compiled, again perhaps."""
+        reference = self._reference
+        return reference.is_awaited and any(reference.is_default(job.index) for job in self._pending)
+
     def _has_room(self) -> bool:
         """Whether one more config may wait, compiled, for its turn to be measured."""
+        if self._default_is_pending():
+            return True
         waiting = len(self._waiting_to_measure()) + self._compiling()
         is_long = self._waiting_since is not None and self._clock() - self._waiting_since > _PARKED_S
         if waiting and (self._runs_alone() or (self._pending and self._pending[0].is_alone)):
@@ -458,7 +493,7 @@ class Scheduler:
             return False
         if self._plan.exclusive:
             return not self._measuring() and self._has_room()
-        return len(self._ready) < _MAX_READY
+        return len(self._ready) < _MAX_READY or self._default_is_pending()
 
     def _suspect_runs(self) -> bool:
         """Whether a config runs that was running when a template died: alone, so that nobody else is lost with it."""
@@ -529,6 +564,8 @@ class Scheduler:
     def _measure_on(self, state: _DeviceState) -> None:
         if state.measuring is not None or self._plan.compile_only:
             return
+        if self._reference.is_open and self._measuring():
+            return  # outputs that nobody knows to be right are compared one after another
         if self._plan.exclusive and (self._compiling() or not self._bursting):
             if not self._bursting:
                 state.lease.release()
@@ -540,10 +577,15 @@ class Scheduler:
 
     def _measure_parked(self, state: _DeviceState) -> None:
         """Has the next of the parked configs run: all run once, then those go on, fastest first, that may still win."""
-        parked = [worker for worker in self._workers.values() if worker.parked and worker.device is state]
+        parked = [
+            worker
+            for worker in self._workers.values()
+            if worker.parked and worker.device is state and self._may_be_compared(worker.job)
+        ]
         # Those that have run come after those that have not.
         for worker in sorted(parked, key=lambda worker: worker.run_ms or 0.0):
-            if worker.run_ms is not None and worker.job is not None and not worker.was_disturbed:
+            may_rule_out = not worker.was_disturbed and not self._reference.is_open
+            if worker.run_ms is not None and worker.job is not None and may_rule_out:
                 fastest_ms = min(ms for ms in (self._bar_ms, worker.run_ms) if ms is not None)
                 if measure.is_hopeless(
                     worker.own_ms,
@@ -567,7 +609,16 @@ class Scheduler:
         worker.job, worker.parked = None, False
         self._retire(worker)
 
+    def _may_be_compared(self, job: _Job | None) -> bool:
+        return not self._reference.is_awaited or (job is not None and self._reference.is_default(job.index))
+
     def _measure_apart(self, state: _DeviceState) -> None:
+        if self._reference.is_awaited:
+            default = next((job for job in self._ready if self._may_be_compared(job)), None)
+            if default is None:
+                return
+            self._ready.remove(default)
+            self._ready.appendleft(default)
         if not self._ready:
             state.lease.release()
         if self._ready and self._ready[0].needs_fresh:
@@ -630,12 +681,19 @@ class Scheduler:
             "load": not self._together,
             "checked": worker.run_ms is not None,
             "pause": self._together,
-            "bar_ms": self._bar_ms,
+            # The fastest of those that are wrong must not rule out the right ones.
+            "bar_ms": None if self._reference.is_open else self._bar_ms,
             "noise": [self._noise.samples, self._noise.disturbed],
             "last": last,
+            **self._reference.task(),
         }
-        fds = [worker.job.executable_fd, self._expected_fd]
-        self._sandbox.send(worker.number, task, fds if self._expected_fd >= 0 else fds[:1])
+        fds = [worker.job.executable_fd, *self._reference.fds]
+        _close_output(worker)
+        worker.offered = len(self._reference.fds)
+        if task["keeps"]:
+            worker.output_fd = spool.create("output")
+            fds.append(worker.output_fd)
+        self._sandbox.send(worker.number, task, fds)
 
     # Hearing
 
@@ -665,6 +723,10 @@ class Scheduler:
         worker.phase = Phase(message["phase"])
         if worker.job is not None and message["type"] == "phase":
             self._on_phase(worker.job.index, worker.phase.value)
+        if worker.job is not None and "group" in message:
+            group, fd = message["group"], worker.output_fd
+            self._reference.note(worker.job.index, group, offered=worker.offered, fd=fd)
+            _close_output(worker)
         match message["type"]:
             case "phase":
                 if (worker.compiling or worker.errand_s) and not worker.began:
@@ -686,6 +748,7 @@ class Scheduler:
                     worker.parked, worker.deadline = True, float("inf")
                 else:
                     self._keep_peak(worker)
+                    _protect_executable(worker.job)
                     self._ready.append(worker.job)
                     worker.job = None
                     # It ends by itself, unless the config has seen to it that it does not.
@@ -698,7 +761,8 @@ class Scheduler:
                 is_disturbed = bool(message["is_disturbed"])
                 worker.was_disturbed = worker.was_disturbed or is_disturbed
                 self._noise.add(1, int(is_disturbed))
-                self._fastest_first_ms = min(self._fastest_first_ms, worker.run_ms)
+                if worker.job is not None and worker.job.index != UNTUNED:
+                    self._fastest_first_ms = min(self._fastest_first_ms, worker.run_ms)
                 worker.held_s += self._clock() - worker.granted_at
                 worker.parked, worker.deadline, worker.device.measuring = True, float("inf"), None
             case "measured" if (
@@ -730,6 +794,7 @@ class Scheduler:
         first = self._programs.setdefault(program, job)
         if first is job:
             return
+        self._reference.join(job.index, first.index)
         worker.job, worker.compiling = None, False
         _close_executable(job)
         self._keep_peak(worker)
@@ -742,7 +807,8 @@ class Scheduler:
     def _finish_twin(self, job: _Job, first: _Job) -> None:
         trial, log = self._ended[first.index]
         self._twins[job.index] = first.index
-        same = f"the same program as {first.config}"
+        self._reference.join(job.index, first.index)
+        same = f"the same program as {'the defaults' if first.index == UNTUNED else first.config}"
         message = f"{same}: {trial.message}" if trial.message else same
         self._settle_as(job, dataclasses.replace(trial, config=job.config, message=message), log)
 
@@ -759,8 +825,8 @@ class Scheduler:
                 Outcome.SLOW,
                 f"at best {min(samples_ms):.4g} ms, where another config takes {self._bar_ms:.4g}",
             )
-        elif self._bar_ms is None or own_ms < self._bar_ms:
-            self._bar_ms = own_ms
+        elif job.index != UNTUNED and (self._bar_ms is None or own_ms < self._bar_ms):
+            self._bar_ms = own_ms  # not the defaults' where they cannot win: all others may be slower
         measured = {
             "time_ms": median_ms,
             "samples_ms": tuple(samples_ms),
@@ -781,9 +847,10 @@ class Scheduler:
     def _keep_executable(self, job: _Job, own_ms: float) -> None:
         """Keeps the fastest configs' executables for a comparison, where there are any."""
         if os.fstat(job.executable_fd).st_size:
+            _protect_executable(job)
             self._kept[job.index] = (own_ms, job.executable_fd)
             job.executable_fd = -1
-        if len(self._kept) > finals.MOST_FINALISTS:
+        if len(self._kept) > finals.MOST_FINALISTS + (UNTUNED in self._kept):
             slowest = max(self._kept, key=lambda index: self._kept[index])
             os.close(self._kept.pop(slowest)[1])
 
@@ -812,6 +879,7 @@ class Scheduler:
         self._forget_programs(unfits)
         for unfit in unfits:
             self._leftovers.unfit[unfit.index] = reason
+            self._reference.ended(unfit.index)
             self._unfinished -= 1
         self._pending.clear()
 
@@ -864,6 +932,7 @@ class Scheduler:
                 state.measuring = None
             if worker in state.bench:
                 state.bench.remove(worker)
+        _close_output(worker)
         del self._workers[worker.number]
         self._sandbox.forget(worker.number)
 
@@ -957,6 +1026,7 @@ class Scheduler:
 
     def _settle_as(self, job: _Job, trial: Trial, log: str) -> None:
         self._unfinished -= 1
+        self._reference.ended(job.index)
         if self._plan.target is not None and trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE:
             self._leftovers.unconfirmed[job.index] = (trial, log)
         else:
@@ -1116,8 +1186,7 @@ class Scheduler:
 
     def _foreign_files(self) -> set[memory.FileId]:
         """Returns the files in memory that no worker answers for."""
-        expected = {memory.file_id(self._expected_fd)} if self._expected_fd >= 0 else set()
-        return expected | self._sandbox.common_files()
+        return {*map(memory.file_id, self._reference.fds)} | self._sandbox.common_files()
 
     def _keep_peak(self, worker: _Worker) -> None:
         if worker.job is not None:
@@ -1174,3 +1243,16 @@ def _close_executable(job: _Job) -> None:
     if job.executable_fd >= 0:
         os.close(job.executable_fd)
         job.executable_fd = -1
+
+
+def _protect_executable(job: _Job) -> None:
+    """Lets nobody write any more to what a worker left there: others will load it."""
+    fd = job.executable_fd
+    job.executable_fd = spool.protect(fd)
+    os.close(fd)
+
+
+def _close_output(worker: _Worker) -> None:
+    if worker.output_fd >= 0:
+        os.close(worker.output_fd)
+        worker.output_fd = -1

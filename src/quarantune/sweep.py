@@ -84,7 +84,7 @@ def run(
         on_phase(index, "end")
 
     measured = dict(known or {})
-    judges = {"ref_fn": options.ref_fn, "check_fn": options.check_fn}
+    judges = {"ref_fn": options.ref_fn if callable(options.ref_fn) else None, "check_fn": options.check_fn}
     args, kwargs = supply.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
     companions = {name: fn for name, fn in judges.items() if fn is not None}
     originals = config_values.originals(configs.values())
@@ -103,7 +103,7 @@ def run(
                 f"{problem.name}: inside shard_map, a function that communicates between devices is tuned by workers "
                 f"only: unset QUARANTUNE_ISOLATION, or give its tunables by hand"
             )
-        return _run_here(packed, configs, measured, options, finish)
+        return _run_here(problem, packed, configs, measured, options, finish)
     _check_devices(problem, packed, options)
     _check_sizes(problem, configs)
     # Now, because it takes longer to start than what the routes need takes to be imported.
@@ -134,6 +134,7 @@ def run(
 
 
 def _run_here(
+    problem: Problem,
     packed: payload.PackedCall,
     configs: Mapping[int, Config],
     measured: Mapping[int, Trial],
@@ -144,9 +145,13 @@ def _run_here(
 
     worker_options = routes.worker_options(None, options)
     with _spooled(packed) as (_, arrays_fd):
-        in_process.run(packed.call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish)
-        final = in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options)
-        return routes.Swept(final)
+        reference, configs = routes.reference_for(problem, options, configs)
+        with contextlib.closing(reference):
+            in_process.run(
+                packed.call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish, reference=reference
+            )
+            final = in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options)
+            return routes.Swept(final, default_time_ms=reference.default_time_ms, complaint=reference.complaint())
 
 
 def _check_sizes(problem: Problem, configs: Mapping[int, Config]) -> None:

@@ -28,11 +28,15 @@ from quarantune import (
     inputs,
     manual_axes,
     measure,
+    on_device,
     payload,
+    pickling,
 )
+from quarantune.check import Tolerance
 from quarantune.config_values import restore
 from quarantune.devices import describe_jax_devices
 from quarantune.outcomes import Config, Outcome
+from quarantune.reference import INCOMPARABLE
 from quarantune.sandbox import spool
 from quarantune.waits import Taken, Watch
 
@@ -86,7 +90,9 @@ class Bench:
         self._options = options
         self._arguments: Arguments | None = None
         self._flush: clocks.Flush | None = None
-        self._expected: dict[str, Any] | None = None
+        self._expected: dict[int, dict[str, Any]] = {}
+        # Compiling the comparison takes a fresh CPU worker longer than numpy takes.
+        self._shortcut = None if options["platform"] in (None, "cpu") else on_device.Comparer()
         self._last_run: Taken | None = None
         self._jit: _jax_internals.JitOptions | None = None
         self._may_write = True  # a plain callable may write into its arguments
@@ -200,34 +206,133 @@ class Bench:
         expected = {"output": _on_host(jax.block_until_ready(ref_fn(*args, **kwargs)))}
         if self._options["check_grad"]:
             expected["gradients"] = _on_host(self._gradients(ref_fn, {}))
-        spool.write(fd, payload.dumps(expected))
+        spool.write(fd, pickling.dumps(expected))
 
-    def check(self, program: Program, *, expected_fd: int | None) -> None:
+    def shapes_differ(self, fd: int) -> str | None:
+        """Says how what the function returns with its defaults differs, by shapes alone, from the reference.
+
+        Args:
+            fd: holds what `refer` wrote.
+
+        Returns:
+            One sentence, or None where they may agree, or where JAX cannot trace the function with its defaults.
+        """
+        if self._jit is None or "check_fn" in self._call.companions:
+            return None
+        args, kwargs = inputs.call_as_structs(self._call)
+        jitted: Any = self._call.fn
+        try:
+            output = jitted.trace(*args, **kwargs).out_info
+        except Exception:
+            return None  # its configs may do better
+        return check.compare_shapes(output, pickling.loads(spool.read(fd))["output"])
+
+    def check(
+        self,
+        program: Program,
+        *,
+        references: Sequence[int] = (),
+        standard: int | None = None,
+        output_fd: int | None = None,
+    ) -> int | None:
         """Runs a program once and judges its output.
 
         Args:
             program: the program.
-            expected_fd: holds what `refer` wrote; None where there is no reference.
+            references: descriptors of what to compare with: what `refer` wrote, or outputs of other configs.
+            standard: which of them is right; None where that is not known.
+            output_fd: where to keep the output, for other configs, if it is like none of them; None to keep nothing.
+
+        Returns:
+            The position of the one that it agrees with, `len(references)` where it was kept, `INCOMPARABLE`, or None
+            where it is like none or was not compared.
 
         Raises:
             WrongResultError: the output, or a gradient, is not what it should be.
         """
-        if self._expected is None and expected_fd is not None:
-            self._expected = payload.loads(spool.read(expected_fd))
         output = self.run(program)
         check_fn = self._call.companions.get("check_fn")
-        if self._expected is None and check_fn is None:
-            return
-        expected = self._expected or {"output": None}
-        args, kwargs = self._materialize()
-        tolerance = check.Tolerance(**self._options["tolerance"])
-        reason = check.judge(output, expected["output"], args, kwargs, tolerance=tolerance, check_fn=check_fn)
+        if check_fn is not None or "ref_fn" in self._call.companions:
+            self._judge(program, output, references, check_fn)
+            return None
+        if not references and output_fd is None:
+            return None
+        return self._group(program, output, references, standard, output_fd)
+
+    def _judge(
+        self, program: Program, output: Any, references: Sequence[int], check_fn: Callable[..., Any] | None
+    ) -> None:
+        """Compares an output with what the author says is right."""
+        expected = self._expected_at(0, references[0]) if references else {"output": None}
+        args, kwargs = self._materialize() if check_fn is not None else ((), {})
+        reason = check.judge(
+            output,
+            expected["output"],
+            args,
+            kwargs,
+            tolerance=self._tolerance(),
+            check_fn=check_fn,
+            shortcut=self._shortcut,
+        )
         if reason is None and "gradients" in expected:
-            gradients = self._gradients(self._call.fn, program.config)
-            if (differs := check.compare(gradients, expected["gradients"], tolerance)) is not None:
-                reason = f"its gradients differ: {differs}"
+            reason = self._gradients_differ(self._gradients(self._call.fn, program.config), expected)
         if reason is not None:
             raise WrongResultError(reason)
+
+    def _group(
+        self, program: Program, output: Any, references: Sequence[int], standard: int | None, output_fd: int | None
+    ) -> int | None:
+        """Finds which output of another config this one agrees with."""
+        own = {"output": output if self._jit is not None else _arrays_alone(output)}
+        if not jax.tree.leaves(own):
+            return INCOMPARABLE
+        if self._options["check_grad"]:
+            own["gradients"] = self._gradients(self._call.fn, program.config)
+        wrong: str | None = None
+        group: int | None = None
+        for position in sorted(range(len(references)), key=lambda position: position != standard):
+            differs: str | None
+            try:
+                expected = self._expected_at(position, references[position])
+            except Exception as error:  # its config may have left anything
+                differs = f"the output to compare with cannot be read: {error!r}"
+            else:
+                differs = self._differs(own, expected)
+            if differs is None:
+                group = position
+                break
+            wrong = differs if position == standard else wrong
+        if group is None and output_fd is not None:
+            try:
+                spool.write(output_fd, pickling.dumps({name: _on_host(part) for name, part in own.items()}))
+            except TypeError as error:
+                print(f"its output cannot be compared with that of other configs: {error}")
+                return INCOMPARABLE
+            group = len(references)
+        if wrong is not None:
+            raise WrongResultError(f"it does not compute what the defaults do: {wrong}", group)
+        return group
+
+    def _differs(self, own: dict[str, Any], expected: dict[str, Any]) -> str | None:
+        reason = check.compare(
+            own["output"], expected["output"], self._tolerance(), shortcut=self._shortcut, same_dtypes=True
+        )
+        if reason is None and "gradients" in expected:
+            reason = self._gradients_differ(own["gradients"], expected)
+        return reason
+
+    def _gradients_differ(self, gradients: Any, expected: dict[str, Any]) -> str | None:
+        differs = check.compare(gradients, expected["gradients"], self._tolerance())
+        return None if differs is None else f"its gradients differ: {differs}"
+
+    def _tolerance(self) -> Tolerance:
+        return Tolerance(**self._options["tolerance"])
+
+    def _expected_at(self, position: int, fd: int) -> dict[str, Any]:
+        """Returns what a file holds; the same position is always the same file."""
+        if position not in self._expected:
+            self._expected[position] = pickling.loads(spool.read(fd))
+        return self._expected[position]
 
     def _gradients(self, fn: Callable[..., Any], config: Config) -> Any:
         args, kwargs = self.arguments()
@@ -408,7 +513,25 @@ class Bench:
 
 
 class WrongResultError(Exception):
-    """A config ran, and what it returned is not what it should be; the message says how."""
+    """A config ran, and what it returned is not what it should be; the message says how.
+
+    Attributes:
+        group: which output of another config it agrees with, as `Bench.check` says it.
+    """
+
+    def __init__(self, reason: str, group: int | None = None) -> None:
+        super().__init__(reason)
+        self.group = group
+
+
+def _arrays_alone(tree: Any) -> Any:
+    """Returns what a plain callable returned with its arrays, and None for all else: times, names, handles."""
+
+    def kept(leaf: Any) -> Any:
+        is_array = isinstance(leaf, (np.ndarray, jax.Array))
+        return leaf if is_array and not jnp.issubdtype(leaf.dtype, np.object_) else None
+
+    return jax.tree.map(kept, tree)
 
 
 def _on_host(tree: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import fcntl
 import os
 import struct
@@ -15,6 +15,7 @@ _MEMORY_SHARE = 4
 """A file may take one part in this many of the free memory; a larger one goes to the disk."""
 _LOG_CAP_BYTES = 1 << 20
 _LOG_KEPT_BYTES = 16 << 10
+_BLOCK_BYTES = 16 << 20
 
 
 def create(label: str, *, size_bytes: int = 0) -> int:
@@ -81,14 +82,35 @@ def read_parts(fd: int) -> list[bytes]:
 def protect(fd: int) -> int:
     """Returns a descriptor through which nobody can change the file, not even a config that knows its way about.
 
-    A file in memory is sealed, for good; one on the disk is only opened anew for reading.
+    A file in memory is sealed, for good, or copied where a process that can write to it has seen to it that it cannot
+    be; one on the disk is only opened anew for reading.
     """
-    with contextlib.suppress(OSError, AttributeError):
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    try:
+        _seal(fd)
+    except (OSError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EBUSY, errno.EPERM):
+            return _protected_copy(fd)
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return os.dup(fd)
+
+
+def _seal(fd: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+
+
+def _protected_copy(fd: int) -> int:
+    size_bytes = os.fstat(fd).st_size
+    copy = create("copy", size_bytes=size_bytes)
+    try:
+        start = 0
+        while block := os.pread(fd, min(_BLOCK_BYTES, size_bytes - start), start):
+            write(copy, block)
+            start += len(block)
+        return protect(copy)
+    finally:
+        os.close(copy)
 
 
 def create_log() -> int:

@@ -88,7 +88,10 @@ class Worker:
         except BaseException as error:  # a config may raise anything, SystemExit and KeyboardInterrupt too
             from quarantune import trial
 
-            self._send({"type": "failed", "outcome": trial.outcome_of(error, self._phase), **describe_error(error)})
+            about = describe_error(error)
+            if isinstance(error, trial.WrongResultError):
+                about |= {"traceback": "", "group": error.group}  # where we raise it is nobody's business
+            self._send({"type": "failed", "outcome": trial.outcome_of(error, self._phase), **about})
             return False
         finally:
             wire.close_all(fds)
@@ -120,9 +123,16 @@ class Worker:
                 return self._compile(bench, task, fds)
             case "measure":
                 program = self._load(bench, task["config"], fds[0]) if task["load"] else self._program
+                found: Message = {}
                 if not task["checked"]:
                     self._phase = "check"  # since it was told to: nobody needs to hear of it
-                    bench.check(program, expected_fd=fds[1] if len(fds) > 1 else None)
+                    end = 1 + task["references"]
+                    found["group"] = bench.check(
+                        program,
+                        references=fds[1:end],
+                        standard=task["standard"],
+                        output_fd=fds[end] if task["keeps"] else None,
+                    )
                     if task["pause"] and (run := bench.telling_run(program)) is not None:
                         # It may be out of the race already, which the scheduler knows.
                         return {
@@ -130,6 +140,7 @@ class Worker:
                             "run_ms": run.whole,
                             "own_ms": run.least,
                             "is_disturbed": run.is_disturbed,
+                            **found,
                         }
                 self._enter("measure")
                 noise = measure.Noise(*task["noise"])
@@ -143,7 +154,10 @@ class Worker:
                         pass
                     except OSError:  # there is no room for it, or it would be too large a file
                         os.ftruncate(fds[0], 0)
-                return {"type": "measured", **measured}
+                return {"type": "measured", **measured, **found}
+            case "shapes":
+                self._enter("check")
+                return {"type": "done", "differs": bench.shapes_differ(fds[0])}
             case "refer":
                 self._enter("check")
                 bench.refer(fds[0])

@@ -1,0 +1,121 @@
+"""Shows that a wrong config never wins, and what comparing every config with the function's defaults costs.
+
+Run it with `python examples/benchmarks/checks.py`; on a machine with a GPU it measures there. It fails where a wrong
+config wins or the comparison costs too much; on a busy machine the times say little.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import quarantune
+
+REPEATS = 20
+PAIRS = 7
+MOST_SHARE = 0.10
+MOST_MS = 10.0
+SIZE = 4096
+
+
+def example(name: str) -> Any:
+    """Returns one of the scripts beside this directory as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def covered(x, rows: int = 32):
+    """Returns the sine of x, of as many rows as blocks of so many rows cover."""
+
+    def fill(block, out):
+        part = jax.lax.dynamic_slice(x, (block * rows, 0), (rows, x.shape[1]))
+        return jax.lax.dynamic_update_slice(out, jnp.sin(part), (block * rows, 0))
+
+    return jax.lax.fori_loop(0, x.shape[0] // rows, fill, jnp.zeros_like(x))
+
+
+def wrong_wins() -> int:
+    """Returns how often the config that leaves a quarter of the rows out wins."""
+    tuned = quarantune.autotune({"rows": [32, 64, 192]}, rep=5)(jax.jit(covered, static_argnames=["rows"]))
+    x = jnp.ones((256, 256))
+    return sum(tuned.tune(x).best_config == {"rows": 192} for _ in range(REPEATS))
+
+
+def costs(fn: Any, space: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[float], list[float], int]:
+    """Returns the seconds of sweeps without and with the comparison, in turn, and how many configs ran."""
+    kinds = {None: quarantune.autotune(space, name="free", ref_fn=None)(fn)}
+    kinds["defaults"] = quarantune.autotune(space, name="compared")(fn)
+    seconds: dict[Any, list[float]] = {None: [], "defaults": []}
+    ran = 0
+    for pair in range(PAIRS + 1):
+        for kind, tuned in kinds.items():
+            started = time.perf_counter()
+            result = tuned.tune(*args, **kwargs)
+            if pair:  # the first pair pays for what is started once
+                seconds[kind].append(time.perf_counter() - started)
+            assert not set(result.failures) - {"slow"}, result.table()
+            ran = len(result.trials)
+    return seconds[None], seconds["defaults"], ran
+
+
+def scaled(x, passes: int = 1, sign: int = 1):
+    """Scales x in a few ways that come to the same."""
+    for _ in range(passes):
+        x = x * jnp.asarray(2.0 if sign > 0 else -2.0, x.dtype) / jnp.asarray(sign * 2.0, x.dtype)
+    return x
+
+
+def main() -> int:
+    """Prints what it finds, and returns how many bounds were exceeded."""
+    exceeded = 0
+    wins = wrong_wins()
+    print(f"a config that computes 192 rows of 256 lost {REPEATS - wins} of {REPEATS} times")
+    exceeded += wins > 0
+    if jax.default_backend() == "cpu":
+        matmul, attention = example("matmul").matmul.__wrapped__, example("attention").attention.__wrapped__
+        a, b = (jax.random.normal(jax.random.key(seed), (512, 512)) for seed in (0, 1))
+        heads = tuple(jax.random.normal(jax.random.key(seed), (4, 1024, 64)) for seed in range(3))
+        sizes = {"BM": [32, 64, 128], "BN": [32, 128], "BK": [32, 64]}
+        chunks = {"q_chunk": [16, 128, 1024], "k_chunk": [16, 128, 1024]}
+        for name, fn, space, args, kwargs in (
+            ("matmul", matmul, sizes, (a, b), {"interpret": True}),
+            ("attention", attention, chunks, heads, {}),
+        ):
+            free, compared, ran = costs(fn, space, args, kwargs)
+            share = statistics.median(compared) / statistics.median(free) - 1
+            print(
+                f"{name}: {ran} configs, {statistics.median(free):.2f} s without the comparison, "
+                f"{statistics.median(compared):.2f} s with it: {share:+.1%}"
+            )
+            exceeded += share > MOST_SHARE
+    else:
+        fn = jax.jit(scaled, static_argnames=["passes", "sign"])
+        x = jax.random.normal(jax.random.key(0), (SIZE, SIZE), jnp.float32)
+        free, compared, ran = costs(fn, {"passes": list(range(1, 17)), "sign": [1, -1]}, (x,), {})
+        ms = 1e3 * (statistics.median(compared) - statistics.median(free)) / ran
+        print(
+            f"{SIZE} x {SIZE}: {ran} configs, {statistics.median(free):.2f} s, and {ms:.1f} ms more for each compared"
+        )
+        exceeded += ms > MOST_MS
+    return exceeded
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as directory:
+        os.environ["QUARANTUNE_CACHE_DIR"] = directory
+        os.environ.setdefault("QUARANTUNE_PROGRESS", "0")
+        sys.exit(main())
