@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from quarantune.check import Tolerance, compare, gradients, judge, scalar_of
+from quarantune.check import Tolerance, compare, compare_shapes, gradients, judge, scalar_of
 
 EXACT = Tolerance(rtol=0, atol=0, max_mismatched_ratio=0)
 STRICT = Tolerance(rtol=1e-2, atol=1e-2, max_mismatched_ratio=0)
@@ -481,3 +481,12 @@ def test_the_scalar_is_the_same_every_time_and_leaves_other_leaves_out() -> None
     others = {"z1": 3, "z2": "text", "z3": jnp.arange(3), "z4": jax.random.key(0), "z5": None}
     assert float(scalar_of(tree | others)) == float(scalar_of(tree))
     assert float(scalar_of(others)) == 0
+
+
+def test_shapes_alone_say_what_can_never_agree() -> None:
+    struct = jax.ShapeDtypeStruct
+    like = {"a": struct((2, 3), jnp.bfloat16), "n": struct((), jnp.int32), "x": struct((), jnp.float32)}
+    assert compare_shapes(like, {"a": np.zeros((2, 3)), "n": 7, "x": 0.5}) is None
+    assert compare_shapes(like, {**like, "n": 0.5}) == "output['n'] is int32[], expected a Python float"
+    assert compare_shapes(like, {**like, "a": np.zeros(6)}) == "output['a'] is bfloat16[2, 3], expected float64[6]"
+    assert "the structure of output differs" in (compare_shapes(like, [1, 2, 3]) or "")

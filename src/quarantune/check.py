@@ -160,7 +160,7 @@ def compare_shapes(output: Any, expected: Any) -> str | None:
     if isinstance(pairs, str):
         return pairs
     for where, output_leaf, expected_leaf in pairs:
-        if not _is_comparable(output_leaf, expected_leaf):
+        if not _is_comparable(output_leaf, expected_leaf) and not _is_number_of(output_leaf, expected_leaf):
             return f"{where} is {_describe(output_leaf)}, expected {_describe(expected_leaf)}"
     return None
 
@@ -296,6 +296,14 @@ def _is_comparable(output: Any, expected: Any) -> bool:
         return True
     is_same_kind = any(_has_dtype(output, kind) and _has_dtype(expected, kind) for kind in _WIDTHS)
     return is_same_kind and output.shape == expected.shape
+
+
+def _is_number_of(output: Any, expected: Any) -> bool:
+    """Whether one of two leaves is a Python number, and the other a single number of its kind."""
+    return any(
+        type(mine) in _NUMBER_TYPES and getattr(its, "shape", None) == () and _has_dtype(its, _NUMBER_TYPES[type(mine)])
+        for mine, its in ((output, expected), (expected, output))
+    )
 
 
 def _describe(leaf: Any) -> str:
