@@ -1,4 +1,4 @@
-"""Tunes over configs that crash, hang, starve, vanish, flood, fork and scribble: the best still wins."""
+"""Tunes over configs that crash, hang, starve, vanish, flood, fork, stop and scribble: the best still wins."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import functools
 import mmap
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -79,6 +80,80 @@ def leave_a_grandchild(name: str) -> None:
         time.sleep(60)
 
 
+def starve_in_shared_memory() -> None:
+    """Takes memory that any process could share."""
+    how = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
+    taken = [mmap.mmap(-1, 64 << 20, flags=how) for _ in range(32)]
+    time.sleep(60 * len(taken))
+
+
+def starve_in_a_file_in_memory() -> None:
+    """Writes to a nameless file in memory, and maps none of it."""
+    balloon = os.memfd_create("balloon")
+    for _ in range(32):
+        os.write(balloon, bytes(64 << 20))
+    time.sleep(60)
+
+
+def starve_as_a_daemon() -> None:
+    """Has a process of another session, whose parent is gone, take the memory."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        if os.fork() == 0:
+            starve()
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(60)
+
+
+def share_with_a_pool() -> None:
+    """Has eight forks read 100 MB that they share, which is no misdeed."""
+    data = bytes(100 << 20)
+    children = [os.fork() or os._exit(data[-1]) for _ in range(8)]
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def become_another_program() -> None:
+    """Replaces its process."""
+    os.execv("/bin/true", ["true"])
+
+
+def stop_its_template() -> None:
+    """Stops the process that starts all others."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+
+
+def stop_itself() -> None:
+    """Stops its own process."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def turn_deaf() -> None:
+    """Ignores every signal that can be ignored, and sleeps."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    time.sleep(60)
+
+
+def kill_its_group() -> None:
+    """Kills whatever the kernel takes for its relatives."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def close_everything() -> None:
+    """Closes every descriptor."""
+    os.closerange(0, 1024)
+
+
+def deface_files() -> None:
+    """Truncates every nameless file that it has inherited: the call, its arrays, whatever it finds."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "quarantune-" in os.readlink(f"/proc/self/fd/{name}"):
+                os.truncate(f"/proc/self/fd/{name}", 0)
+
+
 TRACING, RUNNING = "while JAX traces it", "while it runs"
 # What each mode does, when, and which outcomes are right for it.
 MODES = {
@@ -99,6 +174,17 @@ MODES = {
     "flood": (flood, TRACING, {"ok", "slow"}),
     "flood forever": (flood_forever, RUNNING, {"timeout"}),
     "grandchild": (leave_a_grandchild, TRACING, {"ok", "slow"}),
+    "shared memory": (starve_in_shared_memory, TRACING, {"oom"}),
+    "file in memory": (starve_in_a_file_in_memory, TRACING, {"oom"}),
+    "daemon": (starve_as_a_daemon, TRACING, {"oom"}),
+    "pool": (share_with_a_pool, TRACING, {"ok", "slow"}),
+    "another program": (become_another_program, TRACING, {"crashed"}),
+    "stopped template": (stop_its_template, TRACING, {"ok", "slow"}),
+    "stopped": (stop_itself, RUNNING, {"timeout"}),
+    "deaf": (turn_deaf, TRACING, {"timeout"}),
+    "kill the group": (kill_its_group, RUNNING, {"crashed"}),
+    "close everything": (close_everything, TRACING, {"crashed"}),
+    "deface": (deface_files, TRACING, {"ok", "slow"}),
     "good again": (None, "", {"ok", "slow"}),
 }
 
