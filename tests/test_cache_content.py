@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -324,3 +327,50 @@ def test_a_sweep_measures_again_what_the_journal_says_in_wrong_types(
     ((found,),) = [list(by_key.values()) for by_key in stored.values()]
     assert found["time_ms"] > 0
     assert sum(found["trials"].values()) == 2
+
+
+# --- several users ------------------------------------------------------------------------------------------
+
+TWO_USERS = """
+import os, sys
+from pathlib import Path
+from quarantune.cache import Claim, Journal, Store
+place = Path(sys.argv[1])
+os.umask(0o022)
+
+def use(key):
+    Store(place).put("f", "cpu", key, {"config": {"n": 1}})
+    Journal(place, "f", "cpu", "one problem").append({"key": key})
+    with Claim(place, "f", "cpu", "one problem") as claim:
+        assert claim.try_acquire()
+
+use("one")
+if not (child := os.fork()):
+    try:
+        os.setgid(65534)
+        os.setuid(65534)
+        use("two")
+        os._exit(0)
+    finally:
+        os._exit(1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+use("three")
+print(sorted(Store(place).read("f")["cpu"]), len(Journal(place, "f", "cpu", "one problem").records()))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_a_second_user_of_a_directory_for_all_saves_what_it_finds() -> None:
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)
+        run = subprocess.run([sys.executable, "-c", TWO_USERS, place], capture_output=True, text=True, timeout=100)
+    assert (run.returncode, run.stdout.strip()) == (0, "['one', 'three', 'two'] 3"), run.stderr
+
+
+def test_files_of_a_directory_for_oneself_stay_ones_own(store: Store) -> None:
+    before = os.umask(0o022)
+    try:
+        store.put("f", "cpu", "k", ENTRY)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in store.directory.iterdir()} == {0o644}

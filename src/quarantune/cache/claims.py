@@ -108,7 +108,7 @@ class Claim:
         if self.held:
             return True
         try:
-            self._lock_path.parent.mkdir(parents=True, exist_ok=True)
+            content.make_shared(self._lock_path.parent)
             locked = self._try_lock()
             try:
                 return self._take(locked=locked)
@@ -219,7 +219,7 @@ class Claim:
         # Made in one step that fails if it is there; what it says is written, and later changed, through the
         # same descriptor, so that a holder which was taken for dead cannot write into its successor's claim.
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            fd = content.open_shared(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
         except FileExistsError:
             return False
         owner = Owner.this_process()
@@ -292,7 +292,7 @@ class Claim:
             os.close(rival_fd)
 
     def _open_lock(self) -> int:
-        return os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return content.open_shared(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
 
     def _unlock(self) -> None:
         self._locked = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -66,6 +67,27 @@ def check_regular(fd: int) -> None:
         raise NotAFileError(errno.EISDIR, "it is a directory")
     if not stat.S_ISREG(mode):
         raise NotAFileError(errno.EINVAL, "it is no regular file")
+
+
+def open_shared(path: Path, flags: int) -> int:
+    """Opens a file of ours, which whoever may write to its directory may then write to as well, whatever our umask."""
+    fd = os.open(path, flags, 0o666)
+    with contextlib.suppress(OSError):
+        found, directory = os.fstat(fd), path.parent.stat()
+        wanted = (0o060 if directory.st_mode & 0o020 else 0) | (0o006 if directory.st_mode & 0o002 else 0)
+        if found.st_uid == os.geteuid() and found.st_mode & wanted != wanted and stat.S_ISREG(found.st_mode):
+            os.fchmod(fd, stat.S_IMODE(found.st_mode) | wanted)
+    return fd
+
+
+def make_shared(directory: Path) -> None:
+    """Makes a directory below that of the cache, for those who may write to that one."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir()
+        with contextlib.suppress(OSError):
+            wanted = directory.parent.stat().st_mode & 0o022
+            directory.chmod(stat.S_IMODE(directory.stat().st_mode) | wanted)
 
 
 def free_name(path: Path) -> Path:

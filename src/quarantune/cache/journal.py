@@ -160,10 +160,10 @@ def _remove(paths: list[Path]) -> None:
 
 def _append_line(path: Path, line: bytes) -> None:
     try:
-        fd = os.open(path, _APPEND, 0o666)
+        fd = content.open_shared(path, _APPEND)
     except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, _APPEND, 0o666)
+        content.make_shared(path.parent)
+        fd = content.open_shared(path, _APPEND)
     try:
         content.check_regular(fd)
         # A line torn by a full disk has no end: one is put between, or it would swallow this record too.

@@ -331,9 +331,12 @@ def _typed_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        fix = "make the directory writable"
+        if isinstance(error, PermissionError) and os.access(path.parent, os.W_OK):
+            fix = "it belongs to another user, who can let others write to it and to the lock beside it (chmod a+w)"
         raise CacheWriteError(
-            f"nothing was saved in {str(path)!r} ({_reason(error)}): make the directory writable, or set "
-            "QUARANTUNE_CACHE_DIR to one that is"
+            f"nothing was saved in {str(path)!r} ({_reason(error)}): {fix}, or set QUARANTUNE_CACHE_DIR to one that is "
+            "writable"
         ) from error
     except _NewerSchemaError as error:
         raise CacheWriteError(str(error)) from None

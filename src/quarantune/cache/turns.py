@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError
 from quarantune.cache.owners import Owner
 
@@ -135,7 +136,7 @@ def side_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
 
 
 def _has_flock(path: Path) -> bool:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    fd = content.open_shared(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
@@ -159,7 +160,7 @@ def _announce(target: Path, *, deadline: float, timeout_s: float) -> Path:
     for attempt in itertools.count():
         token = f"{owner.host}-{owner.pid}-{owner.started}-{next(_serial)}"
         own = target.with_name(f".{target.name}.{token}.tmp")
-        os.close(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        os.close(content.open_shared(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
         try:
             other = _other_writer(target, own)
         except FileNotFoundError:
