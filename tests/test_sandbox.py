@@ -286,7 +286,15 @@ def start(sandbox: Sandbox, *, environ: dict[str, str] | None = None, last: bool
 
 def measure(sandbox: Sandbox, worker: Heard) -> None:
     fd = spool.create("executable")
-    once = {"load": False, "checked": False, "pause": False, "bar_ms": None, "noise": [0, 0], "last": True}
+    once = {
+        "load": False,
+        "checked": False,
+        "pause": False,
+        "bar_ms": None,
+        "noise": [0, 0],
+        "references": 0,
+        "last": True,
+    }
     task = {"do": "measure", "trial": 0, "config": {}, **once}
     sandbox.send(worker.number, task, [fd])
     os.close(fd)
