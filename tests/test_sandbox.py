@@ -293,6 +293,8 @@ def measure(sandbox: Sandbox, worker: Heard) -> None:
         "bar_ms": None,
         "noise": [0, 0],
         "references": 0,
+        "standard": None,
+        "keeps": False,
         "last": True,
     }
     task = {"do": "measure", "trial": 0, "config": {}, **once}
