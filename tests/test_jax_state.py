@@ -25,6 +25,7 @@ from quarantune import _jax_internals, jax_state
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
+SOURCE = Path(quarantune.__file__).parents[1]
 X = np.arange(4, dtype=np.float32)
 
 
@@ -48,7 +49,7 @@ def script(code: str, directory: Path) -> str:
         capture_output=True,
         text=True,
         timeout=300,
-        env=os.environ | {"PYTHONPATH": str(directory)},
+        env=os.environ | {"PYTHONPATH": f"{SOURCE}{os.pathsep}{directory}"},
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

@@ -71,6 +71,9 @@ NOT_OF_THE_CALL = frozenset(
         "jax_disable_jit",
         "jax_mutable_array_checks",
         "jax_no_execution",
+        # JAX sets these while it traces the body of a kernel, inside which no call is tuned.
+        "layout_tracing_mode",
+        "pallas_fuser_disable_nested_fuse",
         # How a program is profiled, and which file names it mentions.
         "jax_enable_pgle",
         "jax_hlo_source_file_canonicalization_regex",
