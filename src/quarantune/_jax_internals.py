@@ -11,6 +11,7 @@ import operator
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -136,6 +137,37 @@ class JitOptions:
         if self.compiler_options:
             options["compiler_options"] = dict(self.compiler_options)
         return jax.jit(plain, **options)
+
+
+_recompiled: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def with_compiler_options(fn: Any, options: Mapping[str, Any]) -> Any:
+    """Returns a jitted function with further options for the compiler: always the same one for the same options.
+
+    Args:
+        fn: the function.
+        options: the options; they win over those that `jax.jit` was given.
+    """
+    made = _recompiled.setdefault(fn, {})
+    described = tuple(sorted((name, type(value).__name__, value) for name, value in options.items()))  # True is 1
+    if described not in made:
+        own = jit_options(fn)
+        merged = tuple({**dict(own.compiler_options), **options}.items())
+        made.setdefault(described, dataclasses.replace(own, compiler_options=merged).rebuild(fn.__wrapped__))
+    return made[described]
+
+
+def without_compiler_options(fn: Any) -> Any:
+    """Returns a jitted function as JAX takes it inside of another: it refuses compiler options there."""
+    own = jit_options(fn)
+    return dataclasses.replace(own, compiler_options=()).rebuild(fn.__wrapped__) if own.compiler_options else fn
+
+
+def clear_caches(fn: Any) -> None:
+    """Forgets what was compiled of a jitted function, with whatever options."""
+    for each in (fn, *_recompiled.get(fn, {}).values()):
+        each.clear_cache()
 
 
 def jit_options(fn: Any) -> JitOptions:

@@ -26,6 +26,13 @@ class FrozenDict(dict[str, Any]):
     clear = pop = popitem = setdefault = update = _refuse
 
 
+COMPILER_OPTIONS = "compiler_options"
+"""The key of a config that holds options for XLA, where the function has no parameter of that name."""
+
+NO_OPTIONS = FrozenDict()
+"""The compiler options of a config without any, where others have some."""
+
+
 def freeze(value: Any) -> Any:
     """Returns a config value with lists turned into tuples and dicts into `FrozenDict`, so that jit can hash it."""
     if isinstance(value, (list, tuple)) and not is_tagged(value):

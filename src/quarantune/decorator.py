@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import numpy as np
 
-from quarantune import _jax_internals, assignments, differentiation, locks, naming, payload, space, suitable
+from quarantune import _jax_internals, assignments, binding, differentiation, locks, naming, payload, space, suitable
 from quarantune.options import Options, checked_options
 from quarantune.outcomes import Config
 from quarantune.result import TuningResult
@@ -38,7 +38,8 @@ def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Aut
     Args:
         configs: a list of dicts; or a dict of lists, which stands for the full grid in order; or a callable that is
             given a call's arguments (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts. A config that
-            lacks a key takes the function's default for it.
+            lacks a key takes the function's default for it. The key `compiler_options`, where it is no parameter, holds
+            a dict of XLA's options for that config, as `jax.jit` takes them; calls inside a trace run without them.
         **options: the fields of `Options`: `name`, `prune_fn`, `warmup`, `rep`, `compile_timeout` and `timeout` in
             seconds, `memory_limit` in bytes or as "8GB".
 
@@ -103,6 +104,7 @@ class Autotuned:
                 static_names=frozenset(self._jit_options.static_argnames),
                 fn_name=self.name,
             )
+            binding.check(fn, listed, name=self.name)
         self._configs = listed
         self._options = options
         self._array_type = _jax_internals.array_type()
@@ -163,11 +165,13 @@ class Autotuned:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the function with the best config, as `jax.jit(...).lower` does."""
-        return self._jitted.lower(*args, **kwargs, **self._config(args, kwargs))
+        jitted, config = binding.applied(self._jitted, self._config(args, kwargs))
+        return jitted.lower(*args, **kwargs, **config)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """Traces the function with the best config, as `jax.jit(...).trace` does."""
-        return self._jitted.trace(*args, **kwargs, **self._config(args, kwargs))
+        jitted, config = binding.applied(self._jitted, self._config(args, kwargs))
+        return jitted.trace(*args, **kwargs, **config)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs' shapes and dtypes, as `jax.jit(...).eval_shape` does; never tunes.
@@ -176,11 +180,12 @@ class Autotuned:
         keeps what it traces there for the calls that follow.
         """
         config = {} if self._resolver.tunables_given(args, kwargs) else self._resolver.lookup(args, kwargs)
-        return self._jitted.eval_shape(*args, **kwargs, **(config or {}))
+        keywords, _ = binding.split(self._jitted, config or {})
+        return self._jitted.eval_shape(*args, **kwargs, **keywords)
 
     def clear_cache(self) -> None:
         """Forgets what this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""
-        self._jitted.clear_cache()
+        _jax_internals.clear_caches(self._jitted)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds to an instance, as a function does."""
@@ -219,7 +224,7 @@ class Autotuned:
             config = self._resolver.config(args, kwargs)
             if config is None:
                 return self.__wrapped__(*args, **kwargs)  # untuned for now: another job may tune it any time
-            bound = functools.partial(self.__wrapped__, **config)
+            bound = binding.bind(self.__wrapped__, config)
             if key is None and not self._options.time_grad:
                 differentiation.explain_failure(self._jitted, config, args, kwargs, name=self.name)
         if key is not None:

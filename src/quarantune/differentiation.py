@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quarantune import _jax_internals
+from quarantune import _jax_internals, binding
 
 
 def with_gradient(jitted: Any) -> Any:
@@ -24,10 +24,11 @@ def with_gradient(jitted: Any) -> Any:
         jitted: what `jax.jit` returned. The arguments that it donates are not donated.
     """
     options = dataclasses.replace(_jax_internals.jit_options(jitted), donate_argnums=(), donate_argnames=())
+    inner = _jax_internals.without_compiler_options(jitted)
 
     @functools.wraps(jitted.__wrapped__)
     def trained(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-        return _output_and_gradients(jitted, options, args, kwargs)
+        return _output_and_gradients(inner, options, args, kwargs)
 
     return options.rebuild(trained)
 
@@ -86,9 +87,10 @@ def explain_failure(
 
     structs, named = jax.tree.map(struct, (args, dict(kwargs)))
     trained = with_gradient(jitted)
+    keywords, _ = binding.split(jitted, dict(config))
     with _jax_internals.outside_of_traces():
         try:
-            trained.eval_shape(*structs, **named, **config)
+            trained.eval_shape(*structs, **named, **keywords)
             return
         except Exception as error:
             failure = error

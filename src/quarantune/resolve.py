@@ -22,6 +22,7 @@ import jaxlib.version
 from quarantune import (
     _jax_internals,
     assignments,
+    binding,
     cache,
     discovery,
     environment,
@@ -38,7 +39,7 @@ from quarantune import (
 )
 from quarantune._version import __version__
 from quarantune.cache import CacheWriteError, Claim, Entry, Fingerprint, Journal, Store
-from quarantune.config_values import encode, freeze, text_of
+from quarantune.config_values import COMPILER_OPTIONS, NO_OPTIONS, encode, freeze, text_of
 from quarantune.environment import Settings
 from quarantune.manual_axes import Axes
 from quarantune.options import Options
@@ -343,6 +344,7 @@ class Resolver:
             fn_name=self.name,
             need_defaults=self._need_defaults,
         )
+        binding.check(self.fn, configs, name=self.name)
 
     def _tunable_names(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> frozenset[str]:
         if not self._tunables:  # a callable space, whose keys show with its first use
@@ -847,7 +849,8 @@ class _Run:
     def _untuned(self) -> Config | None:
         """Returns the config that leaves all to the function's own defaults; None where they are not for this call."""
         default, empty = self._default_index(), inspect.Parameter.empty
-        tunables = [self._resolver.parameters.get(name) for name in self._configs[0]]
+        keywords, _ = binding.split(self._resolver.fn, self._configs[0])
+        tunables = [self._resolver.parameters.get(name) for name in keywords]
         if any(tunable is None or tunable.default is empty for tunable in tunables):
             return None
         is_pruned = default in self._trials and self._trials[default].outcome is Outcome.PRUNED
@@ -857,6 +860,8 @@ class _Run:
         """Returns where the function's own defaults are among the configs, or None."""
         parameters = self._resolver.parameters
         defaults = {name: freeze(parameters[name].default) for name in self._configs[0] if name in parameters}
+        if COMPILER_OPTIONS in self._configs[0]:
+            defaults.setdefault(COMPILER_OPTIONS, NO_OPTIONS)
         return next((index for index, config in enumerate(self._configs) if _same(config, defaults)), None)
 
     def _entry(self, best: Trial, trials: Sequence[Trial], default_time_ms: float | None = None) -> Entry:
@@ -901,7 +906,7 @@ class _Run:
             executable=executable,
             call=without_arrays(self._args, self._kwargs),
             structs=as_structs(self._args, self._kwargs),
-            fn=functools.partial(self._resolver.fn, **config),
+            fn=binding.bind(self._resolver.fn, config),
         )
 
 

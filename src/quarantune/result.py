@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune import report
+from quarantune import binding, report
 from quarantune.cache import content
 from quarantune.config_values import encode, originals, restore
 from quarantune.outcomes import Config, Trial, count_outcomes
@@ -90,11 +90,12 @@ class TuningResult:
                 "shapes are not saved with a result: lower its function for yours, "
                 "as in jax.jit(result.fn).lower(x).compile().as_text()"
             )
-        fn = self.fn.func if isinstance(self.fn, functools.partial) else self.fn
+        fn = binding.function_of(self.fn)
         if not hasattr(fn, "lower"):
             raise TypeError(f"{fn!r} is not jitted, so there is no text of a compiled program")
         args, kwargs = self.structs
-        return str(fn.lower(*args, **kwargs, **self.best_config).compile().as_text())
+        jitted, config = binding.applied(fn, self.best_config)
+        return str(jitted.lower(*args, **kwargs, **config).compile().as_text())
 
     def table(self, *, width: int = 80, flops: float | None = None, bytes: float | None = None) -> str:
         """Returns the trials as a table, the winner marked with a star.
@@ -140,7 +141,7 @@ class TuningResult:
                 "is from, or load it with trusted=True and save that"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        plain = self.fn.func if isinstance(self.fn, functools.partial) else getattr(self.fn, "__wrapped__", self.fn)
+        plain = binding.function_of(self.fn)
         parts = {
             _FUNCTION: payload.dumps(
                 (plain, self.call, originals([self.best_config, *self.tie, *(trial.config for trial in self.trials)]))
@@ -218,7 +219,7 @@ class TuningResult:
         plain, call, *rest = payload.loads(contents[_FUNCTION])  # results of old hold no config values
         values = rest[0] if rest else {}
         best = restore(self.best_config, values)
-        fn: Callable[..., Any] = functools.partial(plain, **best)
+        fn: Callable[..., Any] = binding.bind(plain, best)
         executable = contents.get(_WINNER)
         if executable is not None:
             here = discovery.platform_and_kind(None)[1]

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from quarantune.config_values import FrozenDict, field_names, is_tagged, text_of
+from quarantune.config_values import COMPILER_OPTIONS, NO_OPTIONS, FrozenDict, field_names, is_tagged, text_of
 from quarantune.outcomes import Config, ConfigValue
 from quarantune.texts import did_you_mean, shown
 
@@ -134,6 +134,8 @@ def check_parameters(
     """
     tunable = {name: item for name, item in parameters.parameters.items() if item.kind in _BY_KEYWORD}
     examples = _examples(configs)
+    if COMPILER_OPTIONS not in parameters.parameters:
+        examples = {key: example for key, example in examples.items() if key != COMPILER_OPTIONS}
     for key, example in examples.items():
         if key in parameters.parameters and key not in tunable:
             raise TypeError(
@@ -177,6 +179,11 @@ def check_keywords(configs: Sequence[Config], *, parameters: inspect.Signature, 
         return
     by_keyword = {item.name for item in items if item.kind in _BY_KEYWORD}
     for key in _examples(configs):
+        if key == COMPILER_OPTIONS and key not in by_keyword:
+            raise TypeError(
+                f"{fn_name}: configs have {COMPILER_OPTIONS}, and {fn_name} is not jitted: put jax.jit on it, or "
+                f"make {COMPILER_OPTIONS!r} a parameter of {fn_name}, to do with it what it means there."
+            )
         if key not in by_keyword:
             raise TypeError(
                 f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters} that can be passed by keyword."
@@ -252,6 +259,8 @@ def _completed(configs: list[Config], parameters: inspect.Signature | None, fn_n
 def _default(name: str, parameters: inspect.Signature | None, where: str) -> ConfigValue:
     assert parameters is not None
     parameter = parameters.parameters.get(name)
+    if parameter is None and name == COMPILER_OPTIONS:
+        return NO_OPTIONS
     if parameter is None or parameter.kind not in _BY_KEYWORD:
         by_keyword = [item.name for item in parameters.parameters.values() if item.kind in _BY_KEYWORD]
         raise TypeError(

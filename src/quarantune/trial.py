@@ -20,6 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSha
 from quarantune import (
     _jax_internals,
     assignments,
+    binding,
     check,
     clocks,
     differentiation,
@@ -33,7 +34,7 @@ from quarantune import (
     pickling,
 )
 from quarantune.check import Tolerance
-from quarantune.config_values import restore
+from quarantune.config_values import restore, text_of
 from quarantune.devices import describe_jax_devices
 from quarantune.outcomes import Config, Outcome
 from quarantune.reference import INCOMPARABLE
@@ -142,13 +143,14 @@ class Bench:
         config = restore(config, self._call.config_values)
         start = time.perf_counter()
         if self._jit is None:
-            return Program(config, functools.partial(self._call.fn, **config), 0.0)
+            return Program(config, binding.bind(self._call.fn, config), 0.0)
         if target is not None:
             compiled = self._compile_deviceless(config, target, announce)
         else:
             args, kwargs = inputs.call_as_structs(self._call) if away else self.arguments()
-            lowered = self._jitted.trace(*args, **kwargs, **config).lower()
-            calls_back = self._announce(lowered, announce)
+            jitted, keywords = binding.applied(self._jitted, config)
+            lowered = jitted.trace(*args, **kwargs, **keywords).lower()
+            calls_back = self._announce(lowered, config, announce)
             with _jax_internals.compilation_cache_in_memory({}, named=self._options["compilation_cache"]) as cache:
                 compiled = lowered.compile()
             for_cache = {} if self._options.get("time_grad") else cache.programs  # the caller compiles another program
@@ -338,6 +340,9 @@ class Bench:
         args, kwargs = self.arguments()
         static = self._jit or _jax_internals.JitOptions()
         positions = [index for index in range(len(args)) if static.is_static_position(index, len(args))]
+        if self._jit is not None and _jax_internals.is_jitted(fn):
+            config, _ = binding.split(fn, config)  # with which JAX differentiates nothing
+            fn = _jax_internals.without_compiler_options(fn)
         bound = functools.partial(fn, **config) if config else fn
         return check.gradients(bound, args, kwargs, static_argnums=positions, static_argnames=static.static_argnames)
 
@@ -439,12 +444,12 @@ class Bench:
                 warm_ms[position] = samples_ms
         return rounds_ms, warm_ms
 
-    def _announce(self, lowered: Any, announce: Callable[[str], None]) -> bool:
+    def _announce(self, lowered: Any, config: Config, announce: Callable[[str], None]) -> bool:
         """Tells a lowered program's hash, which configs have in common that lower to the same one.
 
         A program that calls back into Python says where in a table the function is, not which: its text tells nothing.
         Neither does it tell of the gradients, where those are to be checked. Nor does it say all of what it takes and
-        gives.
+        gives, nor the compiler's options.
 
         Returns:
             Whether it calls back into Python.
@@ -452,7 +457,9 @@ class Bench:
         text, interface = lowered.as_text(), _jax_internals.interface(lowered)
         calls_back = "callback" in text
         if not calls_back and not self._options["check_grad"] and interface is not None:
-            announce(hashlib.sha256(f"{interface} {text}".encode()).hexdigest())
+            _, compiler_options = binding.split(self._jitted, config)
+            whole = f"{interface} {text_of(compiler_options)} {text}"
+            announce(hashlib.sha256(whole.encode()).hexdigest())
         return calls_back
 
     def dynamic(self, arguments: Arguments) -> Arguments:
@@ -503,11 +510,12 @@ class Bench:
     ) -> Callable[..., Any]:
         with _abstract_device(target) as sharding:
             args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
-            traced = self._jitted.trace(*args, **kwargs, **config)
+            jitted, keywords = binding.applied(self._jitted, config)
+            traced = jitted.trace(*args, **kwargs, **keywords)
             if reason := why_device_is_needed(traced.jaxpr.jaxpr):
                 raise NeedsDeviceError(reason)
             lowered = traced.lower(lowering_platforms=(target["platform"],))
-            self._announce(lowered, announce)
+            self._announce(lowered, config, announce)
             compiled: Callable[..., Any] = lowered.compile()
             return compiled
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from quarantune import naming, space, suitable
+from quarantune import binding, naming, space, suitable
 from quarantune.config_values import text_of
 from quarantune.options import Options, checked_options
 from quarantune.problem import describe_function
@@ -123,7 +122,7 @@ def compile_configs(
     functions: dict[str, Callable[..., Any] | None] = {}
     for config, (trial, executable) in zip(expanded, compiled, strict=True):
         # It may compile and yet be unable to leave its worker.
-        function: Callable[..., Any] | None = functools.partial(fn, **config)
+        function: Callable[..., Any] | None = binding.bind(fn, config)
         if executable:
             with contextlib.suppress(ValueError):  # a config may have written anything there
                 function = Winner(fn, config, executable_data.loads(executable), args=args, kwargs=kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from quarantune import _jax_internals, executable_data, locks
+from quarantune import _jax_internals, binding, executable_data, locks
 from quarantune.outcomes import Config
 from quarantune.problem import is_array
 
@@ -46,7 +46,8 @@ class Winner:
         """
         functools.update_wrapper(self, fn)
         self.config = config
-        self._bound = functools.partial(fn, **config)
+        self._bound = binding.bind(fn, config)
+        self._jitted, self._keywords = binding.applied(fn, config)
         self._jit = _jax_internals.jit_options(fn)
         dynamic, self._statics = self._split(args, kwargs)
         self._read: executable_data.Loaded | None = None
@@ -66,8 +67,7 @@ class Winner:
             if self._call is None:
                 assert self._read is not None
                 # Its outputs hold classes, which only the function can name: it is traced, as by any first call.
-                function: Any = self._bound.func
-                out_tree = function.trace(*args, **kwargs, **self.config).out_tree
+                out_tree = self._jitted.trace(*args, **kwargs, **self._keywords).out_tree
                 self._call = self._read.with_trees(_tree((dynamic_args, dynamic_kwargs)), out_tree)
             leaves = jax.tree.leaves((dynamic_args, dynamic_kwargs))
             if [jax.typeof(leaf).weak_type for leaf in leaves] != self._weak:
