@@ -84,11 +84,16 @@ def nothing_is_left() -> Iterator[None]:
     The template must run before, as it is allowed to stay.
     """
     assert running_templates(), "start the template first: it may stay, and would look like a leftover"
-    before, place = _belongings(), (os.getcwd(), dict(os.environ), list(sys.path))
+    before, place = _belongings(), _place()
     yield
     assert not strays()
     assert eventually(lambda: _belongings() == before), _differences(before, _belongings())
-    assert (os.getcwd(), dict(os.environ), list(sys.path)) == place
+    assert _place() == place, _differences(place, _place())
+
+
+def _place() -> dict[str, object]:
+    variables = {f"${name}": value for name, value in os.environ.items()}
+    return {"directory": os.getcwd(), "sys.path": list(sys.path), **variables}
 
 
 def _belongings() -> dict[str, object]:
@@ -110,4 +115,5 @@ def _names(directory: Path) -> list[str]:
 
 
 def _differences(before: dict[str, object], after: dict[str, object]) -> str:
-    return "; ".join(f"{name}: {before[name]} -> {after[name]}" for name in before if before[name] != after[name])
+    names = [name for name in before | after if before.get(name) != after.get(name)]
+    return "; ".join(f"{name}: {before.get(name)} -> {after.get(name)}" for name in names)

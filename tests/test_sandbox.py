@@ -53,7 +53,8 @@ def say_who_i_am(x, path):
          path_entry="path", mark="QUARANTUNE_SANDBOX" in os.environ, extra=os.environ.get("EXTRA"),
          preallocate=os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE"), stdin=os.read(0, 10).decode(),
          oom=Path("/proc/self/oom_score_adj").read_text().strip(), main="__main__" in sys.modules,
-         fds=len(os.listdir("/proc/self/fd")))
+         fds=[target for link in Path("/proc/self/fd").iterdir() if link.exists()
+              and not (target := os.readlink(link)).endswith("/schedstat")])
 
 def say_what_signals_do(x, path):
     ignored = [number for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
@@ -362,7 +363,7 @@ def test_a_worker_lives_in_a_world_of_its_own(
     assert facts["stdin"] == ""
     assert facts["oom"] == "1000"
     assert facts["cwd"] == str(tmp_path)
-    assert facts["fds"] < 20
+    assert len(facts["fds"]) < 15, "and its own threads' times, as many as it has threads"
     assert "EXTRA" not in os.environ
     assert template.MARK not in os.environ
 

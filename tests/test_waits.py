@@ -106,3 +106,25 @@ def test_a_watch_leaves_no_descriptor_open() -> None:
     with Watch(spins=False) as watch:
         watch.time(lambda: spin(0.001))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_many_threads_are_all_watched_and_cost_few_descriptors() -> None:
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait) for _ in range(200)]
+    before = len(os.listdir("/proc/self/fd"))
+    with Watch(spins=False) as watch:
+        if not watch.read():
+            pytest.skip("this system does not tell how long threads wait for a CPU")
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(2):
+                times = watch.read()
+                assert {str(thread.native_id) for thread in threads} <= times.keys()
+                assert len(os.listdir("/proc/self/fd")) < before + 100
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+        watch.read()
+        assert len(os.listdir("/proc/self/fd")) < before + 20, "those of threads that have ended are closed"

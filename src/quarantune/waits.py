@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 _THREADS = "/proc/self/task"
+_MOST_HELD = 64
+"""Files kept open, which saves opening them for each run; those of further threads leave the work its descriptors."""
 _NEGLIGIBLE = 0.1
 """Waits below this share of a run are left in it: to be woken takes a while on a quiet machine, too."""
 _DISTURBED = 0.25
@@ -103,18 +105,25 @@ class Watch:
 
     def read(self) -> dict[str, ThreadTimes]:
         """Returns what each thread of this process has run and waited until now."""
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(_THREADS):
-                if thread not in self._files:
-                    with contextlib.suppress(OSError):
-                        self._files[thread] = os.open(f"{_THREADS}/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         times = {}
         for thread, fd in list(self._files.items()):
             try:
-                ran, waited, *_ = os.pread(fd, 64, 0).split()
-                times[thread] = ThreadTimes(int(ran), int(waited))
+                times[thread] = _times(fd)
             except (OSError, ValueError):  # it has ended
                 os.close(self._files.pop(thread))
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(_THREADS):
+                if thread in times:
+                    continue
+                with contextlib.suppress(OSError, ValueError):
+                    fd = os.open(f"{_THREADS}/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+                    try:
+                        times[thread] = _times(fd)
+                        if len(self._files) < _MOST_HELD:
+                            self._files[thread] = fd
+                    finally:
+                        if self._files.get(thread) != fd:
+                            os.close(fd)
         return times
 
     def _taken(
@@ -131,3 +140,8 @@ class Watch:
         least_s = max(0.0, whole_s - waited_s)
         own_s = max(busiest_s, least_s)
         return Taken(whole_s, own_s, least_s if self._spins else own_s)
+
+
+def _times(fd: int) -> ThreadTimes:
+    ran, waited, *_ = os.pread(fd, 64, 0).split()
+    return ThreadTimes(int(ran), int(waited))
