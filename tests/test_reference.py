@@ -381,3 +381,14 @@ def test_on_the_device_the_same_is_found_as_on_the_host(name: str, got: Any, wan
     assert said == check.compare(got, np.asarray(wanted), tolerance)
     is_float = jnp.issubdtype(got.dtype, jnp.floating)
     assert (asked[0] is not None) == (got.size > 0 and (is_float or (said is None and name != "whole off")))
+
+
+def test_a_prepared_comparison_compiles_nothing_and_carries_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    comparer, tolerance = on_device.Comparer(), Tolerance()
+    wanted = np.arange(24, dtype=np.float16).reshape(4, 6)
+    comparer.prepare({"a": wanted, "b": "no array"}, tolerance)
+    compiled = on_device._count._cache_size()
+    got = jnp.asarray(wanted)
+    monkeypatch.setattr(on_device.jax, "device_put", None)
+    assert comparer(got, wanted, tolerance) == check.Mismatches(0)
+    assert on_device._count._cache_size() == compiled

@@ -46,6 +46,14 @@ class Comparer:
         except jax.errors.JaxRuntimeError:
             return None  # there is too little memory, most likely
 
+    def prepare(self, expected: Any, tolerance: Tolerance) -> None:
+        """Carries to the device what outputs will be compared with, and compiles their comparison."""
+        for wanted in jax.tree.leaves(expected):
+            if isinstance(wanted, np.ndarray) and wanted.size:
+                there = jax.device_put(wanted)
+                self._there[id(wanted)] = (wanted, there)
+                self(there, wanted, tolerance)
+
     def _carried(self, wanted: Any, got: jax.Array) -> jax.Array:
         kept = self._there.get(id(wanted))
         if kept is None:

@@ -654,7 +654,7 @@ class Scheduler:
 
     def _start_measuring_worker(self, state: _DeviceState) -> None:
         task = {"do": "prepare", "trial": None, "options": self._plan.options}
-        number = self._sandbox.start(task, environ=state.device.environ)
+        number = self._sandbox.start(task, fds=self._reference.fds, environ=state.device.environ)
         worker = _Worker(number, None, state, self._clock() + STARTUP_DEADLINE_S, is_ahead=self._load_of(state) > 0)
         self._workers[number] = worker
         state.bench.append(worker)

@@ -113,7 +113,7 @@ class Worker:
         bench: trial.Bench = self._bench
         match task["do"]:
             case "prepare":
-                bench.prepare()
+                bench.prepare(fds)
                 return {"type": "ready", "modules": self._new_modules()}
             case "warm":
                 with contextlib.suppress(Exception):  # the config that comes will meet it again, and tell
