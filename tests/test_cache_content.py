@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 import quarantune
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Claim, Journal, Store
+from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Claim, Journal, Store, content
 from quarantune.outcomes import Outcome, Trial
 
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"n": 1}, "time_ms": 0.5, "fingerprint": {}, "versions": {}}
@@ -374,3 +375,27 @@ def test_files_of_a_directory_for_oneself_stay_ones_own(store: Store) -> None:
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in store.directory.iterdir()} == {0o644}
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_reading_a_large_file_leaves_the_garbage_collector_alone(is_enabled: bool) -> None:
+    large = json.dumps([{"entry": {}} for _ in range(100_000)]).encode()
+    rounds: list[str] = []
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        rounds.append(phase)
+
+    was_enabled = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    gc.callbacks.append(note)
+    try:
+        value = content.decode(large)
+        seen = len(rounds)
+        with pytest.raises(ValueError, match="NaN is not JSON"):
+            content.decode(large[:-1] + b", NaN]")
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.callbacks.remove(note)
+        (gc.enable if was_enabled else gc.disable)()
+    assert len(value) == 100_000
+    assert seen <= 2  # the start and the stop of one round, once it is on again

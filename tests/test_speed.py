@@ -51,7 +51,7 @@ def test_a_cached_call_costs_at_most_1_3_times_the_jitted_function_called_by_han
     def add(x: Any, y: Any, n: int = 1) -> Any:
         return x + n * y
 
-    tuned = quarantune.autotune([{"n": 2}], warmup=0, rep=1)(add)
+    tuned = quarantune.autotune([{"n": 2}], warmup=0, rep=1, ref_fn=None)(add)
     by_hand = functools.partial(add, n=2)
     x, y = jnp.ones(8), jnp.ones(8)
     tuned(x, y)
@@ -137,7 +137,7 @@ def test_in_a_cache_of_10_000_entries_a_first_look_up_and_a_write_are_quick(tmp_
 
 
 def trivial(count: int) -> quarantune.Autotuned:
-    @quarantune.autotune([{"n": n} for n in range(count)], warmup=0, rep=3)
+    @quarantune.autotune([{"n": n} for n in range(count)], warmup=0, rep=3, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def add(x: Any, n: int = 0) -> Any:
         return x + n
@@ -189,7 +189,9 @@ def test_a_config_costs_the_callers_process_little_cpu() -> None:
         import jax, numpy as np, quarantune
 
         def trivial(count):
-            @quarantune.autotune([{"n": n} for n in range(count)], warmup=0, rep=3, name=f"trivial-{count}")
+            configs = [{"n": n} for n in range(count)]
+
+            @quarantune.autotune(configs, warmup=0, rep=3, ref_fn=None, name=f"trivial-{count}")
             @functools.partial(jax.jit, static_argnames=["n"])
             def add(x, n=0):
                 return x + n

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 from quarantune.cache.owners import Owner
@@ -21,6 +23,10 @@ LARGEST_CLAIM_BYTES = 1 << 16
 LARGEST_FAILURE_BYTES = 1 << 26
 _DEEPEST = 100
 _LONGEST_TEXT = 1 << 20
+_LARGE_BYTES = 1 << 18
+_CONTAINERS = frozenset({dict, list})
+_TEXTS = frozenset({str})
+_OF_TEXTS = ("fingerprint", "versions")
 LONGEST_WORST_CASE_S = 24 * 3600.0
 """A holder that means to be silent for longer is none that anybody should wait for."""
 
@@ -105,21 +111,40 @@ def decode(content: bytes) -> Any:
     Raises:
         ValueError: it is no JSON, holds NaN or infinity, or is nested more deeply than anything of ours.
     """
-    try:
-        value = json.loads(content, parse_constant=_refuse_constant)
-    except RecursionError as error:
-        raise ValueError(str(error)) from None
-    layer, depth = [value], 0
-    while layer := [item for outer in layer for item in _items(outer)]:
-        depth += 1
-        if depth > _DEEPEST:
-            raise ValueError(f"it is nested more than {_DEEPEST} deep")
+    with _uncollected() if len(content) > _LARGE_BYTES else contextlib.nullcontext():
+        try:
+            value = json.loads(content, parse_constant=_refuse_constant)
+        except RecursionError as error:
+            raise ValueError(str(error)) from None
+        _check_depth(value)
     return value
 
 
-def _items(value: Any) -> Iterator[Any]:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return (item for item in inner if isinstance(item, (dict, list)))
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keeps the garbage collector from running, which would walk over all of JAX's objects for each part read."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _check_depth(value: Any) -> None:
+    # One comprehension for each depth: a cache of ten thousand entries holds a hundred thousand dicts.
+    layer: list[Any] = [value] if type(value) in _CONTAINERS else []
+    for _ in range(_DEEPEST + 1):
+        layer = [
+            item
+            for outer in layer
+            for item in (outer.values() if type(outer) is dict else outer)
+            if type(item) in _CONTAINERS
+        ]
+        if not layer:
+            return
+    raise ValueError(f"it is nested more than {_DEEPEST} deep")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -136,11 +161,10 @@ def faults(entry: dict[str, Any]) -> Iterator[str]:
     if time_ms is not None and not is_plausible_ms(time_ms):
         yield f"its time_ms is {_shown(time_ms)}, not a time"
     for name in ("fingerprint", "versions", "trials", "space"):
-        if not isinstance(entry.get(name), (dict, type(None))):
-            yield f"its {name} is {_shown(entry[name])}, not a dict"
-    for name in ("fingerprint", "versions"):
         values = entry.get(name)
-        if isinstance(values, dict) and not all(isinstance(value, str) for value in values.values()):
+        if not isinstance(values, (dict, NoneType)):
+            yield f"its {name} is {_shown(values)}, not a dict"
+        elif values and name in _OF_TEXTS and not _TEXTS.issuperset(map(type, values.values())):
             yield f"its {name} holds more than texts"
     if not isinstance(entry.get("created", ""), str):
         yield f"its created is {_shown(entry['created'])}, not a time"

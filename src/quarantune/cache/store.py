@@ -294,11 +294,9 @@ def _decode(data: bytes, path: Path) -> Contents:
                     f"the cache file {str(path)!r} has schema {schema}, newer than {SCHEMA}: it is left "
                     "alone and not used; upgrade quarantune, or set QUARANTUNE_CACHE_DIR to another directory"
                 )
-            found = [
-                f"{str(path)!r}, device {device!r:.80}, key {key!r:.200}: {fault}" for fault in content.faults(entry)
-            ]
-            faults += found
-            if not found:
+            if found := list(content.faults(entry)):
+                faults += [f"{str(path)!r}, device {device!r:.80}, key {key!r:.200}: {fault}" for fault in found]
+            else:
                 usable.setdefault(device, {})[key] = entry
     if faults:
         more = f", and {len(faults) - 1} faults more" if len(faults) > 1 else ""
