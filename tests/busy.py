@@ -23,7 +23,7 @@ import pytest
 
 import quarantune
 from quarantune import TuningResult
-from quarantune.outcomes import Config
+from quarantune.values.trial import Config
 
 # So small that every config runs on one thread: its CPU time was measured to be its wall-clock time.
 HEADS, LENGTH, DEPTH = 1, 128, 16

@@ -45,7 +45,7 @@ def _has_cuda() -> bool:
 @pytest.fixture
 def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes the function of every sweep that starts."""
-    from quarantune import sweep
+    from quarantune.sweep import sweep
 
     started: list[str] = []
     run = sweep.run

@@ -19,7 +19,7 @@ import pytest
 
 import quarantune
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Claim, Journal, Store, content
-from quarantune.outcomes import Outcome, Trial
+from quarantune.values.trial import Outcome, Trial
 
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"n": 1}, "time_ms": 0.5, "fingerprint": {}, "versions": {}}
 DEEP = '{"a":' * 50_000 + "1" + "}" * 50_000

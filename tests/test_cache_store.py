@@ -264,7 +264,9 @@ def test_a_writer_taken_for_dead_starts_over_instead_of_overwriting(
         if not slept:
             slept.append(True)
             # Meanwhile somebody without working locks withdraws our announcement and writes.
-            monkeypatch.setattr("quarantune.cache.turns.side_lock", lambda path, timeout_s: contextlib.nullcontext())
+            monkeypatch.setattr(
+                "quarantune.cache.file_lease.side_lock", lambda path, timeout_s: contextlib.nullcontext()
+            )
             (announced,) = store.directory.glob(".f.json.*.tmp")
             age(announced, 3600)
             rival.put("f", "cpu", "rival", ENTRY)
@@ -325,7 +327,7 @@ def test_whatever_the_disk_says_is_a_typed_error_and_the_old_file_stays(
     with monkeypatch.context() as patch:
         patch.setattr(os, name, fail)
         if name == "write":
-            patch.setattr("quarantune.cache.turns.os.fdopen", fail)
+            patch.setattr("quarantune.cache.file_lease.os.fdopen", fail)
         with pytest.raises(CacheWriteError, match=os.strerror(code)):
             store.put("f", "cpu", "k2", ENTRY)
     assert store.read("f") == {"cpu": {"k": STORED}}

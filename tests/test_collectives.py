@@ -17,10 +17,10 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import quarantune
-from quarantune import sweep
-from quarantune.environment import current
-from quarantune.options import Options
-from quarantune.payload import MeshSpec
+from quarantune.sweep import sweep
+from quarantune.transport.payload import MeshSpec
+from quarantune.values.options import Options
+from quarantune.values.settings import current
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("two_slots")]
 

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 import quarantune
-from quarantune import _jax_internals, binding, differentiation, space
+from quarantune import jax_internals
+from quarantune.transport import binding, differentiation
+from quarantune.values import config_space
 
 X = np.ones((8, 8), np.float32)
 UNKNOWN = {"xla_no_such_option": True}
@@ -48,7 +50,7 @@ def test_a_function_is_jitted_once_for_the_same_options() -> None:
 def test_a_configs_options_win_over_those_of_the_jit() -> None:
     own = jax.jit(lambda x: x, compiler_options={"xla_a": 1, "xla_b": 2})
     jitted, _ = binding.applied(own, {"compiler_options": {"xla_b": 3}})
-    assert dict(_jax_internals.jit_options(jitted).compiler_options) == {"xla_a": 1, "xla_b": 3}
+    assert dict(jax_internals.jit_options(jitted).compiler_options) == {"xla_a": 1, "xla_b": 3}
 
 
 def test_a_function_whose_jit_has_options_can_be_timed_with_its_gradient() -> None:
@@ -73,7 +75,7 @@ def test_a_config_without_options_has_none_where_others_have_some() -> None:
     listed = [{"n": 2}, {"n": 2, "compiler_options": UNOPTIMISED}]
     tuned = quarantune.autotune(listed)(scale)
     assert tuned._configs == [{"n": 2, "compiler_options": {}}, {"n": 2, "compiler_options": UNOPTIMISED}]
-    assert len({space.text_of(config) for config in tuned._configs}) == 2
+    assert len({config_space.text_of(config) for config in tuned._configs}) == 2
 
 
 @pytest.mark.parametrize(

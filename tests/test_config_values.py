@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 
 import quarantune
-from quarantune import Outcome, config_values, report, space, sweep
+from quarantune import Outcome
+from quarantune.sweep import sweep
+from quarantune.values import config_space, config_values, shown
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -65,7 +67,7 @@ def test_what_a_file_says_is_never_imported_or_built() -> None:
 
 def test_a_config_of_objects_is_shown_by_what_tells_it_from_others() -> None:
     config = {"plan": Plan(2, Way.FORTH), "mode": Way.BACK, "more": config_values.FrozenDict(a=(1, "x"))}
-    assert report.format_config(config) == 'plan=(block=2, way=FORTH) mode=BACK more={"a":[1,"x"]}'
+    assert shown.format_config(config) == 'plan=(block=2, way=FORTH) mode=BACK more={"a":[1,"x"]}'
 
 
 def test_two_classes_of_one_name_in_one_space_are_refused() -> None:
@@ -79,8 +81,8 @@ def test_two_classes_of_one_name_in_one_space_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"two classes called .*<locals>.Plan', of test_config_values and of test_config_values"
     ):
-        space.expand([{"plan": plan(1)}, {"plan": plan(1)}], fn_name="f")
-    space.expand([{"plan": plan(1)}, {"plan": plan(2)}], fn_name="f")
+        config_space.expand([{"plan": plan(1)}, {"plan": plan(1)}], fn_name="f")
+    config_space.expand([{"plan": plan(1)}, {"plan": plan(2)}], fn_name="f")
 
 
 def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., Any]:

@@ -21,9 +21,10 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from misdeeds import MEASURED, MISDEEDS, kernel
 
 import quarantune
-from quarantune import routes, scheduler
-from quarantune.outcomes import Trial
 from quarantune.sandbox import template
+from quarantune.scheduler import loop
+from quarantune.sweep import routes
+from quarantune.values.trial import Trial
 
 pytestmark = pytest.mark.usefixtures("quiet_place")
 X = np.ones(8, np.float32)
@@ -135,7 +136,7 @@ def test_a_worker_that_comes_to_grief_as_it_is_made_ready_ahead_costs_no_config_
     spares.mkdir()
     monkeypatch.setenv("SPARES", str(spares))
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
-    monkeypatch.setattr(scheduler, "STARTUP_DEADLINE_S", 2.0)
+    monkeypatch.setattr(loop, "STARTUP_DEADLINE_S", 2.0)
 
     @quarantune.autotune({"n": [1, 2, 3, 4]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])

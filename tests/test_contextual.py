@@ -21,7 +21,9 @@ import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
-from quarantune import Outcome, assignments, in_process
+from quarantune import Outcome
+from quarantune.sweep import in_process
+from quarantune.transport import assignment
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -309,7 +311,7 @@ def test_the_result_is_remembered_until_a_kernels_configs_change(
         make([10, 1])(X)
     assert len(sweeps) == 6
     # Only new kernels are to be found by their name now.
-    monkeypatch.setattr(assignments, "_kernels", {})
+    monkeypatch.setattr(assignment, "_kernels", {})
     wider = make([10, 1, 5])
     assert wider.lookup(X) is None
 
@@ -441,10 +443,10 @@ def test_an_autotuned_kernel_itself_is_no_function_to_tune_in_context() -> None:
 def test_what_threads_assign_meanwhile_is_neither_lost_nor_left_behind() -> None:
     only = kernel("shared", {"ms": [5, 6]}, lambda x, ms: x + ms)
     x, (mine, theirs) = jnp.zeros(4), (threading.Event(), threading.Event())
-    slot = assignments.Slot(only.name, '{"x":{"dtype":"float32","shape":[4]}}')
+    slot = assignment.Slot(only.name, '{"x":{"dtype":"float32","shape":[4]}}')
 
-    def assigned(ms: int) -> assignments.Assignment:
-        return assignments.Assignment(assignments.encode({slot: {"ms": ms}}, others=assignments.OWN))
+    def assigned(ms: int) -> assignment.Assignment:
+        return assignment.Assignment(assignment.encode({slot: {"ms": ms}}, others=assignment.OWN))
 
     def other_thread() -> float:
         with assigned(6).in_force():

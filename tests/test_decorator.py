@@ -29,8 +29,9 @@ import psutil
 import pytest
 
 import quarantune
-from quarantune import Outcome, naming
+from quarantune import Outcome
 from quarantune.sandbox import template
+from quarantune.values import naming
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 

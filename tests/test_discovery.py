@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from aftermath import nothing_is_left
 
-from quarantune import discovery
-from quarantune.outcomes import SandboxError
+from quarantune.devices import discovery
 from quarantune.sandbox import template
+from quarantune.values.trial import SandboxError
 
 HANGING_PLUGIN = """
 import time

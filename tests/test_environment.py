@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quarantune.environment import Settings, current, parse_memory, settings
+from quarantune.values.settings import Settings, current, parse_memory, settings
 
 
 def test_defaults_are_those_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
-from quarantune import executable_data
+from quarantune.transport import executable_data
 
 X = jnp.arange(4.0)
 
@@ -37,7 +37,7 @@ def test_a_pickle_that_a_config_forges_is_not_loaded_by_the_caller(tmp_path: Pat
     @functools.partial(jax.jit, static_argnames=["n"])
     def forging(x: Any, n: int = 1) -> Any:
         if n == 2:
-            from quarantune import executable
+            from quarantune.transport import executable
 
             blob = pickle.dumps((Evil(mark), None, None, [0]))
             for name in ("dumps", "dumps_as_data"):

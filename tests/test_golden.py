@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import pytest
 
 import quarantune
-from quarantune import discovery
 from quarantune.cache import Journal, Store
-from quarantune.outcomes import Trial
+from quarantune.devices import discovery
+from quarantune.values.trial import Trial
 
 DATA = Path(__file__).parent / "data"
 NAMES = ["plain", "closing", "by_name", "pallas"]

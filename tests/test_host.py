@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quarantune import host
+from quarantune.host import machine
 
 GB = 10**9
 
@@ -92,7 +92,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 def test_cores_are_the_affinity_bounded_by_the_cgroup_quota(
     files: dict[str, str], expected: int, tmp_path: Path
 ) -> None:
-    assert host.available_cpus(root=write(tmp_path, files)) == expected
+    assert machine.available_cpus(root=write(tmp_path, files)) == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
@@ -121,7 +121,7 @@ def test_a_process_pinned_to_one_core_has_one() -> None:
 def test_compile_slots_never_exceed_the_cores_or_the_bound(
     utilization: float, count: int, max_count: int, expected: int, tmp_path: Path
 ) -> None:
-    slots = host.compile_slots(utilization=utilization, count=count, max_count=max_count, root=tmp_path)
+    slots = machine.compile_slots(utilization=utilization, count=count, max_count=max_count, root=tmp_path)
     assert slots == expected
 
 
@@ -167,15 +167,15 @@ V2 = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/cgroup.procs": ""}
 )
 def test_memory_is_the_machines_bounded_by_the_cgroup(files: dict[str, str], available: int, tmp_path: Path) -> None:
     root = write(tmp_path, files)
-    assert host.available_memory_bytes(root=root) == available
+    assert machine.available_memory_bytes(root=root) == available
 
 
 def test_memory_of_this_machine_is_plausible() -> None:
-    assert 10**7 < host.available_memory_bytes() <= psutil.virtual_memory().total
+    assert 10**7 < machine.available_memory_bytes() <= psutil.virtual_memory().total
 
 
 def test_memory_without_proc_is_what_psutil_says(tmp_path: Path) -> None:
-    assert 0 < host.available_memory_bytes(root=tmp_path) <= psutil.virtual_memory().total
+    assert 0 < machine.available_memory_bytes(root=tmp_path) <= psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize(
@@ -184,69 +184,69 @@ def test_memory_without_proc_is_what_psutil_says(tmp_path: Path) -> None:
 )
 def test_a_kill_in_any_place_raises_the_counter(counter: str, tmp_path: Path) -> None:
     root = write(tmp_path, {"proc/self/cgroup": "5:memory:/job\n0::/job\n", counter: "oom 1\noom_kill 2\n"})
-    assert host.oom_kills(root=root) == 2
+    assert machine.oom_kills(root=root) == 2
     write(root, {counter: "oom 1\noom_kill 3\n"})
-    assert host.oom_kills(root=root) == 3
+    assert machine.oom_kills(root=root) == 3
 
 
 def test_no_counter_at_all_counts_nothing(tmp_path: Path) -> None:
-    assert host.oom_kills(root=tmp_path) == 0
+    assert machine.oom_kills(root=tmp_path) == 0
 
 
 def test_the_processor_is_named_by_its_model(tmp_path: Path) -> None:
     write(tmp_path, {"proc/cpuinfo": "processor\t: 0\nmodel name\t: Fast  CPU @ 3 GHz\nmodel name\t: other\n"})
-    assert host.processor_name(root=tmp_path) == "Fast CPU @ 3 GHz"
+    assert machine.processor_name(root=tmp_path) == "Fast CPU @ 3 GHz"
 
 
 def test_a_processor_without_a_model_still_has_a_name(tmp_path: Path) -> None:
-    assert host.processor_name(root=write(tmp_path, {"proc/cpuinfo": "CPU part : 0xd40\n"}))
+    assert machine.processor_name(root=write(tmp_path, {"proc/cpuinfo": "CPU part : 0xd40\n"}))
 
 
 def test_memory_that_a_process_touches_is_its_private_memory() -> None:
-    before = host.private_memory_bytes(os.getpid())
+    before = machine.private_memory_bytes(os.getpid())
     block = bytearray(64 * 2**20)
     block[::4096] = b"x" * (len(block) // 4096)
-    assert host.private_memory_bytes(os.getpid()) - before > 60 * 2**20
+    assert machine.private_memory_bytes(os.getpid()) - before > 60 * 2**20
 
 
 def test_children_and_grandchildren_are_found(child: subprocess.Popen[bytes]) -> None:
-    found = host.descendants(child.pid)
+    found = machine.descendants(child.pid)
     assert len(found) == 1
     # This process may have children of its own, such as the template another test started.
-    assert child.pid in host.children(os.getpid())
-    assert found[0] not in host.children(os.getpid())
-    assert {child.pid, found[0]} <= set(host.descendants(os.getpid()))
-    assert host.private_memory_bytes(found[0]) > 0
+    assert child.pid in machine.children(os.getpid())
+    assert found[0] not in machine.children(os.getpid())
+    assert {child.pid, found[0]} <= set(machine.descendants(os.getpid()))
+    assert machine.private_memory_bytes(found[0]) > 0
 
 
 def test_children_are_found_on_a_kernel_without_the_children_files(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = host.descendants(child.pid)
-    monkeypatch.setattr(host, "_has_children_files", lambda: False)
-    assert host.descendants(child.pid) == expected != []
+    expected = machine.descendants(child.pid)
+    monkeypatch.setattr(machine, "_has_children_files", lambda: False)
+    assert machine.descendants(child.pid) == expected != []
 
 
 def test_children_and_memory_are_found_on_a_system_without_proc(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = host.descendants(child.pid)
-    monkeypatch.setattr(host, "_has_children_files", lambda: False)
-    monkeypatch.setattr(host, "_has_proc", lambda: False)
-    assert host.descendants(child.pid) == expected != []
-    assert host.private_memory_bytes(child.pid) > 0
+    expected = machine.descendants(child.pid)
+    monkeypatch.setattr(machine, "_has_children_files", lambda: False)
+    monkeypatch.setattr(machine, "_has_proc", lambda: False)
+    assert machine.descendants(child.pid) == expected != []
+    assert machine.private_memory_bytes(child.pid) > 0
 
 
 def test_a_process_that_is_gone_has_no_memory_and_no_children(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     assert gone.wait(timeout=60) == 0
-    assert (host.private_memory_bytes(gone.pid), host.descendants(gone.pid)) == (0, [])
-    monkeypatch.setattr(host, "_has_proc", lambda: False)
-    assert host.private_memory_bytes(gone.pid) == 0
+    assert (machine.private_memory_bytes(gone.pid), machine.descendants(gone.pid)) == (0, [])
+    monkeypatch.setattr(machine, "_has_proc", lambda: False)
+    assert machine.private_memory_bytes(gone.pid) == 0
 
 
 def test_watching_a_process_does_not_import_psutil(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)  # importing it raises from here on
-    assert host.private_memory_bytes(os.getpid()) > 0
-    assert os.getpid() in host.descendants(os.getppid())
-    assert host.available_memory_bytes() > 0
+    assert machine.private_memory_bytes(os.getpid()) > 0
+    assert os.getpid() in machine.descendants(os.getppid())
+    assert machine.available_memory_bytes() > 0

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import quarantune
-from quarantune import inputs
+from quarantune.transport import inputs
 
 FLOATS = [
     "float16",

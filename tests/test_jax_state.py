@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import quarantune
-from quarantune import _jax_internals, jax_state
+from quarantune import jax_internals
+from quarantune.jax_internals import state
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -121,8 +122,8 @@ def test_a_setting_from_the_environment_is_part_of_the_key_too(tmp_path: Path) -
 
 
 def test_every_part_of_the_key_of_jax_is_known() -> None:
-    names = _jax_internals.trace_context_names()
-    assert [name for name in names if not jax_state.is_known(name)] == []
+    names = jax_internals.trace_context_names()
+    assert [name for name in names if not state.is_known(name)] == []
 
 
 def test_each_setting_has_its_own_winner_also_where_calls_are_remembered(sweeps: list[str]) -> None:

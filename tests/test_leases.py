@@ -21,9 +21,9 @@ import pytest
 from aftermath import eventually
 
 import quarantune
-from quarantune import host
-from quarantune.devices import Device
-from quarantune.leases import Lease
+from quarantune.devices.device import Device
+from quarantune.devices.leases import Lease
+from quarantune.host import machine
 
 SOURCES = str(Path(quarantune.__file__).parents[1])
 HOLDER = """
@@ -85,7 +85,7 @@ def test_a_stopped_holder_is_passed_over_at_once_for_the_whole_sweep(
         assert not lease.acquire(0.0)
         assert not lease.acquire(5.0), "a holder that runs is waited for"
         holder.send_signal(signal.SIGSTOP)
-        assert eventually(lambda: host.is_stopped(holder.pid))
+        assert eventually(lambda: machine.is_stopped(holder.pid))
         assert not lease.acquire(6.0)
         assert lease.acquire(6.6)
         lease.release()
@@ -108,7 +108,7 @@ def test_a_holder_that_was_stopped_for_a_moment_is_waited_for(device: Device) ->
         for now in (0.0, 1.0, 2.0):
             assert not lease.acquire(now)
             os.kill(holder.pid, signal.SIGSTOP if now == 0.0 else signal.SIGCONT)
-            assert eventually(lambda now=now: host.is_stopped(holder.pid) == (now == 0.0))  # type: ignore[misc]
+            assert eventually(lambda now=now: machine.is_stopped(holder.pid) == (now == 0.0))  # type: ignore[misc]
     lease.release()
 
 

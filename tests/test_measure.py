@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quarantune import clocks, finals, measure, waits
-from quarantune.outcomes import Outcome, Trial
-from quarantune.waits import Taken
+from quarantune.host import waits
+from quarantune.host.waits import Taken
+from quarantune.measure import clocks, finals, sampling
+from quarantune.values.trial import Outcome, Trial
 
 SOFT_BUDGET_S = 0.25
 DAMAGED = [2.0**64 / 1e6, 0.0, -1.0, math.inf, math.nan, 1e-300]
@@ -60,31 +61,31 @@ def noisy(seed: int, middle: float = 1.0, sigma: float = 0.01) -> Iterable[float
 
 
 def test_the_first_sample_is_not_believed() -> None:
-    samples = measure.measure(Sampler([1000.0, *[2.0] * 20]), rep=20)
+    samples = sampling.measure(Sampler([1000.0, *[2.0] * 20]), rep=20)
     assert set(samples.samples_ms) == {2.0}
 
 
 def test_sampling_ends_as_soon_as_the_median_is_steady() -> None:
     take = Sampler(itertools.repeat(1.0))
-    samples = measure.measure(take, rep=1000)
+    samples = sampling.measure(take, rep=1000)
     assert not samples.is_ruled_out
     assert 5 <= len(samples.samples_ms) < 10
     assert take.taken == len(samples.samples_ms) + 1
 
 
 def test_noise_is_sampled_until_the_median_is_known_to_one_percent() -> None:
-    few = measure.measure(Sampler(noisy(0, sigma=0.01)), rep=1000).samples_ms
-    many = measure.measure(Sampler(noisy(0, sigma=0.05)), rep=1000).samples_ms
+    few = sampling.measure(Sampler(noisy(0, sigma=0.01)), rep=1000).samples_ms
+    many = sampling.measure(Sampler(noisy(0, sigma=0.05)), rep=1000).samples_ms
     assert len(few) < len(many) < 1000
     for samples_ms in (few, many):
-        assert measure.standard_error(samples_ms) < 0.01
+        assert sampling.standard_error(samples_ms) < 0.01
         assert np.median(samples_ms) == pytest.approx(1.0, rel=0.02)
 
 
 @pytest.mark.parametrize("rep", [1, 2, 3, 4, 5, 7, 20])
 def test_never_more_than_rep_samples_are_taken(rep: int) -> None:
     take = Sampler(itertools.cycle([1.0, 2.0, 3.0]))
-    samples = measure.measure(take, rep=rep)
+    samples = sampling.measure(take, rep=rep)
     assert len(samples.samples_ms) == rep
     assert take.taken == rep + 1
 
@@ -92,17 +93,17 @@ def test_never_more_than_rep_samples_are_taken(rep: int) -> None:
 def test_a_slow_config_is_sampled_three_times_and_no_more() -> None:
     time = Time()
     take = Sampler(itertools.cycle([100.0, 125.0, 150.0]), time, 0.4 * SOFT_BUDGET_S)
-    assert len(measure.measure(take, rep=20, clock=time).samples_ms) == 3
+    assert len(sampling.measure(take, rep=20, clock=time).samples_ms) == 3
 
 
 def test_the_first_run_counts_towards_the_soft_budget() -> None:
     time = Time()
     take = Sampler(itertools.cycle([100.0, 125.0, 150.0]), time, 0.3 * SOFT_BUDGET_S)
-    assert len(measure.measure(take, rep=20, clock=time).samples_ms) == 3
+    assert len(sampling.measure(take, rep=20, clock=time).samples_ms) == 3
 
 
 def test_the_median_stands_for_the_samples_of_an_exact_clock_and_the_fastest_for_others() -> None:
-    samples = measure.Samples(tuple(map(Taken.exactly, (1.0, 2.0, 1000.0))))
+    samples = sampling.Samples(tuple(map(Taken.exactly, (1.0, 2.0, 1000.0))))
     assert (samples.level_ms(is_exact=True), samples.level_ms(is_exact=False)) == (2.0, 1.0)
 
 
@@ -111,7 +112,7 @@ def test_the_median_stands_for_the_samples_of_an_exact_clock_and_the_fastest_for
 
 def test_a_config_whose_fastest_sample_is_beyond_the_margin_is_ruled_out_after_the_first_look() -> None:
     take = Sampler(itertools.repeat(1.51))
-    samples = measure.measure(take, rep=20, bar_ms=1.0, margin=1.5)
+    samples = sampling.measure(take, rep=20, bar_ms=1.0, margin=1.5)
     assert samples.is_ruled_out
     assert len(samples.samples_ms) == 3
 
@@ -124,14 +125,14 @@ def test_a_config_whose_fastest_sample_is_beyond_the_margin_is_ruled_out_after_t
 def test_a_config_with_one_sample_within_the_margin_or_without_a_bar_is_never_ruled_out(
     samples_ms: list[float], bar_ms: float | None
 ) -> None:
-    samples = measure.measure(Sampler(samples_ms), rep=20, bar_ms=bar_ms, margin=1.5)
+    samples = sampling.measure(Sampler(samples_ms), rep=20, bar_ms=bar_ms, margin=1.5)
     assert not samples.is_ruled_out
     assert len(samples.samples_ms) >= 3
 
 
 @pytest.mark.parametrize(("bar_ms", "taken"), [(1.0, 3), (1.25, 8), (None, 8)], ids=["behind", "level", "alone"])
 def test_a_config_that_is_behind_gets_no_more_samples_than_it_must(bar_ms: float | None, taken: int) -> None:
-    samples = measure.measure(Sampler(itertools.repeat(1.2)), rep=20, bar_ms=bar_ms, margin=1.5)
+    samples = sampling.measure(Sampler(itertools.repeat(1.2)), rep=20, bar_ms=bar_ms, margin=1.5)
     assert (samples.is_ruled_out, len(samples.samples_ms)) == (False, taken)
 
 
@@ -144,41 +145,41 @@ def test_a_long_run_before_counts_and_two_that_agree_rule_out(
     before_ms: float, samples_ms: list[float], taken: int
 ) -> None:
     take = Sampler(samples_ms)
-    samples = measure.measure(take, rep=20, bar_ms=20.0, margin=1.5, before_ms=before_ms)
+    samples = sampling.measure(take, rep=20, bar_ms=20.0, margin=1.5, before_ms=before_ms)
     assert take.taken == taken
     assert samples.is_ruled_out == (taken in (1, 4))
 
 
 def test_the_time_that_runs_waited_for_a_cpu_rules_nobody_out() -> None:
     waited = Taken(2.0, 1.8, 1.4)
-    samples = measure.measure(Sampler(itertools.repeat(waited)), rep=9, bar_ms=1.0, margin=1.5)
+    samples = sampling.measure(Sampler(itertools.repeat(waited)), rep=9, bar_ms=1.0, margin=1.5)
     assert not samples.is_ruled_out
     assert set(samples.samples_ms) == {2.0}
     assert (set(samples.own_ms), samples.level_ms(is_exact=False)) == ({1.8}, 1.8)
     hardly = Sampler(itertools.repeat(Taken(2.0, 1.8, 1.6)))
-    assert measure.measure(hardly, rep=9, bar_ms=1.0, margin=1.5).is_ruled_out
+    assert sampling.measure(hardly, rep=9, bar_ms=1.0, margin=1.5).is_ruled_out
 
 
 def test_one_sample_rules_nobody_out_however_long_but_by_an_exact_clock() -> None:
     late = [180.0, *[0.79] * 30]
     for last_ms in (None, 0.8, 1.4):
-        samples = measure.measure(Sampler(late), rep=20, bar_ms=1.0, margin=1.5, last_ms=last_ms)
+        samples = sampling.measure(Sampler(late), rep=20, bar_ms=1.0, margin=1.5, last_ms=last_ms)
         assert not samples.is_ruled_out, last_ms
         assert samples.level_ms(is_exact=False) == 0.79
-    assert measure.measure(Sampler([180.0, 180.0]), rep=20, bar_ms=1.0, margin=1.5).is_ruled_out
-    assert measure.measure(Sampler([180.0]), rep=20, bar_ms=1.0, margin=1.5, last_ms=150.0).is_ruled_out
-    assert measure.measure(Sampler([180.0]), rep=20, bar_ms=1.0, margin=1.5, is_exact=True).is_ruled_out
+    assert sampling.measure(Sampler([180.0, 180.0]), rep=20, bar_ms=1.0, margin=1.5).is_ruled_out
+    assert sampling.measure(Sampler([180.0]), rep=20, bar_ms=1.0, margin=1.5, last_ms=150.0).is_ruled_out
+    assert sampling.measure(Sampler([180.0]), rep=20, bar_ms=1.0, margin=1.5, is_exact=True).is_ruled_out
 
 
 def test_while_every_run_is_disturbed_sampling_goes_on_for_one_that_is_not() -> None:
     time = Time()
     spinning = Taken(92.0, 30.0, 0.0)
     take = Sampler([spinning] * 9 + [Taken.exactly(0.79)] * 30, time, 0.092)
-    samples = measure.measure(take, rep=20, bar_ms=1.0, margin=1.5, last_ms=0.0, clock=time)
+    samples = sampling.measure(take, rep=20, bar_ms=1.0, margin=1.5, last_ms=0.0, clock=time)
     assert not samples.is_ruled_out
     assert samples.level_ms(is_exact=False) == 0.79
     hopeless = Sampler(itertools.repeat(spinning), Time(), 0.0)
-    assert len(measure.measure(hopeless, rep=20, bar_ms=1.0, margin=1.5).samples_ms) == 20
+    assert len(sampling.measure(hopeless, rep=20, bar_ms=1.0, margin=1.5).samples_ms) == 20
 
 
 @pytest.mark.parametrize(
@@ -195,28 +196,28 @@ def test_while_every_run_is_disturbed_sampling_goes_on_for_one_that_is_not() -> 
 def test_one_run_rules_out_who_is_far_behind(
     first_ms: float, fastest_ms: float, fastest_first_ms: float, is_hopeless: bool
 ) -> None:
-    noise = measure.Noise(samples=9)
-    told = measure.is_hopeless(first_ms, fastest_ms=fastest_ms, fastest_first_ms=fastest_first_ms, noise=noise)
+    noise = sampling.Noise(samples=9)
+    told = sampling.is_hopeless(first_ms, fastest_ms=fastest_ms, fastest_first_ms=fastest_first_ms, noise=noise)
     assert told == is_hopeless
 
 
 def test_a_config_whose_first_sample_is_long_and_beyond_all_that_the_cold_costs_is_ruled_out_at_once() -> None:
     take = Sampler(itertools.repeat(60.0))
-    samples = measure.measure(take, rep=20, bar_ms=10.0, margin=1.5, last_ms=59.0)
+    samples = sampling.measure(take, rep=20, bar_ms=10.0, margin=1.5, last_ms=59.0)
     assert samples.is_ruled_out
     assert (take.taken, samples.samples_ms) == (1, (60.0,))
 
 
 @pytest.mark.parametrize(("first_ms", "bar_ms"), [(49.0, 1.0), (60.0, 21.0)], ids=["an interruption", "the cold"])
 def test_no_config_is_ruled_out_by_a_first_sample_that_may_be(first_ms: float, bar_ms: float) -> None:
-    samples = measure.measure(Sampler([first_ms, *[bar_ms] * 30]), rep=20, bar_ms=bar_ms, margin=1.5)
+    samples = sampling.measure(Sampler([first_ms, *[bar_ms] * 30]), rep=20, bar_ms=bar_ms, margin=1.5)
     assert not samples.is_ruled_out
     assert first_ms not in samples.samples_ms
 
 
 def test_a_damaged_sample_neither_rules_out_nor_saves_from_it() -> None:
-    assert measure.measure(Sampler([1.0, *DAMAGED[:2], 2.0, *[2.0] * 9]), rep=9, bar_ms=1.0, margin=1.5).is_ruled_out
-    spared = measure.measure(Sampler([1.0, DAMAGED[0], *[1.2] * 12]), rep=9, bar_ms=1.0, margin=1.5)
+    assert sampling.measure(Sampler([1.0, *DAMAGED[:2], 2.0, *[2.0] * 9]), rep=9, bar_ms=1.0, margin=1.5).is_ruled_out
+    spared = sampling.measure(Sampler([1.0, DAMAGED[0], *[1.2] * 12]), rep=9, bar_ms=1.0, margin=1.5)
     assert not spared.is_ruled_out
 
 
@@ -226,7 +227,7 @@ def test_a_damaged_sample_neither_rules_out_nor_saves_from_it() -> None:
 @pytest.mark.parametrize("damaged", DAMAGED)
 def test_what_cannot_be_a_time_is_rejected_and_sampled_again(damaged: float) -> None:
     take = Sampler(itertools.cycle([1.0, damaged, 2.0, 3.0]))
-    samples = measure.measure(take, rep=20)
+    samples = sampling.measure(take, rep=20)
     assert set(samples.samples_ms) == {1.0, 2.0, 3.0}
     assert len(samples.samples_ms) == 20
 
@@ -235,11 +236,11 @@ def test_what_cannot_be_a_time_is_rejected_and_sampled_again(damaged: float) -> 
 @pytest.mark.parametrize("rep", [1, 20])
 def test_a_clock_that_never_makes_sense_is_an_error(damaged: float, rep: int) -> None:
     with pytest.raises(ValueError, match="no plausible sample"):
-        measure.measure(Sampler(itertools.repeat(damaged)), rep=rep)
+        sampling.measure(Sampler(itertools.repeat(damaged)), rep=rep)
 
 
 def test_a_clock_that_stops_making_sense_ends_sampling() -> None:
-    samples = measure.measure(Sampler([1.0, 2.0, 3.0, 1.0, *[math.nan] * 99]), rep=20)
+    samples = sampling.measure(Sampler([1.0, 2.0, 3.0, 1.0, *[math.nan] * 99]), rep=20)
     assert samples.samples_ms == (2.0, 3.0, 1.0)
 
 
@@ -248,23 +249,23 @@ def test_a_clock_that_stops_making_sense_ends_sampling() -> None:
 
 def test_the_spread_is_sigma_as_a_share_of_the_median() -> None:
     samples = list(itertools.islice(noisy(1, middle=5.0, sigma=0.03), 20_000))
-    assert measure.spread(samples) == pytest.approx(0.03, rel=0.05)
+    assert sampling.spread(samples) == pytest.approx(0.03, rel=0.05)
 
 
 def test_a_few_hiccups_hardly_change_the_spread() -> None:
     samples = list(itertools.islice(noisy(2), 200))
-    assert measure.spread([*samples, *[1e6] * 10]) == pytest.approx(measure.spread(samples), rel=0.2)
+    assert sampling.spread([*samples, *[1e6] * 10]) == pytest.approx(sampling.spread(samples), rel=0.2)
 
 
 def test_equal_samples_have_no_spread_and_zeros_an_infinite_one() -> None:
-    assert measure.spread([3.0] * 5) == 0.0
-    assert measure.spread([0.0] * 5) == math.inf
+    assert sampling.spread([3.0] * 5) == 0.0
+    assert sampling.spread([0.0] * 5) == math.inf
 
 
 def test_the_standard_error_is_how_far_medians_scatter() -> None:
     batches = [list(itertools.islice(noisy(seed), 25)) for seed in range(400)]
     scatter = float(np.std([np.median(batch) for batch in batches]))
-    assert np.median([measure.standard_error(batch) for batch in batches]) == pytest.approx(scatter, rel=0.2)
+    assert np.median([sampling.standard_error(batch) for batch in batches]) == pytest.approx(scatter, rel=0.2)
 
 
 # --- clocks -------------------------------------------------------------------------------------------------
@@ -356,7 +357,7 @@ def test_a_queue_grows_until_the_price_of_waiting_for_it_does_not_count(time: Ti
 def test_a_queued_clock_times_real_runs() -> None:
     add = jax.jit(lambda x: x + 1).lower(jnp.zeros(8)).compile()
     clock = clocks.QueuedClock(lambda: add(jnp.zeros(8)))
-    assert len(measure.plausible(wholes([*clock.take(1), *clock.take(4)]))) == 5
+    assert len(sampling.plausible(wholes([*clock.take(1), *clock.take(4)]))) == 5
 
 
 # --- who is in the final ------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from quarantune import host, memory
+from quarantune.host import machine, memory
 
 MB = 1 << 20
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's /proc")
@@ -92,7 +92,7 @@ def holder(kind: str, lines: int = 1, *, fds: tuple[int, ...] = ()) -> Iterator[
         assert process.stdout is not None
         try:
             assert [process.stdout.readline() for _ in range(lines)] == [b"held\n"] * lines
-            yield [process.pid, *host.descendants(process.pid)]
+            yield [process.pid, *machine.descendants(process.pid)]
         finally:
             process.communicate(timeout=30)
 
@@ -147,7 +147,7 @@ def test_files_that_were_there_or_belong_to_others_do_not_count() -> None:
 def test_data_that_a_pool_of_forks_shares_counts_once() -> None:
     with holder("pool_of_forks", lines=5) as family:
         assert len(family) == 5
-        assert sum(map(host.private_memory_bytes, family)) > 5 * 48 * MB, "each seems to have it"
+        assert sum(map(machine.private_memory_bytes, family)) > 5 * 48 * MB, "each seems to have it"
         assert 48 * MB < weigh(family) < 2 * 48 * MB
         assert 48 * MB < weigh(family, limit_bytes=100 * MB, exactly=False) < 2 * 48 * MB, "near the limit, too"
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from quarantune import finals, measure
-from quarantune.outcomes import Outcome, Trial
-from quarantune.waits import Taken, fastest
+from quarantune.host.waits import Taken, fastest
+from quarantune.measure import finals, sampling
+from quarantune.values.trial import Outcome, Trial
 
 SWEEPS = 300
 
@@ -56,11 +56,11 @@ class Machine:
 def sweep(machine: Machine, times_ms: Sequence[float]) -> tuple[dict[int, Trial], int]:
     """Runs a sweep as workers and the scheduler do, and returns its trials and the winner's index."""
     trials: dict[int, Trial] = {}
-    bar_ms, noise = None, measure.Noise()
+    bar_ms, noise = None, sampling.Noise()
     for index, time_ms in enumerate(times_ms):
         take = machine.runs(time_ms)
         (last,) = take(1)
-        samples = measure.measure(
+        samples = sampling.measure(
             take,
             rep=20,
             bar_ms=bar_ms,
@@ -121,7 +121,7 @@ def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
         taken.append(count)
         return machine.runs(1.0)(count)
 
-    measure.measure(counted, rep=20, clock=machine)
+    sampling.measure(counted, rep=20, clock=machine)
     assert sum(taken) <= 9
     alone = [counted] * 2
     taken.clear()
@@ -178,7 +178,7 @@ def test_a_run_that_needed_no_estimating_is_believed_before_one_that_did() -> No
     estimated, clean = Taken(60.0, 0.5, 0.5), Taken.exactly(1.1)
     assert fastest([estimated, clean, Taken.exactly(1.2)]) == clean
     assert fastest([estimated, Taken(60.0, 0.7, 0.7)]) == estimated
-    assert measure.Samples((estimated, clean)).level_ms(is_exact=False) == 1.1
+    assert sampling.Samples((estimated, clean)).level_ms(is_exact=False) == 1.1
     rounds = finals.play([lambda count: [estimated, clean], lambda count: [Taken.exactly(1.0)] * count], is_exact=False)
     assert [set(samples_ms) for samples_ms in rounds] == [{1.1}, {1.0}]
 
@@ -187,10 +187,10 @@ def test_a_run_that_needed_no_estimating_is_believed_before_one_that_did() -> No
 
 
 def test_a_first_run_is_judged_by_how_far_off_first_runs_were_here() -> None:
-    def is_hopeless(first_ms: float, noise: measure.Noise) -> bool:
-        return measure.is_hopeless(first_ms, fastest_ms=50.0, fastest_first_ms=60.0, noise=noise)
+    def is_hopeless(first_ms: float, noise: sampling.Noise) -> bool:
+        return sampling.is_hopeless(first_ms, fastest_ms=50.0, fastest_first_ms=60.0, noise=noise)
 
-    noise = measure.Noise(samples=9)
+    noise = sampling.Noise(samples=9)
     noise.add_first_run(60.0, 50.0)
     noise.add_first_run(7.0, 0.5)  # of a short first run the cold may be the greater part
     assert is_hopeless(101.0, noise)
@@ -199,26 +199,26 @@ def test_a_first_run_is_judged_by_how_far_off_first_runs_were_here() -> None:
     assert is_hopeless(126.0, noise)
     noise.add(9, 5)
     assert not is_hopeless(1e6, noise), "where half of all samples are disturbed, one run says nothing"
-    assert not is_hopeless(1e6, measure.Noise()), "nor where nobody knows"
+    assert not is_hopeless(1e6, sampling.Noise()), "nor where nobody knows"
 
 
 @pytest.mark.parametrize(
     ("samples", "disturbed", "needed"), [(12, 0, 2), (100, 0, 2), (100, 5, 2), (100, 50, 8), (100, 65, 13)]
 )
 def test_so_many_runs_must_agree_that_all_are_hardly_ever_disturbed(samples: int, disturbed: int, needed: int) -> None:
-    noise = measure.Noise()
+    noise = sampling.Noise()
     noise.add(samples, disturbed)
     assert noise.runs_needed() == needed
     take = [Taken.exactly(9.0)] * 30
-    ruled_out = measure.measure(lambda count: take[:count], rep=20, bar_ms=1.0, margin=1.5, noise=noise)
+    ruled_out = sampling.measure(lambda count: take[:count], rep=20, bar_ms=1.0, margin=1.5, noise=noise)
     assert ruled_out.is_ruled_out
     assert 3 <= len(ruled_out.samples_ms) <= needed + 1
 
 
 def test_a_config_whose_own_samples_scatter_is_not_ruled_out_by_a_few() -> None:
     scattered = [9.0, 2.6, 4.7, 2.8, 17.0, 30.0, 3.9, 0.14, 0.14]
-    noise = measure.Noise(samples=12)
-    samples = measure.measure(
+    noise = sampling.Noise(samples=12)
+    samples = sampling.measure(
         lambda count: [Taken.exactly(scattered.pop(0)) for _ in range(count)],
         rep=8,
         bar_ms=1.0,

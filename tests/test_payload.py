@@ -21,7 +21,8 @@ import pytest
 from jax.extend.core import primitives
 
 import quarantune
-from quarantune import _jax_internals, inputs, payload
+from quarantune import jax_internals
+from quarantune.transport import inputs, payload
 
 # A script without a guard, as users write them: all of it lives in `__main__`. Each case is a call; the
 # script packs it and writes down what the call gives here, another process says what it gives there.
@@ -605,8 +606,8 @@ def test_jit_options_survive_the_rebuilding() -> None:
     )
     there = payload.loads(payload.dumps(fn))
     assert there is not fn
-    assert _jax_internals.jit_options(there) == _jax_internals.jit_options(fn)
-    assert _jax_internals.jit_options(fn).static_names == {"mode", "n"}
+    assert jax_internals.jit_options(there) == jax_internals.jit_options(fn)
+    assert jax_internals.jit_options(fn).static_names == {"mode", "n"}
 
 
 def test_arrays_do_not_overlap_in_the_spool_and_start_where_xla_copies_them() -> None:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quarantune import problem
+from quarantune.transport import problem
 
 
 def _kernel(a: Any, b: Any = None, transpose: bool = False, BM: int = 32, BN: int = 32) -> None:

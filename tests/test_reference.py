@@ -20,12 +20,13 @@ import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
-from quarantune import check, in_process, on_device
-from quarantune.check import Tolerance
-from quarantune.options import Options
-from quarantune.outcomes import Outcome, Trial
-from quarantune.reference import INCOMPARABLE, UNTUNED, Reference
+from quarantune.measure import compare, on_device
+from quarantune.measure.compare import Tolerance
 from quarantune.sandbox import spool
+from quarantune.scheduler.reference import UNTUNED, Reference
+from quarantune.sweep import in_process
+from quarantune.values.options import Options
+from quarantune.values.trial import INCOMPARABLE, Outcome, Trial
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -373,12 +374,12 @@ def test_on_the_device_the_same_is_found_as_on_the_host(name: str, got: Any, wan
     asked: list[Any] = []
     comparer = on_device.Comparer()
 
-    def shortcut(mine: Any, its: Any, tolerance: Tolerance) -> check.Mismatches | None:
+    def shortcut(mine: Any, its: Any, tolerance: Tolerance) -> compare.Mismatches | None:
         asked.append(comparer(mine, its, tolerance))
         return asked[-1]
 
-    said = check.compare(got, np.asarray(wanted), tolerance, shortcut=shortcut)
-    assert said == check.compare(got, np.asarray(wanted), tolerance)
+    said = compare.compare(got, np.asarray(wanted), tolerance, shortcut=shortcut)
+    assert said == compare.compare(got, np.asarray(wanted), tolerance)
     is_float = jnp.issubdtype(got.dtype, jnp.floating)
     assert (asked[0] is not None) == (got.size > 0 and (is_float or (said is None and name != "whole off")))
 
@@ -390,5 +391,5 @@ def test_a_prepared_comparison_compiles_nothing_and_carries_nothing_again(monkey
     compiled = on_device._count._cache_size()
     got = jnp.asarray(wanted)
     monkeypatch.setattr(on_device.jax, "device_put", None)
-    assert comparer(got, wanted, tolerance) == check.Mismatches(0)
+    assert comparer(got, wanted, tolerance) == compare.Mismatches(0)
     assert on_device._count._cache_size() == compiled

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 
-from quarantune import report
-from quarantune.outcomes import Outcome, Trial
+from quarantune.results import report
+from quarantune.values.trial import Outcome, Trial
 
 CLEAR = "\x1b[2J\x1b]0;title\x07"
 

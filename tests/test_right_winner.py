@@ -29,9 +29,13 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from jax.experimental.compilation_cache import compilation_cache
 
 import quarantune
-from quarantune import Outcome, Trial, finals, in_process, inputs, payload, supply, sweep, trial
-from quarantune.routes import Swept
+from quarantune import Outcome, Trial
+from quarantune.measure import finals
 from quarantune.sandbox import spool, template
+from quarantune.sweep import in_process, sweep, sweep_inputs
+from quarantune.sweep.routes import Swept
+from quarantune.transport import inputs, payload
+from quarantune.worker import bench as trial
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -587,7 +591,7 @@ EIGHTS = np.full(3, 8, np.float32)
 
 
 def given(*args: Any) -> Any:
-    return supply.arguments(lambda *args: args, args, {}, "auto")[0][0]
+    return sweep_inputs.arguments(lambda *args: args, args, {}, "auto")[0][0]
 
 
 def test_blocks_of_inputs_nest_and_end_also_by_an_exception() -> None:
@@ -653,7 +657,7 @@ def test_inputs_of_another_mode_are_refused() -> None:
 
 
 def spelt(fn: Any, *args: Any, **kwargs: Any) -> Any:
-    return supply.arguments(fn, args, kwargs, "auto")
+    return sweep_inputs.arguments(fn, args, kwargs, "auto")
 
 
 @functools.partial(jax.jit, static_argnames=["n", "dtype", "do"])

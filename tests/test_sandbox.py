@@ -23,13 +23,15 @@ import psutil
 import pytest
 
 import quarantune
-from quarantune import host, payload, routes
-from quarantune.devices import Device, cheap_context, visible_devices
-from quarantune.leases import Lease
-from quarantune.options import Options
-from quarantune.outcomes import SandboxError
+from quarantune.devices.device import Device, cheap_context, visible_devices
+from quarantune.devices.leases import Lease
+from quarantune.host import machine
 from quarantune.sandbox import pool, spool, template
 from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
+from quarantune.sweep import routes
+from quarantune.transport import payload
+from quarantune.values.options import Options
+from quarantune.values.trial import SandboxError
 
 OPTIONS = routes.worker_options("cpu", Options(warmup=0, rep=1))
 SOURCES = str(Path(quarantune.__file__).parents[1])
@@ -686,7 +688,7 @@ def test_a_template_that_cannot_be_woken_is_replaced(
             patch.setattr(Sandbox, "_wake_templates", lambda self: None)
             patch.setattr(pool, "_SILENT_CHECKS", 10)
             if seems == "silent":  # it is stopped all the same: nothing else makes a sound template silent
-                patch.setattr(host, "activity", lambda pid: ("S", 0))
+                patch.setattr(machine, "activity", lambda pid: ("S", 0))
             sweep_template().suspend()
             assert run(sandbox, do="nothing").status is None
         assert "does not answer" in caplog.text if seems == "silent" else "stays stopped" in caplog.text

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from quarantune import host
-from quarantune import memory as memory_module
-from quarantune.devices import Device
-from quarantune.finals import Final
-from quarantune.leases import Lease
-from quarantune.outcomes import Config, Outcome, Phase, Route, SandboxError, Trial
-from quarantune.reference import Reference
+from quarantune.devices.device import Device
+from quarantune.devices.leases import Lease
+from quarantune.host import machine
+from quarantune.host import memory as memory_module
+from quarantune.measure.finals import Final
 from quarantune.sandbox import pool
 from quarantune.sandbox.pool import Damaged, Ended, Said
-from quarantune.scheduler import STARTUP_DEADLINE_S, ErrandError, Leftovers, Plan, Scheduler
+from quarantune.scheduler.loop import STARTUP_DEADLINE_S, ErrandError, Leftovers, Plan, Scheduler
+from quarantune.scheduler.reference import Reference
+from quarantune.values.trial import Config, Outcome, Phase, Route, SandboxError, Trial
 
 GB = 1 << 30
 SLOTS = 3
@@ -367,11 +367,11 @@ def when(do: str, act: Callable[[FakeWorker], Sequence[Step]]) -> Act:
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """What each fake process holds: fake workers' process ids are their numbers."""
     held: dict[int, int] = {}
-    monkeypatch.setattr(host, "resident_bytes", lambda pid: (held.get(pid, 0), 0))
+    monkeypatch.setattr(machine, "resident_bytes", lambda pid: (held.get(pid, 0), 0))
     monkeypatch.setattr(memory_module, "shared_bytes", lambda family, *, since, foreign: 0)
     monkeypatch.setattr(memory_module, "proportional_bytes", lambda family: None)
-    monkeypatch.setattr(host, "descendants", lambda pid: [])
-    monkeypatch.setattr(host, "oom_kills", lambda: 0)
+    monkeypatch.setattr(machine, "descendants", lambda pid: [])
+    monkeypatch.setattr(machine, "oom_kills", lambda: 0)
     return held
 
 
@@ -1178,7 +1178,7 @@ def test_sigkill_with_a_risen_counter_of_oom_kills_is_oom(
     monkeypatch: pytest.MonkeyPatch, risen: int, outcome: str
 ) -> None:
     kills = 5
-    monkeypatch.setattr(host, "oom_kills", lambda: kills)
+    monkeypatch.setattr(machine, "oom_kills", lambda: kills)
 
     def dies(worker: FakeWorker) -> list[Step]:
         nonlocal kills
@@ -1193,7 +1193,7 @@ def test_who_took_the_memory_is_oom_and_not_whom_the_kernel_killed_for_it(
     memory: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kills = itertools.count()
-    monkeypatch.setattr(host, "oom_kills", lambda: next(kills))
+    monkeypatch.setattr(machine, "oom_kills", lambda: next(kills))
 
     def takes_what_the_kernel_does_not_see(worker: FakeWorker) -> list[Step]:
         if worker.starts:  # alone, it is what the kernel takes
@@ -1217,7 +1217,7 @@ def test_who_took_the_memory_is_oom_and_not_whom_the_kernel_killed_for_it(
 
 def test_one_oom_kill_does_not_explain_two_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
     kills = 5
-    monkeypatch.setattr(host, "oom_kills", lambda: kills)
+    monkeypatch.setattr(machine, "oom_kills", lambda: kills)
 
     def dies(worker: FakeWorker) -> list[Step]:
         nonlocal kills
@@ -1346,7 +1346,7 @@ def test_what_the_template_had_does_not_count_against_a_worker(memory: dict[int,
 
 
 def test_the_memory_of_descendants_counts(memory: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "descendants", lambda pid: [pid + 1_000_000, pid + 2_000_000])
+    monkeypatch.setattr(machine, "descendants", lambda pid: [pid + 1_000_000, pid + 2_000_000])
 
     def forks(worker: FakeWorker) -> list[Step]:
         memory[worker.number + 1_000_000] = memory[worker.number + 2_000_000] = GB - 1
@@ -1654,9 +1654,9 @@ def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, me
 
 
 def test_the_scheduler_knows_nothing_of_jax() -> None:
-    import quarantune.scheduler
+    import quarantune.scheduler.loop
 
-    source = Path(quarantune.scheduler.__file__).read_text()
+    source = Path(quarantune.scheduler.loop.__file__).read_text()
     assert not [line for line in source.splitlines() if line.startswith(("import jax", "from jax"))]
 
 

@@ -18,7 +18,9 @@ import pytest
 from jax.experimental import pallas as pl
 
 import quarantune
-from quarantune import Outcome, metrics, resolve, spaces, supply, sweep
+from quarantune import Outcome, metrics, spaces
+from quarantune.resolve import resolver
+from quarantune.sweep import sweep, sweep_inputs
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -183,10 +185,10 @@ def test_tilelangs_inputs_may_be_set_as_one_list_which_may_also_be_one_argument(
     ones, twos = jnp.ones(4), jnp.full(4, 2.0)
     given = form([twos, twos])
     with quarantune.set_autotune_inputs(given):
-        spread, _ = supply.arguments(jax.jit(lambda A, B: A + B), (ones, ones), {}, "auto")
-        whole, _ = supply.arguments(jax.jit(lambda pair: pair[0] + pair[1]), (form([ones, ones]),), {}, "auto")
+        spread, _ = sweep_inputs.arguments(jax.jit(lambda A, B: A + B), (ones, ones), {}, "auto")
+        whole, _ = sweep_inputs.arguments(jax.jit(lambda pair: pair[0] + pair[1]), (form([ones, ones]),), {}, "auto")
         with pytest.raises(ValueError, match=r"gives for 'A' an array of float32\[4\] where the call has"):
-            supply.arguments(jax.jit(lambda A, B: A + B), (jnp.ones(8), ones), {}, "auto")
+            sweep_inputs.arguments(jax.jit(lambda A, B: A + B), (jnp.ones(8), ones), {}, "auto")
     assert [float(array[0]) for array in spread] == [2, 2]
     assert [float(array[0]) for array in whole[0]] == [2, 2]
 
@@ -531,9 +533,9 @@ def test_triton_distributeds_function_is_a_plain_one_whose_tunables_need_no_defa
 def test_triton_distributeds_environment_forces_another_sweep_and_checks_versions(
     sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = resolve.versions()
+    now = resolver.versions()
     with monkeypatch.context() as then:
-        then.setattr(resolve, "versions", lambda: {**now, "jax": "0.0.1"})
+        then.setattr(resolver, "versions", lambda: {**now, "jax": "0.0.1"})
         gemm_function()(*matrices())
     assert len(sweeps) == 1
     with monkeypatch.context() as strict:

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 import quarantune
-from quarantune import inputs, sweep
-from quarantune.devices import Device, cpu_device, grouped
-from quarantune.environment import current
-from quarantune.leases import Lease
-from quarantune.options import Options
-from quarantune.payload import MeshSpec
+from quarantune.devices.device import Device, cpu_device, grouped
+from quarantune.devices.leases import Lease
+from quarantune.sweep import sweep
+from quarantune.transport import inputs
+from quarantune.transport.payload import MeshSpec
+from quarantune.values.options import Options
+from quarantune.values.settings import current
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("two_slots")]
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 import quarantune
-from quarantune import shortages
-from quarantune.outcomes import SandboxError
-from quarantune.sandbox import habitat, pool, template, wire
+from quarantune.sandbox import habitat, pool, shortages, template, wire
+from quarantune.values.trial import SandboxError
 
 PROGRAM = """
 import functools, os, resource, sys

@@ -27,8 +27,9 @@ import pytest
 from aftermath import MARK, carriers, eventually
 
 import quarantune
-from quarantune import finals, sweep
-from quarantune.progress import Progress
+from quarantune.measure import finals
+from quarantune.results.progress import Progress
+from quarantune.sweep import sweep
 
 NAME = "shared"
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarantune.space import check_parameters, expand, expand_callable, grid
+from quarantune.values.config_space import check_parameters, expand, expand_callable, grid
 
 
 class Size(enum.IntEnum):

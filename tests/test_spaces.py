@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from quarantune import discovery, grid, spaces
+from quarantune import grid, spaces
+from quarantune.devices import discovery
 from quarantune.spaces import (
     DeviceLimits,
     device_limits,

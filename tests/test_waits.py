@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quarantune.waits import Taken, ThreadTimes, Watch
+from quarantune.host.waits import Taken, ThreadTimes, Watch
 
 MS = 1_000_000
 

@@ -4,11 +4,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from quarantune._version import __version__
-from quarantune.contextual import Contextual, contextual_autotune
-from quarantune.contextual_result import ContextualResult, KernelChoice
-from quarantune.decorator import Autotuned, autotune
-from quarantune.environment import settings
-from quarantune.outcomes import (
+from quarantune.api.autotune import Autotuned, autotune
+from quarantune.api.contextual import Contextual, contextual_autotune
+from quarantune.api.tuner import AutoTuner, compile_configs
+from quarantune.results.contextual_result import ContextualResult, KernelChoice
+from quarantune.results.result import SavedResultError, TuningResult
+from quarantune.sweep.sweep_inputs import set_autotune_inputs
+from quarantune.values.config_space import grid
+from quarantune.values.settings import settings
+from quarantune.values.trial import (
     CacheMissError,
     Outcome,
     Phase,
@@ -18,10 +22,6 @@ from quarantune.outcomes import (
     Trial,
     TuningFailedError,
 )
-from quarantune.result import SavedResultError, TuningResult
-from quarantune.space import grid
-from quarantune.supply import set_autotune_inputs
-from quarantune.tuner import AutoTuner, compile_configs
 
 if TYPE_CHECKING:
     from quarantune.cache import CacheWarning, CacheWriteError, TuningCache

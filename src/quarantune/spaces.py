@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quarantune.outcomes import Config
-from quarantune.space import Configs, expand
+from quarantune.values.config_space import Configs, expand
+from quarantune.values.trial import Config
 
 MATMUL_CONFIGS: dict[str, list[int]] = {
     "BLOCK_M": [64, 128],
@@ -160,7 +160,7 @@ def device_limits(kind: str | None = None) -> DeviceLimits:
         SandboxError: `kind` is None, and the default device could not be asked.
     """
     if kind is None:
-        from quarantune import discovery  # It imports JAX, which the rest of this module does without.
+        from quarantune.devices import discovery  # It imports JAX, which the rest of this module does without.
 
         _, kind = discovery.platform_and_kind(None)
     # A slice of a GPU has fewer multiprocessors, each as big as ever.

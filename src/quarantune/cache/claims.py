@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
+from quarantune.cache.file_lease import NO_FLOCK
 from quarantune.cache.journal import problem_hash, trials_directory
 from quarantune.cache.owners import Owner, boot_id
-from quarantune.cache.turns import NO_FLOCK
 
 T = TypeVar("T")
 

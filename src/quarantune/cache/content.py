@@ -15,7 +15,7 @@ from types import NoneType
 from typing import Any, NoReturn
 
 from quarantune.cache.owners import Owner
-from quarantune.outcomes import is_plausible_ms
+from quarantune.values.trial import is_plausible_ms
 
 LARGEST_ENTRIES_BYTES = 1 << 28
 LARGEST_JOURNAL_BYTES = 1 << 28

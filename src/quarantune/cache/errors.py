@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quarantune import caller, locks
+from quarantune.host import caller, locks
 
 
 class CacheWarning(UserWarning):

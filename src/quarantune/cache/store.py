@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
+from quarantune.cache.file_lease import TurnLostError, take_turn
 from quarantune.cache.keys import plain, safe_name
-from quarantune.cache.turns import TurnLostError, take_turn
 
 SCHEMA = 1
 """The version of an entry's layout; an entry of a later one makes its file untouchable for us."""

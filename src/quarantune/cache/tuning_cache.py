@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quarantune import locks
 from quarantune.cache import journal
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.keys import canonical_json, plain, safe_name
 from quarantune.cache.store import SCHEMA, Contents, Entry, Store
-from quarantune.config_values import freeze
-from quarantune.outcomes import Config
+from quarantune.host import locks
+from quarantune.values.config_values import freeze
+from quarantune.values.trial import Config
 
 
 class CacheKey(NamedTuple):
@@ -58,7 +58,7 @@ class TuningCache:
             dir: where the files are; None is `QUARANTUNE_CACHE_DIR`, or in memory only under
                 `QUARANTUNE_DISABLE_CACHE`.
         """
-        from quarantune import environment
+        from quarantune.values import settings as environment
 
         settings = environment.current()
         self.directory = Path(dir) if dir is not None else settings.cache_dir

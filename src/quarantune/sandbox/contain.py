@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable
 
-from quarantune import host
+from quarantune.host import machine
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -83,7 +83,7 @@ def redirect_output(log_fd: int) -> None:
 
 def kill_tree(pid: int) -> None:
     """Sends SIGKILL to a process, its process group and every descendant."""
-    family = [*host.descendants(pid), pid]
+    family = [*machine.descendants(pid), pid]
     with contextlib.suppress(OSError):
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)
@@ -103,7 +103,7 @@ def kill_orphans(known: Collection[int]) -> int:
     """
     killed = 0
     deadline = time.monotonic() + KILL_DEADLINE_S
-    while orphans := [pid for pid in host.children(os.getpid()) if pid not in known]:
+    while orphans := [pid for pid in machine.children(os.getpid()) if pid not in known]:
         for pid in orphans:
             kill_tree(pid)
         for pid in orphans:

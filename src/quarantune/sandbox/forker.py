@@ -20,13 +20,17 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from quarantune.sandbox import contain, spawning, wire, worker
+from quarantune.sandbox import contain, spawning, wire
 from quarantune.sandbox.wire import Connection, Message
 
-if TYPE_CHECKING:
-    from quarantune import payload
+_WORKER = "quarantune.worker.main"
+
+
+def _worker() -> Any:
+    """Returns what a worker does, by its dotted name: the sandbox holds processes and knows nothing of trials."""
+    return importlib.import_module(_WORKER)
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,7 +42,7 @@ class _Client:
     arrays_fd: int = -1
     environ: dict[str, str] | None = None
     cwd: str | None = None
-    call: payload.Call | None = None
+    call: Any = None
     children: dict[int, int] = dataclasses.field(default_factory=dict)
     """Process id of each child, by the number the sweep gave it."""
 
@@ -160,7 +164,7 @@ class Forker:
         wire.close_all(fds)
 
     def _start_worker(self, client: _Client, message: Message, fds: list[int]) -> None:
-        shared = worker.Shared(
+        shared = _worker().Shared(
             payload_fd=client.payload_fd, arrays_fd=client.arrays_fd, call=client.call, cwd=client.cwd
         )
         environ = {**(client.environ or os.environ), **message["environ"]}
@@ -177,7 +181,8 @@ class Forker:
                 os.environ.clear()
                 os.environ.update(environ)
                 connection = Connection(socket.socket(fileno=connection_fd))
-                worker.main(connection, shared, message["task"], task_fds)
+                _worker().main(connection, shared, message["task"], task_fds)
+                raise AssertionError("the main of a worker never returns")
 
             parent = os.getpid()
             self._fork(client, message["number"], run)
@@ -196,9 +201,7 @@ class Forker:
                 os._exit(1)
         self._watch(client, number, pid)
 
-    def _spawn(
-        self, client: _Client, message: Message, shared: worker.Shared, environ: dict[str, str], fds: list[int]
-    ) -> None:
+    def _spawn(self, client: _Client, message: Message, shared: Any, environ: dict[str, str], fds: list[int]) -> None:
         connection_fd, log_fd, *task_fds = fds
         keep = [fd for fd in (connection_fd, log_fd, *task_fds, shared.payload_fd, shared.arrays_fd) if fd >= 0]
         process = spawning.start(
@@ -297,13 +300,13 @@ def _serve_sweep(client: _Client, parent: int, *, plugins: bool) -> NoReturn:
     os.environ.clear()
     os.environ.update(client.environ or {})
     try:
-        client.call = worker.load_call(client.payload_fd, client.cwd)
+        client.call = _worker().load_call(client.payload_fd, client.cwd)
         if plugins:
-            worker.load_plugins()  # in the environment that the function's modules may have changed
+            _worker().load_plugins()  # in the environment that the function's modules may have changed
     except BaseException as error:
-        client.connection.send({"event": "load_failed", **worker.describe_error(error)})
+        client.connection.send({"event": "load_failed", **_worker().describe_error(error)})
         os._exit(0)
-    spoiled = worker.why_fork_is_unsafe()
+    spoiled = _worker().why_fork_is_unsafe()
     client.connection.send({"event": "loaded", "spoiled": spoiled})
     if spoiled:
         os._exit(0)
@@ -329,7 +332,8 @@ def run_template(options: dict[str, Any]) -> NoReturn:
     contain.adopt_orphans()
     sys.argv = options["argv"]
     importlib.import_module("jax")
-    importlib.import_module("quarantune.trial")
+    importlib.import_module("quarantune.worker.bench")
+    _worker()
     prepare_to_fork()
     owner = Connection(socket.socket(fileno=options["fd"]))
     Forker(options["owner"]).serve(_Client(connection=owner))

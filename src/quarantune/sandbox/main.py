@@ -24,13 +24,15 @@ def run(options: dict[str, Any]) -> NoReturn:
 
 
 def _run_spawned_worker(about: dict[str, Any]) -> NoReturn:
-    from quarantune.sandbox import contain, worker
+    from quarantune.sandbox import contain
     from quarantune.sandbox.wire import Connection
 
+    main: Any = importlib.import_module("quarantune.worker.main")
     contain.contain_worker(parent=about["parent"], log_fd=about["log_fd"])
     os.close(about["log_fd"])
-    shared = worker.Shared(payload_fd=about["payload_fd"], arrays_fd=about["arrays_fd"], call=None, cwd=about["cwd"])
+    shared = main.Shared(payload_fd=about["payload_fd"], arrays_fd=about["arrays_fd"], call=None, cwd=about["cwd"])
     connection = Connection(socket.socket(fileno=about["connection_fd"]))
     importlib.import_module("jax")
     gc.enable()
-    worker.main(connection, shared, about["task"], about["task_fds"])
+    main.main(connection, shared, about["task"], about["task_fds"])
+    raise AssertionError("the main of a worker never returns")

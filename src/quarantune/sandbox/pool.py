@@ -12,10 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from quarantune import host, memory, stops
-from quarantune.outcomes import SandboxError
+from quarantune.host import machine, memory, stops
 from quarantune.sandbox import spawning, spool, template, wire
 from quarantune.sandbox.wire import Connection, Message
+from quarantune.values.trial import SandboxError
 
 _logger = logging.getLogger("quarantune")
 
@@ -153,7 +153,7 @@ class Sandbox:
     @property
     def baseline_bytes(self) -> int:
         """Private memory that a worker has from the start, because its template had it."""
-        return 0 if self._template is None else host.private_memory_bytes(self._sweep_pid or self._template.pid)
+        return 0 if self._template is None else machine.private_memory_bytes(self._sweep_pid or self._template.pid)
 
     def common_files(self) -> set[memory.FileId]:
         """Returns the files in memory that every worker has open or mapped and none has made."""
@@ -316,11 +316,11 @@ class Sandbox:
         Checks are counted, not seconds: while this process itself stands still nobody is silent.
         """
         sweep, process = self._sweep_pid, None if self._template is None else self._template.pid
-        stopped = [pid for pid in (sweep, process) if pid is not None and host.is_stopped(pid)]
+        stopped = [pid for pid in (sweep, process) if pid is not None and machine.is_stopped(pid)]
         self._stopped_checks = self._stopped_checks + 1 if stopped else 0
         forker = sweep or process
         # One that works, or waits for a CPU or a disk, is not silent: it may be importing what workers will need.
-        before, self._activity = self._activity, None if forker is None else host.activity(forker)
+        before, self._activity = self._activity, None if forker is None else machine.activity(forker)
         is_asleep = self._activity is not None and self._activity[0] == "S" and self._activity == before
         is_asked = any(worker.pid is None and not worker.ended for worker in self._workers.values())
         self._silent_checks = self._silent_checks + 1 if is_asked and is_asleep else 0
@@ -428,7 +428,7 @@ class Sandbox:
             stopped = stops.Stops(time.monotonic)
             while True:
                 selector.select(max(0.0, min(_LOAD_LOOK_S, deadline - time.monotonic())))
-                if not started and self._template is not None and host.is_stopped(self._template.pid):
+                if not started and self._template is not None and machine.is_stopped(self._template.pid):
                     self._wake_templates()
                 deadline += stopped.lost_s()
                 loaded += _receive_quietly(connection)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quarantune import origins
+from quarantune.host import origins
 from quarantune.sandbox import spool
 
 # Collecting garbage while JAX is imported costs a third of that time and finds none. The import path is set before

@@ -9,7 +9,7 @@ import struct
 import tempfile
 from collections.abc import Sequence
 
-from quarantune import host
+from quarantune.host import machine
 
 _MEMORY_SHARE = 4
 """A file may take one part in this many of the free memory; a larger one goes to the disk."""
@@ -32,7 +32,7 @@ def create(label: str, *, size_bytes: int = 0) -> int:
         OSError: there is room for it nowhere.
     """
     small = size_bytes <= _LOG_CAP_BYTES
-    if hasattr(os, "memfd_create") and (small or size_bytes < host.available_memory_bytes() // _MEMORY_SHARE):
+    if hasattr(os, "memfd_create") and (small or size_bytes < machine.available_memory_bytes() // _MEMORY_SHARE):
         return os.memfd_create(f"quarantune-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile(prefix="quarantune-") as file:
         return os.dup(file.fileno())

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from quarantune import locks
-from quarantune.outcomes import SandboxError
+from quarantune.host import locks
 from quarantune.sandbox import habitat, spawning, spool, wire
 from quarantune.sandbox.wire import Connection
+from quarantune.values.trial import SandboxError
 
 MARK = "QUARANTUNE_SANDBOX"
 """Set in the environment of everything that runs in a sandbox, to the owner's own token."""

@@ -1,0 +1,1 @@
+"""The public faces: the decorator, the programmatic tuner and contextual tuning."""

@@ -1,0 +1,312 @@
+"""The face most people use: `@autotune` over a jitted function."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+import numpy as np
+
+from quarantune import jax_internals
+from quarantune.host import locks
+from quarantune.resolve import suitable
+from quarantune.results.result import TuningResult
+from quarantune.transport import assignment as assignments
+from quarantune.transport import binding, differentiation, payload
+from quarantune.values import config_space, naming
+from quarantune.values.options import Options, checked_options
+from quarantune.values.trial import Config
+
+if TYPE_CHECKING:
+    from quarantune.resolve.resolver import Resolver
+
+
+Memo: TypeAlias = "dict[Any, dict[Any, Callable[..., Any]]]"
+"""Bound functions by what tells calls from others in one state of JAX's settings, by that state."""
+
+_NOTHING: tuple[Any, dict[Any, tuple[list[Any], Callable[..., Any]]]] = (None, {})
+
+_read_context = jax_internals.trace_context()
+_aval, _sharding = jax_internals.aval_of, jax_internals.sharding_of
+
+
+def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Autotuned]:
+    """Tunes the static parameters of a jitted function, each config in a process of its own.
+
+    Inside `jit`, JAX does not say how an argument lies over `Auto` axes of a mesh: there the function is tuned at the
+    global shape on one device, apart from the same call outside.
+
+    Args:
+        configs: a list of dicts; or a dict of lists, which stands for the full grid in order; or a callable that is
+            given a call's arguments (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts. A config that
+            lacks a key takes the function's default for it. The key `compiler_options`, where it is no parameter, holds
+            a dict of XLA's options for that config, as `jax.jit` takes them; calls inside a trace run without them.
+        **options: the fields of `Options`: `name`, `prune_fn`, `warmup`, `rep`, `compile_timeout` and `timeout` in
+            seconds, `memory_limit` in bytes or as "8GB".
+
+    Returns:
+        A decorator for a function that `jax.jit` has wrapped.
+
+    Raises:
+        TypeError: the function is not jitted, or has options of `jax.jit` that keep it from being tuned; or the configs
+            are of no usable type; or a tunable has no default.
+        ValueError: the configs are empty or without end, or name parameters that are not static.
+
+    Example:
+        >>> @autotune({"chunk": [16, 64]})
+        ... @jax.jit(static_argnames=["chunk"])
+        ... def total(x, chunk: int = 16): ...
+    """
+    checked = checked_options("autotune", options)
+
+    def decorate(fn: Callable[..., Any]) -> Autotuned:
+        return Autotuned(fn, configs, checked)
+
+    if jax_internals.is_jitted(configs):
+        raise TypeError("autotune needs the configs first: write @autotune([...]) above @jax.jit(...)")
+    return decorate
+
+
+class Autotuned:
+    """A jitted function whose static parameters choose themselves; made by `autotune`.
+
+    Calling it is calling the function with the best config for the arguments' shapes on their device: found on the
+    first such call, remembered ever after. A call that sets a tunable parameter by hand goes straight through.
+    """
+
+    __wrapped__: Callable[..., Any]
+    __qualname__: str
+
+    def __init__(self, fn: Callable[..., Any], configs: Any, options: Options) -> None:
+        """Wraps a jitted function; use `autotune`."""
+        if isinstance(fn, Autotuned):
+            raise TypeError(f"{_name_of(fn)!r} is autotuned already: put all its tunables into one list of configs")
+        if not jax_internals.is_jitted(fn):
+            raise TypeError(
+                f"autotune wraps a function that jax.jit has wrapped, and {_name_of(fn)!r} is a {type(fn).__name__}: "
+                f"put @jax.jit(static_argnames=[...]) between @autotune(...) and the function"
+            )
+        functools.update_wrapper(self, fn)
+        self.__wrapped__ = fn
+        self._jitted: Any = fn
+        self._jit_options = jax_internals.jit_options(fn)
+        plain = inspect.unwrap(fn)
+        label = getattr(fn, "__qualname__", "fn")
+        listed = (
+            configs
+            if callable(configs)
+            else config_space.expand(configs, fn_name=label, parameters=inspect.signature(plain))
+        )
+        self.name = options.name or f"{naming.module_name(fn)}.{label}"
+        suitable.check_jit_options(fn, self.name)
+        self._signature = inspect.signature(plain)
+        if not callable(configs):
+            config_space.check_parameters(
+                listed,
+                parameters=self._signature,
+                static_names=frozenset(self._jit_options.static_argnames),
+                fn_name=self.name,
+            )
+            binding.check(fn, listed, name=self.name)
+        self._configs = listed
+        self._options = options
+        self._array_type = jax_internals.array_type()
+        self._own_memo: Memo = {}
+        self._last = _NOTHING
+        assignments.register(self)
+
+    @locks.lazy
+    def _resolver(self) -> Resolver:
+        # Imported with the first call: what it takes to tune is a good part of what it takes to import JAX.
+        from quarantune.resolve.resolver import Resolver
+
+        return Resolver(
+            self.__wrapped__,
+            self._configs,
+            name=self.name,
+            signature=self._signature,
+            static_names=self._jit_options.static_names,
+            options=self._options,
+            need_defaults=True,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function with the best config for these arguments."""
+        # The path of every call of a training step: JAX's settings, the arrays' types and where they are, as last time?
+        context, last = self._last
+        if kwargs or _read_context() != context:
+            return self._call_any(args, kwargs)
+        try:
+            shardings, bound = last[tuple(map(_aval, args))]
+            if list(map(_sharding, args)) != shardings:
+                return self._call_any(args, kwargs)
+        except (AttributeError, KeyError, TypeError):
+            return self._call_any(args, kwargs)
+        return bound(*args)
+
+    def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
+        """Tunes for these arguments now, even if a result is cached, and remembers what it finds.
+
+        Raises:
+            TuningFailedError: every config failed.
+            TypeError: a tunable parameter is given by hand.
+        """
+        try:
+            return self._resolver.tune(args, kwargs)
+        finally:
+            self._own_memo.clear()
+            self._last = _NOTHING
+
+    def lookup(self, *args: Any, **kwargs: Any) -> Config | None:
+        """Returns the remembered config for these arguments, or None; never tunes."""
+        config = self._resolver.lookup(args, kwargs)
+        return None if config is None else dict(config)
+
+    def default(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function with its own defaults, tuned or not."""
+        return self.__wrapped__(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the function with the best config, as `jax.jit(...).lower` does."""
+        jitted, config = binding.applied(self._jitted, self._config(args, kwargs))
+        return jitted.lower(*args, **kwargs, **config)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """Traces the function with the best config, as `jax.jit(...).trace` does."""
+        jitted, config = binding.applied(self._jitted, self._config(args, kwargs))
+        return jitted.trace(*args, **kwargs, **config)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the outputs' shapes and dtypes, as `jax.jit(...).eval_shape` does; never tunes.
+
+        The config is the remembered one, or the defaults. `jax.eval_shape(f, ...)` tunes, as tracing does: JAX
+        keeps what it traces there for the calls that follow.
+        """
+        config = {} if self._resolver.tunables_given(args, kwargs) else self._resolver.lookup(args, kwargs)
+        keywords, _ = binding.split(self._jitted, config or {})
+        return self._jitted.eval_shape(*args, **kwargs, **keywords)
+
+    def clear_cache(self) -> None:
+        """Forgets what this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""
+        jax_internals.clear_caches(self._jitted)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Binds to an instance, as a function does."""
+        return self if instance is None else Bound(self, instance)
+
+    def __repr__(self) -> str:
+        """Says what is tuned."""
+        return f"<autotuned {self.name}>"
+
+    def __reduce__(self) -> Any:
+        """Travels by name, or as the function and how to tune it; what was remembered stays here."""
+        if payload.travels_by_name(self):
+            return self.__qualname__
+        self._jit_options.check_can_travel(_name_of(self))
+        options = dataclasses.replace(self._options, name=self.name)  # a worker's `__main__` is another
+        return _rebuild, (self._jitted.__wrapped__, self._jit_options, self._configs, options)
+
+    def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
+        """Returns the config to add to a call: none where it has one of its own, or is to run untuned."""
+        if self._resolver.tunables_given(args, kwargs):
+            return {}
+        return self._resolver.config(args, kwargs) or {}
+
+    def _call_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = self._memo_key(args, kwargs)
+        assignment = assignments.current()
+        context = _read_context()
+        memos: Memo = self._own_memo if assignment is None else assignment.memo(self)
+        memo = {} if key is None else memos.setdefault(context, {})
+        if key is not None and (bound := memo.get(key)) is not None:
+            self._keep_ready(context, args, kwargs, bound)
+            return bound(*args, **kwargs)
+        if self._resolver.tunables_given(args, kwargs):
+            bound = self.__wrapped__
+        else:
+            config = self._resolver.config(args, kwargs)
+            if config is None:
+                return self.__wrapped__(*args, **kwargs)  # untuned for now: another job may tune it any time
+            bound = binding.bind(self.__wrapped__, config)
+            if key is None and not self._options.time_grad:
+                differentiation.explain_failure(self._jitted, config, args, kwargs, name=self.name)
+        if key is not None:
+            memo[key] = bound
+            self._keep_ready(context, args, kwargs, bound)
+        with self._resolver.lending():
+            return bound(*args, **kwargs)
+
+    def _keep_ready(
+        self, context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], bound: Callable[..., Any]
+    ) -> None:
+        """Has the next call like this one find its bound function at first sight, if all it takes are JAX's arrays."""
+        if kwargs or any(type(arg) is not self._array_type for arg in args):
+            return
+        before, last = self._last
+        if before != context:
+            last = {}
+        last[tuple(map(_aval, args))] = list(map(_sharding, args)), bound
+        self._last = context, last
+
+    def _memo_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Returns what tells this call from others within the process; None where that takes a closer look."""
+        is_static, names = self._jit_options.is_static_position, self._jit_options.static_argnames
+        try:
+            parts = [self._token(arg, is_static(index, len(args))) for index, arg in enumerate(args)]
+            for name, arg in kwargs.items():
+                parts += [name, self._token(arg, name in names)]
+            key = tuple(parts)
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _token(self, arg: Any, is_static: bool) -> Any:
+        if type(arg) is self._array_type:
+            return (arg.aval, arg.sharding)
+        if is_static:
+            return (type(arg), arg)
+        # What a number or NumPy's float64 is to JAX depends on x64; a JAX array is what it is.
+        if isinstance(arg, (bool, int, float, complex)):
+            return (type(arg), _is_x64())
+        if isinstance(arg, (np.ndarray, np.generic)):
+            return (np.ndarray, arg.shape, arg.dtype, _is_x64())
+        if isinstance(arg, jax.core.Tracer):
+            raise TypeError("what a tracer stands for is the resolver's business")
+        leaves, structure = jax.tree_util.tree_flatten(arg)
+        if len(leaves) == 1 and leaves[0] is arg:
+            raise TypeError("no argument of ours; jit will say what it thinks of it")
+        return (structure, *[self._token(leaf, False) for leaf in leaves])
+
+
+class Bound:
+    """A tuned function bound to an instance, as a method is."""
+
+    def __init__(self, function: Callable[..., Any], instance: object) -> None:
+        functools.update_wrapper(self, function)
+        self._instance = instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the method with the best config for these arguments."""
+        return self.__wrapped__(self._instance, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("tune", "lookup", "default", "lower", "trace", "eval_shape"):
+            raise AttributeError(f"{type(self.__wrapped__).__name__!r} object has no attribute {name!r}")
+        return functools.partial(getattr(self.__wrapped__, name), self._instance)
+
+
+def _rebuild(plain: Callable[..., Any], jit: jax_internals.JitOptions, configs: Any, options: Options) -> Autotuned:
+    return Autotuned(jit.rebuild(plain), configs, options)
+
+
+def _is_x64() -> bool:
+    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+
+
+def _name_of(fn: object) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)

@@ -1,0 +1,172 @@
+"""The contextual face: kernels tuned inside the function that calls them, by the time that the whole takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import jax
+
+from quarantune import jax_internals
+from quarantune.api.autotune import Autotuned, Bound
+from quarantune.host import locks
+from quarantune.results.contextual_result import ContextualResult
+from quarantune.transport import assignment
+from quarantune.transport.problem import describe_function
+from quarantune.values import naming
+from quarantune.values.options import Options, checked_options
+from quarantune.values.trial import Config
+
+if TYPE_CHECKING:
+    from quarantune.resolve.contextual_job import ContextResolver
+
+_MOST_REMEMBERED = 1024
+"""Calls of a function that takes Python values may differ without end."""
+
+
+def contextual_autotune(
+    fn: Callable[..., Any] | None = None, /, *, n_warmup: int = 1, n_repeat: int = 5, **options: Any
+) -> Any:
+    """Tunes the autotuned kernels that a function calls where they are: by the time of the whole function.
+
+    Each kernel's configs are tried in turn, the other kernels being at their best so far; a kernel that is called with
+    several shapes is tuned for each. What is found holds within this function: elsewhere its kernels use their own.
+
+    Args:
+        fn: the function, plain or jitted; left out where options are given.
+        n_warmup: untimed runs of the function per config.
+        n_repeat: at most this many timed runs per config.
+        **options: the fields of `Options`, of which `warmup` and `rep` go by the names above and `prune_fn` belongs to
+            the kernels. `compile_timeout` and `timeout` together bound one config: the function compiles as it runs.
+
+    Returns:
+        A `Contextual`, or a decorator that makes one.
+
+    Raises:
+        TypeError: there is no such option, or what is decorated is no function that can be tuned.
+        ValueError: an option does not accept its value.
+
+    Example:
+        >>> @contextual_autotune(n_repeat=3)  # doctest: +SKIP
+        ... def layer(x):
+        ...     return project(normalize(x))  # two autotuned kernels
+    """
+    for name, instead in (("warmup", "n_warmup"), ("rep", "n_repeat"), ("prune_fn", "prune_fn of its kernels")):
+        if name in options:
+            raise TypeError(f"contextual_autotune() has no option {name!r}: use {instead}")
+    for name, count, least in (("n_warmup", n_warmup, 0), ("n_repeat", n_repeat, 1)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise ValueError(f"{name}={count!r} is not valid: give a whole number of at least {least}")
+    checked = checked_options("contextual_autotune", options | {"warmup": n_warmup, "rep": n_repeat})
+    assignment.context()
+
+    def decorate(function: Callable[..., Any]) -> Contextual:
+        return Contextual(function, checked)
+
+    return decorate if fn is None else decorate(fn)
+
+
+class Contextual:
+    """A function whose autotuned kernels are tuned for it as a whole; made by `contextual_autotune`.
+
+    Calling it is calling the function with every kernel at the config that is best there: found on the first such call,
+    remembered ever after.
+    """
+
+    __wrapped__: Callable[..., Any]
+
+    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
+        """Wraps a function; use `contextual_autotune`."""
+        if isinstance(fn, (Autotuned, Contextual)):
+            raise TypeError(
+                f"{fn!r} is tuned already: contextual_autotune goes on a function that calls autotuned kernels"
+            )
+        _, self._signature, self._static_names = describe_function(fn)
+        functools.update_wrapper(self, fn)
+        self.__wrapped__ = fn
+        self.name = options.name or naming.cache_name(fn)
+        self._options = options
+        self._array_type = jax_internals.array_type()
+        self._context = jax_internals.trace_context()
+        self._memo: dict[Any, str] = {}
+
+    @locks.lazy
+    def _resolver(self) -> ContextResolver:
+        from quarantune.resolve.contextual_job import ContextResolver
+
+        return ContextResolver(
+            self.__wrapped__,
+            name=self.name,
+            signature=self._signature,
+            static_names=self._static_names,
+            options=self._options,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function with the best config for each of its kernels."""
+        if assignment.current() is not None:  # part of another function that is tuned as a whole
+            return self.__wrapped__(*args, **kwargs)
+        key = self._memo_key(args, kwargs)
+        text = self._memo.get(key) if key is not None else None
+        if text is None:
+            config = self._resolver.config(args, kwargs)
+            if config is None:
+                return self.__wrapped__(*args, **kwargs)
+            text = str(config[assignment.KEY])
+            if key is not None:
+                if len(self._memo) >= _MOST_REMEMBERED:
+                    self._memo.clear()
+                self._memo[key] = text
+        return self._resolver.runner(*args, **kwargs, **{assignment.KEY: text})
+
+    def tune(self, *args: Any, **kwargs: Any) -> ContextualResult:
+        """Tunes for these arguments now, even if a result is cached, and remembers what it finds.
+
+        Raises:
+            TuningFailedError: the function failed with every config of a kernel.
+        """
+        try:
+            return cast("ContextualResult", self._resolver.tune(args, kwargs))
+        finally:
+            self._memo.clear()
+
+    def lookup(self, *args: Any, **kwargs: Any) -> dict[assignment.Slot, Config] | None:
+        """Returns each kernel's remembered config for these arguments, by the kernel's name and key, or None."""
+        config = self._resolver.lookup(args, kwargs)
+        return None if config is None else dict(assignment.Assignment(str(config[assignment.KEY])).chosen)
+
+    def default(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function with every kernel at its own defaults, tuned or not."""
+        text = assignment.encode({}, others=assignment.DEFAULT)
+        return self._resolver.runner(*args, **kwargs, **{assignment.KEY: text})
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Binds to an instance, as a function does."""
+        return self if instance is None else Bound(self, instance)
+
+    def __repr__(self) -> str:
+        """Says what is tuned."""
+        return f"<contextually autotuned {self.name}>"
+
+    def __reduce__(self) -> Any:
+        """Travels by name, or as the function and how to tune it; what was remembered stays here."""
+        from quarantune.transport import payload
+
+        if payload.travels_by_name(self):
+            return self.__wrapped__.__qualname__
+        return Contextual, (self.__wrapped__, dataclasses.replace(self._options, name=self.name))
+
+    def _memo_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what tells this call from others within the process; None where that takes a closer look."""
+        leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
+        tokens = [self._context(), structure]
+        for leaf in leaves:
+            if type(leaf) is self._array_type:
+                tokens.append((leaf.aval, leaf.sharding))
+            elif type(leaf) in (bool, int, str):
+                tokens.append((type(leaf), leaf))
+            else:
+                return None
+        return tuple(tokens)

@@ -1,0 +1,137 @@
+"""The programmatic face: tune any callable, or only compile its configs."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from quarantune.resolve import suitable
+from quarantune.results.result import TuningResult
+from quarantune.transport import binding
+from quarantune.transport.problem import describe_function
+from quarantune.values import config_space, naming
+from quarantune.values.config_values import text_of
+from quarantune.values.options import Options, checked_options
+
+
+class AutoTuner:
+    """Tunes any callable that takes a config as keyword arguments.
+
+    Args:
+        fn: a jitted function, or any other callable: numpy code, a C extension, something that starts a program.
+        configs: a list of dicts, a dict of lists, or a callable that makes dicts from the call's arguments.
+        on_progress: called in this process with an index into the configs and the phase that config enters (`compile`,
+            `check`, `measure`, before them `load` where the worker loads the function itself), or `end` once its trial
+            is over.
+        **options: the fields of `Options`.
+
+    Raises:
+        TypeError: `fn` is not callable, an option is unknown, or the configs are of no usable type.
+        ValueError: the configs are empty or without end, or are not what the function can take.
+
+    Example:
+        >>> result = AutoTuner(sort_rows, {"block": [64, 256]}).run(rows)  # doctest: +SKIP
+        >>> result.best_config  # doctest: +SKIP
+        {'block': 256}
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        configs: Any,
+        *,
+        on_progress: Callable[[int, str], None] | None = None,
+        **options: Any,
+    ) -> None:
+        from quarantune.resolve.resolver import Resolver
+
+        fn, signature, static_names = describe_function(fn)
+        checked = checked_options("AutoTuner", options)
+        label = naming.cache_name(fn)
+        if static_names is not None:
+            suitable.check_jit_options(fn, label)
+        listed = configs if callable(configs) else config_space.expand(configs, fn_name=label, parameters=signature)
+        self._resolver = Resolver(
+            fn,
+            listed,
+            name=checked.name or label,
+            signature=signature,
+            static_names=static_names,
+            options=checked,
+            on_phase=on_progress,
+        )
+        if not callable(configs):
+            self._resolver.check(listed)
+
+    def run(self, *args: Any, **kwargs: Any) -> TuningResult:
+        """Returns the best config for these arguments, from the cache or found out now.
+
+        Raises:
+            TuningFailedError: every config failed.
+            CacheMissError: nothing is cached and `ON_MISS` is `error`.
+        """
+        return self._resolver.result(args, kwargs)
+
+
+def compile_configs(
+    fn: Callable[..., Any], configs: Any, *args: Any, num_workers: int | None = None, **kwargs: Any
+) -> list[Callable[..., Any] | None]:
+    """Compiles many configs of a jitted function, each in a worker process.
+
+    Workers answer with data that is checked and runs no code when it is read. The one part that only XLA can read is
+    the program itself, machine code that XLA loads here and runs when its callable is called.
+
+    Args:
+        fn: the jitted function, autotuned or not.
+        configs: as for `AutoTuner`.
+        *args: the call's positional arguments, without the config; arrays or `jax.ShapeDtypeStruct`.
+        num_workers: how many configs compile at a time; None follows the environment.
+        **kwargs: the call's keyword arguments.
+
+    Returns:
+        A callable for each config, in order, also for one that was given before, which runs what the worker compiled;
+        None where that failed, which a warning says.
+
+    Raises:
+        TypeError: `fn` is not jitted, or something of the call cannot be sent to a worker.
+        ValueError: the configs, or `num_workers`, are not valid.
+    """
+    from quarantune.resolve.resolver import Resolver
+    from quarantune.results.compiled_winner import Winner
+    from quarantune.transport import executable_data
+    from quarantune.transport.problem import as_structs
+
+    fn, signature, static_names = describe_function(fn)
+    if static_names is None:
+        raise TypeError(
+            f"compile_configs compiles what jax.jit has wrapped, and {naming.cache_name(fn)!r} is not jitted"
+        )
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"num_workers={num_workers!r} is not valid: give at least 1, or leave it out")
+    label = naming.cache_name(fn)
+    suitable.check_jit_options(fn, label)
+    if callable(configs):
+        structs = as_structs(args, kwargs)
+        listed = config_space.expand_callable(
+            configs, *structs, fn_name=label, parameters=signature, keep_repeated=True
+        )
+    else:
+        listed = config_space.expand(configs, fn_name=label, parameters=signature, keep_repeated=True)
+    expanded = config_space.distinct(listed)
+    resolver = Resolver(fn, expanded, name=label, signature=signature, static_names=static_names, options=Options())
+    resolver.check(expanded)
+    compiled = resolver.compile(args, kwargs, expanded, num_workers=num_workers)
+    functions: dict[str, Callable[..., Any] | None] = {}
+    for config, (trial, executable) in zip(expanded, compiled, strict=True):
+        # It may compile and yet be unable to leave its worker.
+        function: Callable[..., Any] | None = binding.bind(fn, config)
+        if executable:
+            with contextlib.suppress(ValueError):  # a config may have written anything there
+                function = Winner(fn, config, executable_data.loads(executable), args=args, kwargs=kwargs)
+        elif trial.outcome.is_failure:
+            warnings.warn(f"{label}: {config} did not compile: {trial.outcome.value}: {trial.message}", stacklevel=2)
+            function = None
+        functions[text_of(config)] = function
+    return [functions[text_of(config)] for config in listed]

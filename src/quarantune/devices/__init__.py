@@ -1,0 +1,1 @@
+"""The devices that exist, and leases on them."""

@@ -1,0 +1,153 @@
+"""Which devices a sweep may use, and what a worker must be told to see some of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quarantune.host import machine
+
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "ROCR_VISIBLE_DEVICES"}
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One device that can be measured on, or several that are one trial's.
+
+    Attributes:
+        platform: `cpu`, `cuda`, `rocm` or `tpu`.
+        kind: what the cache calls it, such as `NVIDIA H200`; for a CPU the processor's model and the cores available.
+        token: what names it in the platform's visibility variable, several with commas between; empty for a CPU.
+    """
+
+    platform: str
+    kind: str
+    token: str = ""
+
+    @property
+    def name(self) -> str:
+        """What people and other tuners on this machine call it."""
+        return f"{self.platform}:{self.token}" if self.token else self.platform
+
+    @property
+    def members(self) -> tuple[Device, ...]:
+        """The single devices it is made of."""
+        return tuple(dataclasses.replace(self, token=token) for token in self.token.split(","))
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The environment variables that make it all that a process sees."""
+        variable = _VISIBLE.get(self.platform)
+        return {} if variable is None else {variable: self.token}
+
+
+def cheap_context(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment in which a process that uses a single device gets its context soonest.
+
+    The driver makes contexts, and takes them down, one after another whatever the number of cores, and more than half
+    of what that costs are the eight hardware queues that CUDA asks for: 0.15 s on an H200, 0.06 s with one queue.
+    Kernels of one stream, as those of a program for one device are, need no other.
+
+    Args:
+        platform: the devices' platform.
+        environ: the caller's environment, which decides where it says anything about it.
+    """
+    return {_QUEUES: "1"} if platform == "cuda" and _QUEUES not in environ else {}
+
+
+def describe_jax_devices(devices: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns `platform`, `kind`, `index` and `num_cores` of JAX devices, as JSON-able data."""
+    return [
+        {
+            "platform": _platform_of(device),
+            "kind": device.device_kind,
+            "index": position,
+            "num_cores": getattr(device, "core_count", None),
+        }
+        for position, device in enumerate(devices)
+    ]
+
+
+def _platform_of(device: Any) -> str:
+    """Returns `cpu`, `cuda`, `rocm` or `tpu`: JAX's device calls the second and third `gpu`."""
+    if device.platform != "gpu":
+        return str(device.platform)
+    version = device.client.platform_version.lower()
+    return "rocm" if "rocm" in version else "cuda"
+
+
+def cpu_device() -> Device:
+    """Returns the machine's processor as a device: what it measures depends on how many cores there are."""
+    return Device("cpu", f"{machine.processor_name()} ({machine.available_cpus()} cores)")
+
+
+def visible_devices(
+    probed: Sequence[Mapping[str, Any]], *, environ: Mapping[str, str], allowed: Sequence[str] | None
+) -> list[Device]:
+    """Returns the devices that a worker may be given.
+
+    Args:
+        probed: `platform`, `kind` and `index` of each device the caller's own JAX would see, in its order.
+        environ: the caller's environment, whose visibility variable the indices are relative to.
+        allowed: the operator's `DEVICES`, as indices among `probed` or as the tokens of the visibility variable; None
+            allows all.
+
+    Returns:
+        The devices; a CPU counts as one however many JAX makes of it.
+
+    Raises:
+        ValueError: `allowed` names a device that is not there.
+    """
+    if not probed or probed[0]["platform"] == "cpu":
+        return [cpu_device()]
+    platform = probed[0]["platform"]
+    listed = environ.get(_VISIBLE.get(platform, ""), "")
+    tokens = [token.strip() for token in listed.split(",") if token.strip()]
+    devices = []
+    for entry in probed:
+        index = entry["index"]
+        token = tokens[index] if index < len(tokens) else str(index)
+        devices.append(Device(platform, entry["kind"], token))
+    return devices if allowed is None else _select(devices, allowed)
+
+
+def grouped(devices: Sequence[Device], size: int) -> list[Device]:
+    """Returns devices joined into groups for trials that need several.
+
+    Args:
+        devices: single devices of one kind.
+        size: how many make a group.
+
+    Returns:
+        The groups, in order; devices that are too few for one more are left out.
+
+    Raises:
+        ValueError: there is not one group.
+    """
+    if len(devices) < size:
+        there = ", ".join(device.name for device in devices)
+        raise ValueError(
+            f"devices_per_trial={size} needs {size} devices of one kind, and there are {len(devices)} to use "
+            f"({there}): make more visible, or ask for fewer"
+        )
+    starts = range(0, len(devices) - size + 1, size)
+    return [
+        dataclasses.replace(devices[start], token=",".join(device.token for device in devices[start : start + size]))
+        for start in starts
+    ]
+
+
+def _select(devices: list[Device], allowed: Sequence[str]) -> list[Device]:
+    selected = []
+    for name in allowed:
+        by_token = [device for device in devices if device.token == name and not name.isdigit()]
+        if name.isdigit() and int(name) < len(devices):
+            selected.append(devices[int(name)])
+        elif by_token:
+            selected.append(by_token[0])
+        else:
+            there = ", ".join(f"{index} ({device.token})" for index, device in enumerate(devices))
+            raise ValueError(f"QUARANTUNE_DEVICES names {name!r}, which is not there; visible are: {there}")
+    return selected

@@ -1,0 +1,1 @@
+"""This machine and this process: cores, memory, waiting times, locks, import paths."""

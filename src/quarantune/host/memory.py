@@ -1,0 +1,202 @@
+"""How much memory the processes of a worker hold, each page counted once: private, copied on write or shared."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import stat
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TypeAlias
+
+from quarantune.host import machine
+
+FileId: TypeAlias = tuple[int, int]
+"""The device and the inode of a file."""
+_NOTABLE_BYTES = 16 << 20
+"""Growth of what is mapped, and memory of forks, from which on an exact look is worth its milliseconds."""
+_BLOCK_BYTES = 512
+
+
+class Scale:
+    """Weighs one worker's processes again and again: cheaply as a rule, exactly when told to or near the limit.
+
+    The cheap look adds up the private pages of all processes, which counts those that forks still share once for each,
+    and adds what the last exact look found shared.
+    """
+
+    def __init__(self) -> None:
+        self._began = time.time()
+        self._mapped = 0
+        self._shared = 0
+        self._counted_again = 0
+
+    def weigh(
+        self,
+        family: Sequence[int],
+        *,
+        baseline_bytes: int,
+        limit_bytes: int,
+        foreign: Callable[[], Collection[FileId]],
+        exactly: bool,
+    ) -> int:
+        """Returns how many bytes a worker's processes hold that it did not have from the start.
+
+        Args:
+            family: process ids, the worker's own first; empty for one that is not known yet.
+            baseline_bytes: private memory that the worker has because its template had it.
+            limit_bytes: a sum over this is looked at exactly before it is believed.
+            foreign: tells which files in memory are not the worker's, though it has them open.
+            exactly: whether to look exactly in any case.
+        """
+        if not family:
+            return 0
+        pages = [machine.resident_bytes(pid) for pid in family]
+        private = sum(own for own, _ in pages) - baseline_bytes
+        mapped = sum(shared for _, shared in pages)
+        suspicious = private - self._counted_again + self._shared > limit_bytes
+        if exactly or suspicious or mapped > self._mapped + _NOTABLE_BYTES:
+            self._mapped = mapped
+            self._shared = shared_bytes(family, since=self._began, foreign=foreign())
+            self._counted_again = _counted_again(family, private, pages[0][0] - baseline_bytes, baseline_bytes)
+        return max(0, private - self._counted_again) + self._shared
+
+
+def _counted_again(family: Sequence[int], private: int, own: int, baseline_bytes: int) -> int:
+    """Returns how much of a sum of private pages is pages that several of the processes share."""
+    if private - max(0, own) < _NOTABLE_BYTES or (exact := proportional_bytes(family)) is None:
+        return 0
+    return max(0, private - max(own, exact - baseline_bytes))
+
+
+def proportional_bytes(family: Sequence[int]) -> int | None:
+    """Returns the private memory of processes, a page that n processes share counted as an n-th; None if unknown."""
+    total = 0
+    for pid in family:
+        text = _read(f"/proc/{pid}/smaps_rollup")
+        if text and b"Pss_Anon:" not in text:
+            return None  # a kernel before 5.3
+        total += sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith(b"Pss_Anon:"))
+    return total or None
+
+
+def shared_bytes(family: Sequence[int], *, since: float, foreign: Collection[FileId]) -> int:
+    """Returns how much memory files hold that processes have open or mapped, each file counted once.
+
+    That is shared memory of every kind: anonymous maps, memfd, System V's, and files of a tmpfs such as /dev/shm.
+
+    Args:
+        family: the processes.
+        since: files with a name that have not changed since this time, in seconds, were there before the processes.
+        foreign: files that do not count.
+    """
+    held: dict[FileId, int] = {}
+    pages: dict[FileId, int] = {}
+    for pid in family:
+        for about in _open_files(pid):
+            held[about.st_dev, about.st_ino] = _bytes_of(about, since)
+    for pid in family:
+        unknown = set()
+        for identity, place, path in _mapped_files(pid):
+            if identity in held or identity in foreign or identity in unknown:
+                continue
+            if (about_map := _stat_mapped(pid, identity, place, path)) is None:
+                unknown.add(identity)
+            else:
+                held[identity] = _bytes_of(about_map, since)
+        if unknown:
+            for identity, amount in _proportional_maps(pid, unknown).items():
+                pages[identity] = pages.get(identity, 0) + amount
+    return sum(amount for identity, amount in (pages | held).items() if identity not in foreign)
+
+
+def shared_files(family: Sequence[int]) -> set[FileId]:
+    """Returns which files in memory processes have open or mapped."""
+    opened = {(about.st_dev, about.st_ino) for pid in family for about in _open_files(pid)}
+    return opened | {identity for pid in family for identity, _, _ in _mapped_files(pid)}
+
+
+def file_id(fd: int) -> FileId:
+    """Returns what identifies an open file."""
+    about = os.fstat(fd)
+    return about.st_dev, about.st_ino
+
+
+@functools.cache
+def _devices_in_memory() -> frozenset[int]:
+    """Returns the devices whose files lie in memory: the mounted ones, and the kernel's own of nameless files."""
+    found = set()
+    if hasattr(os, "memfd_create"):
+        with open(os.memfd_create("quarantune-probe", os.MFD_CLOEXEC)) as file:
+            found.add(os.fstat(file.fileno()).st_dev)
+    for line in _read("/proc/self/mountinfo").decode(errors="replace").splitlines():
+        fields, _, kind = line.partition(" - ")
+        if kind.startswith(("tmpfs ", "ramfs ")):
+            major, _, minor = fields.split()[2].partition(":")
+            found.add(os.makedev(int(major), int(minor)))
+    return frozenset(found)
+
+
+def _open_files(pid: int) -> Iterator[os.stat_result]:
+    """Yields what there is to know of the files in memory that a process has open."""
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return  # it is gone
+    for name in names:
+        with contextlib.suppress(OSError):
+            about = os.stat(f"/proc/{pid}/fd/{name}")
+            if stat.S_ISREG(about.st_mode) and about.st_dev in _devices_in_memory():
+                yield about
+
+
+def _mapped_files(pid: int) -> Iterator[tuple[FileId, str, str]]:
+    """Yields the files in memory that a process has mapped: what they are, where, and their path."""
+    for line in _read(f"/proc/{pid}/maps").decode(errors="surrogateescape").splitlines():
+        place, _, _, device, inode, *path = line.split(maxsplit=5)
+        if inode != "0":
+            major, _, minor = device.partition(":")
+            identity = os.makedev(int(major, 16), int(minor, 16)), int(inode)
+            if identity[0] in _devices_in_memory():
+                yield identity, place, "".join(path)
+
+
+def _stat_mapped(pid: int, identity: FileId, place: str, path: str) -> os.stat_result | None:
+    """Returns what there is to know of a mapped file; None where only its pages can be counted."""
+    # The first needs a capability that few but root have, the second a file with a name.
+    for name in (f"/proc/{pid}/map_files/{place}", path):
+        with contextlib.suppress(OSError, ValueError):
+            about = os.stat(name)
+            if (about.st_dev, about.st_ino) == identity:
+                return about
+    return None
+
+
+def _proportional_maps(pid: int, wanted: Collection[FileId]) -> dict[FileId, int]:
+    """Returns how much of mapped files is a process's own, a page that n processes map counted as an n-th."""
+    found: dict[FileId, int] = {}
+    identity = None
+    for line in _read(f"/proc/{pid}/smaps").splitlines():
+        name, _, rest = line.partition(b" ")
+        if name == b"Pss:" and identity in wanted and identity is not None:
+            found[identity] = found.get(identity, 0) + (int(rest.split()[0]) << 10)
+        elif not name.endswith(b":"):
+            _, _, device, inode, *_ = rest.split(maxsplit=4)
+            major, _, minor = device.partition(b":")
+            identity = os.makedev(int(major, 16), int(minor, 16)), int(inode)
+    return found
+
+
+def _bytes_of(about: os.stat_result, since: float) -> int:
+    """Returns the memory that a file takes; none for one with a name that was there before."""
+    was_there = about.st_nlink > 0 and max(about.st_mtime, about.st_ctime) < since
+    return 0 if was_there else about.st_blocks * _BLOCK_BYTES
+
+
+def _read(name: str) -> bytes:
+    try:
+        with open(name, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""  # the process is gone, or the system has no such file

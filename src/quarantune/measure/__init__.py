@@ -1,0 +1,1 @@
+"""Timing and judging one config: clocks, samples, finals, comparison of outputs."""

@@ -1,0 +1,198 @@
+"""Which clock times a run: the GPU's own where it can be read, else the wall's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+
+from quarantune.host.waits import Taken, Watch
+
+_SAMPLE_TARGET_S = 200e-6
+"""A wall-clock sample lasts at least this long: a thousand times what reading the clock costs."""
+_QUEUE_TARGET_S = 2e-3
+"""A queued sample lasts at least this long, so that launching the first run and waiting for the last do not count."""
+_MAX_INNER = 1000
+
+
+class Clock(Protocol):
+    """Takes samples of one run.
+
+    Attributes:
+        name: what a trial says it was timed with.
+        margin: how much slower than the best a sample must be to rule a config out, on a machine with other work.
+        is_exact: whether nothing that other processes do is in a sample.
+    """
+
+    name: str
+    margin: float
+    is_exact: bool
+
+    def take(self, count: int) -> Sequence[Taken]:
+        """Returns `count` samples, in milliseconds."""
+        ...
+
+
+class WallClock:
+    """Wall-clock time from a call to the end of its work; short runs are repeated within a sample."""
+
+    name = "wall"
+    margin = 1.5
+    is_exact = False
+
+    def __init__(self, run: Callable[[], object], prepare: Callable[[], None] | None, *, spins: bool = False) -> None:
+        """Sets the clock up.
+
+        Args:
+            run: runs once, to the end.
+            prepare: called, untimed, before every run, which is then a sample by itself; None where runs can follow
+                one another.
+            spins: whether threads may spin while others wait for a CPU.
+        """
+        self._run = run
+        self._prepare = prepare
+        self._spins = spins
+        self._inner = 0
+
+    def take(self, count: int) -> Sequence[Taken]:
+        """Returns `count` samples, in milliseconds."""
+        with Watch(spins=self._spins) as watch:
+            if self._prepare is not None or not self._inner:
+                first = self._once(watch)
+                self._inner = max(1, min(_MAX_INNER, round(1e3 * _SAMPLE_TARGET_S / max(first.own, 1e-9))))
+                return [first, *(self._once(watch) for _ in range(count - 1))]
+            return [self._several(watch) for _ in range(count)]
+
+    def _once(self, watch: Watch) -> Taken:
+        if self._prepare is not None:
+            self._prepare()
+        return watch.time(self._run)[0].scaled(1e3)
+
+    def _several(self, watch: Watch) -> Taken:
+        def runs() -> None:
+            for _ in range(self._inner):
+                self._run()
+
+        return watch.time(runs)[0].scaled(1e3 / self._inner)
+
+
+class QueuedClock:
+    """Wall-clock time of many runs queued on a device between two synchronisations, for each run."""
+
+    name = "queued"
+    margin = 1.5
+    is_exact = False
+
+    def __init__(self, dispatch: Callable[[], object]) -> None:
+        """Sets the clock up.
+
+        Args:
+            dispatch: queues one run and returns its outputs without waiting.
+        """
+        self._dispatch = dispatch
+        self._inner = 1
+
+    def take(self, count: int) -> Sequence[Taken]:
+        """Returns `count` samples, in milliseconds."""
+        samples = []
+        for _ in range(count):
+            start = time.perf_counter()
+            for _ in range(self._inner):
+                outputs = self._dispatch()
+            jax.block_until_ready(outputs)
+            elapsed = time.perf_counter() - start
+            samples.append(Taken.exactly(1e3 * elapsed / self._inner))
+            self._inner = max(self._inner, min(_MAX_INNER, round(_QUEUE_TARGET_S * self._inner / elapsed)))
+        return samples
+
+
+class NoDeviceClockError(RuntimeError):
+    """The device's own clock cannot be read here."""
+
+
+class DeviceClock:
+    """The GPU's time in the kernels of a run, with the L2 cache flushed before each or not.
+
+    Launching a kernel takes longer than many a kernel does, so that wall-clock time tells fast ones apart badly.
+    """
+
+    name = "device"
+    margin = 1.15
+    is_exact = True
+
+    def __init__(self, dispatch: Callable[[], object], flush: Flush | None) -> None:
+        """Sets the clock up.
+
+        Args:
+            dispatch: queues one run and returns its outputs without waiting.
+            flush: what goes before each run; None leaves the cache as the last run left it.
+
+        Raises:
+            NoDeviceClockError: the profiler sees no kernel.
+        """
+        self._run = _Run(dispatch, None if flush is None else flush.dispatch)
+        self._own = 0 if flush is None else flush.kernels
+        if len(_kernels(self._run, 1)[0]) <= self._own:
+            raise NoDeviceClockError("the profiler saw no kernel")
+
+    def take(self, count: int) -> Sequence[Taken]:
+        """Returns `count` samples, in milliseconds."""
+        return [Taken.exactly(sum(ms for _, ms in kernels[self._own :])) for kernels in _kernels(self._run, count)]
+
+
+class Flush:
+    """What writes more than the L2 cache holds, and how many kernels that takes; made once for all clocks."""
+
+    def __init__(self, dispatch: Callable[[], object]) -> None:
+        """Has the profiler look at a flush, which is when it is loaded and attached: half of a fresh worker's time.
+
+        Args:
+            dispatch: queues the write and returns its output without waiting.
+
+        Raises:
+            NoDeviceClockError: the profiler is not there.
+        """
+        self.dispatch = dispatch
+        self.kernels = len(_kernels(_Run(dispatch, None), 1)[0])
+
+
+def _kernels(run: _Run, count: int) -> list[list[tuple[str, float]]]:
+    """Returns the name and the milliseconds of each kernel of each of `count` runs."""
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+    except ImportError as error:
+        raise NoDeviceClockError(str(error)) from error
+    # Detaching the profiler after each measurement costs 0.13 s.
+    cupti = profiler.Cupti(finalize=False)  # type: ignore[call-arg]
+    try:
+        _, timings = cupti.measure(run, aggregate=False, iterations=count)()
+    except RuntimeError as error:
+        raise NoDeviceClockError(str(error)) from error
+    if timings is None:
+        return [[]] * count
+    return [timings] if count == 1 else timings
+
+
+class _Run(jax.stages.Wrapped):
+    """A flush and a run, dressed as the jitted function that the profiler insists on."""
+
+    def __init__(self, dispatch: Callable[[], object], flush: Callable[[], object] | None) -> None:
+        self._dispatch = dispatch
+        self._flush = flush
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        flushed = None if self._flush is None else self._flush()
+        outputs = self._dispatch()
+        del flushed  # one flush's buffer is free before the next needs it
+        return outputs
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError

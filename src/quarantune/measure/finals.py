@@ -1,0 +1,350 @@
+"""Who is in the final, and what it decides: the winner, and those the noise cannot tell from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from quarantune.host.waits import Taken, fastest
+from quarantune.measure.sampling import standard_error
+from quarantune.values.trial import Outcome, Trial, is_plausible_ms
+
+FINALISTS = 4
+MOST_FINALISTS = 8
+"""So many where the machine was busy, when the times that they are chosen by are worth less."""
+_CONTENDER = 1.5
+"""Whoever took this many times longer than the fastest has no place in the final."""
+_BUSY_NOISE = 1.5
+"""Where the longest sample of a typical config is this many times its fastest, the machine was busy."""
+_FEW_SAMPLES = 4
+"""Of a config with fewer, other processes can have disturbed all: beside busy ones it gets a second look."""
+_PER_ROUND = 3
+_MOST_PER_ROUND = 10
+_ROUND_MS = 1.0
+"""What one contender's samples of a round take, where they are so short that the profiler's own work is longer."""
+_LONG_MS = 5.0
+"""A run of this length is a sample by itself: what disturbs single samples are interruptions much shorter."""
+_MIN_ROUNDS = 5
+_FEWEST_ROUNDS = 3
+_FAR = 1.2
+"""A finalist this many times slower in each of the `_FEWEST_ROUNDS` first rounds will not win in two more."""
+_MAX_ROUNDS = 100
+_BUDGET_S = 0.8
+_BUSY_BUDGET_S = 2.4
+_BUSY_ROUNDS = 20
+"""Beside busy processes, so many rounds at least are played before their fastest decide."""
+_FOLDED = 5
+"""Into so many rounds those of a busy machine are folded."""
+_SCATTERED = 1.08
+"""Where a typical round of one contender is this many times longer than its fastest, other processes disturbed it."""
+_PREFERENCE = 0.015
+"""By so much, and no more, may be slower who is preferred among those that the noise cannot tell apart."""
+_SIGMAS = 3.0
+_CLEAR_SIGMAS = 5.0
+"""Stopping early takes more: who looks after every round finds equals apart by `_SIGMAS` now and then."""
+_NOISE_FLOOR = 0.005
+"""Two medians closer than this are the same: on an H200, one program's wander by a third of a percent from one process
+to the next, so that equals would take turns at winning."""
+NEAR = 0.008
+"""With cold caches two this close are near enough for warm ones to decide, which the caller's are as often as not."""
+WARM_FLOOR = 0.002
+"""The noise floor with warm caches: so much does one program differ from itself within a process."""
+_LEVEL_ROUNDS = 10
+"""Of fewer rounds, the scatter is known too badly."""
+
+
+def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[int]:
+    """Returns the indices of the trials to compare once more, fastest first; one where there is nothing to compare.
+
+    Configs that lowered to the same program were measured once and are represented by the first of them.
+    """
+    measured = [index for index, trial in trials.items() if trial.outcome is Outcome.OK and trial.time_ms is not None]
+    first_of = {_program(index, trials): index for index in sorted(measured, reverse=True)}
+    ranked = sorted(first_of.values(), key=lambda index: (trials[index].level_ms or 0.0, index))
+    if not ranked:
+        return []
+    fastest_ms = trials[ranked[0]].level_ms or 0.0
+    close = [index for index in ranked if (trials[index].level_ms or 0.0) <= _CONTENDER * fastest_ms]
+    if (noise := _noise(trials)) < _BUSY_NOISE:
+        return close[:count]
+    again = sorted(_hardly_looked_at(trials, noise * fastest_ms), key=lambda index: trials[index].level_ms or 0.0)
+    # Whoever is ranked by many samples is ranked better than whoever has few.
+    most = max(count, MOST_FINALISTS)
+    seconds = again[: most - count]
+    return close[: most - len(seconds)] + seconds
+
+
+def _noise(trials: Mapping[int, Trial]) -> float:
+    """Returns how many times longer than its fastest sample the longest of a typical config was: the machine's noise.
+
+    A device's own clock has none of it.
+    """
+    shares = [
+        max(trial.samples_ms) / trial.level_ms
+        for trial in trials.values()
+        if trial.outcome is Outcome.OK and trial.level_ms and trial.clock != "device" and trial.samples_ms
+    ]
+    return statistics.median(shares) if shares else 1.0
+
+
+def _hardly_looked_at(trials: Mapping[int, Trial], limit_ms: float) -> list[int]:
+    """Returns those that few samples ruled out, and that may be fast for all that the machine's noise tells."""
+    return [
+        index
+        for index, trial in trials.items()
+        if trial.outcome is Outcome.SLOW
+        and trial.level_ms is not None
+        and len(trial.samples_ms) < _FEW_SAMPLES
+        and trial.level_ms <= limit_ms
+    ]
+
+
+def with_twins(rounds: Mapping[int, Sequence[float]], trials: Mapping[int, Trial]) -> dict[int, Sequence[float]]:
+    """Returns the rounds of a final with those added that were represented in it, as if they had played too.
+
+    Args:
+        rounds: each finalist's samples, by index.
+        trials: those that may win, by index, as they were before the final.
+    """
+    played = {_program(index, trials): samples_ms for index, samples_ms in rounds.items()}
+    return {index: played[program] for index in trials if (program := _program(index, trials)) in played}
+
+
+def _program(index: int, trials: Mapping[int, Trial]) -> object:
+    """Returns what configs that lowered to the same program share: the very samples, and the one compilation.
+
+    Samples alone may be equal by chance: a GPU's clock ticks every 32 ns, of which a small kernel takes a hundred.
+    """
+    trial = trials[index]
+    return (trial.samples_ms, trial.compile_s) if trial.samples_ms else index
+
+
+@dataclasses.dataclass(frozen=True)
+class Final:
+    """What the finalists showed.
+
+    Attributes:
+        rounds_ms: each one's samples in milliseconds, one per round, by index; empty where there was no final.
+        warm_ms: the same with what they read still in the device's cache, of those that the others cannot tell apart;
+            empty where there was no need of it or no such clock.
+    """
+
+    rounds_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
+    warm_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, finalists: Iterable[int], rounds_ms: Sequence[Sequence[float]], warm_ms: Sequence[Sequence[float]]
+    ) -> Final:
+        """Returns the final of finalists from their samples in their order, those of `warm_ms` empty or not.
+
+        Raises:
+            ValueError: these are not the rounds of one final.
+        """
+        indices = list(finalists)
+        final = cls(
+            dict(zip(indices, rounds_ms, strict=True)),
+            {index: samples_ms for index, samples_ms in zip(indices, warm_ms, strict=True) if samples_ms},
+        )
+        for rounds in (final.rounds_ms, final.warm_ms):
+            if len({len(samples_ms) for samples_ms in rounds.values()}) > 1:
+                raise ValueError("not all have the same number of rounds")
+        return final
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a final decided.
+
+    Attributes:
+        winner: the index of the config to use.
+        tie: the indices of those the noise cannot tell from it, without it.
+    """
+
+    winner: int
+    tie: tuple[int, ...]
+
+
+def decide(
+    rounds: Mapping[int, Sequence[float]],
+    *,
+    default: int | None,
+    warm: Mapping[int, Sequence[float]] | None = None,
+) -> Verdict:
+    """Names the winner of a final.
+
+    Those that are near each other are told apart by their warm rounds, if they had any. Of those that tie, the
+    function's own default is preferred, then the first in the list of configs, unless it may be slower by more than
+    `_PREFERENCE`.
+
+    Args:
+        rounds: each finalist's samples, one per round, in milliseconds, by index.
+        default: the index of the config that is the function's own default, if it is in the list.
+        warm: the same with warm caches, of those that are near each other.
+    """
+    tied, near = level(rounds), level(rounds, floor=NEAR)
+    if warm and all(index in warm for index in near):
+        rounds = {index: warm[index] for index in near}
+        tied = level(rounds, floor=WARM_FLOOR)
+    leader = _leader(rounds, tied)
+    preferred = [index for index in tied if index == leader or _behind(rounds[leader], rounds[index]) <= _PREFERENCE]
+    winner = default if default in preferred else preferred[0]
+    assert winner is not None
+    return Verdict(winner, tuple(index for index in tied if index != winner))
+
+
+def level(rounds: Mapping[int, Sequence[float]], *, floor: float = _NOISE_FLOOR) -> list[int]:
+    """Returns, in order, the indices of the fastest of a final and of those that the noise cannot tell from it.
+
+    Samples of one round were taken one right after another, so their ratios are free of what drifts between rounds.
+    Where the median ratio of two is within its own error, or within `floor` of one, they tie.
+    """
+    leader = _leader(rounds, rounds)
+    return sorted(index for index in rounds if index == leader or _ties(rounds[leader], rounds[index], _SIGMAS, floor))
+
+
+def conclude(trials: Mapping[int, Trial], final: Final, *, default: int | None) -> tuple[dict[int, Trial], Verdict]:
+    """Settles a sweep.
+
+    Args:
+        trials: its trials by index, of which at least one is `ok`.
+        final: what the finalists showed.
+        default: as for `decide`.
+
+    Returns:
+        The trials, with what finalists showed in the final, and the verdict.
+    """
+    usable = {
+        index: trial
+        for index, trial in sorted(trials.items())
+        if (trial.outcome is Outcome.OK or index in final.rounds_ms) and trial.time_ms is not None
+    }
+    fastest = min(usable, key=lambda index: usable[index].level_ms or 0.0)
+    rounds = with_twins(final.rounds_ms or {fastest: usable[fastest].samples_ms}, usable)
+    verdict = decide(rounds, default=default, warm=with_twins(final.warm_ms, usable))
+    settled = dict(trials)
+    for index, samples_ms in rounds.items():
+        told = dataclasses.replace(trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms))
+        if told.outcome is Outcome.OK:
+            settled[index] = told
+        elif index in (verdict.winner, *verdict.tie):  # the second look proved the first one wrong
+            settled[index] = dataclasses.replace(told, outcome=Outcome.OK, message="")
+    return settled, verdict
+
+
+def play(
+    contenders: Sequence[Callable[[int], Sequence[Taken]]],
+    *,
+    floor: float = _NOISE_FLOOR,
+    is_exact: bool = True,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[float]]:
+    """Times contenders in turn until the fastest is clear, the noise is as low as it gets, or the rounds run out.
+
+    Args:
+        contenders: each takes a number of samples, in milliseconds.
+        floor: the noise, as a share, below which there is no telling.
+        is_exact: whether nothing that other processes do is in a sample. Where it is, they make rounds longer and never
+            shorter, so that the fastest of several rounds stands for all of them.
+        clock: seconds.
+
+    Returns:
+        Each contender's samples, one per round: the median of a few taken together, or the fastest of them.
+    """
+    warmed = [_plausible(take(1)) for take in contenders]  # the first sample counts for nothing
+    rounds: dict[int, list[float]] = {index: [] for index in range(len(contenders))}
+    taken: dict[int, list[Taken]] = {index: [] for index in rounds}
+    started = clock()
+    for played in range(1, _MAX_ROUNDS + 1):
+        for index, take in enumerate(contenders):
+            # An implausible batch leaves the last round's standing, so that rounds stay aligned.
+            last = rounds[index][-1:] or [sample.own for sample in warmed[index]]
+            samples = _plausible(take(_samples_for(last)))
+            samples = samples or [Taken.exactly(ms) for ms in last]
+            if not samples:
+                raise ValueError("the clock gave no plausible sample")
+            taken[index].append(fastest(samples))
+            own_ms = [sample.own for sample in samples]
+            rounds[index].append(statistics.median(own_ms) if is_exact else taken[index][-1].own)
+        if not is_exact and any(map(_is_disturbed, taken.values())):
+            passed_s = clock() - started
+            folded = _folded(taken)
+            is_settled = played >= _BUSY_ROUNDS and is_clear(folded, floor=floor)
+            if played >= _MIN_ROUNDS and (is_settled or passed_s > _BUSY_BUDGET_S):
+                return [folded[index] for index in range(len(contenders))]
+            continue
+        if played >= _MIN_ROUNDS and (is_clear(rounds, floor=floor) or clock() - started > _BUDGET_S):
+            break
+        if played >= _FEWEST_ROUNDS and _is_far(rounds):
+            break
+    return [rounds[index] for index in range(len(contenders))]
+
+
+def _plausible(samples: Sequence[Taken]) -> list[Taken]:
+    return [sample for sample in samples if is_plausible_ms(sample.whole) and is_plausible_ms(sample.own)]
+
+
+def _is_disturbed(rounds: Sequence[Taken]) -> bool:
+    """Returns whether other processes had a part in what one contender's rounds showed."""
+    own = [taken.own for taken in rounds]
+    waited = sum(taken.is_disturbed for taken in rounds)
+    return 2 * waited > len(rounds) or statistics.median(own) > _SCATTERED * min(own)
+
+
+def _folded(rounds: Mapping[int, Sequence[Taken]]) -> dict[int, list[float]]:
+    """Returns fewer rounds, each the fastest of several that were played at different times of the final."""
+    return {
+        index: [fastest(taken[first::_FOLDED]).own for first in range(min(_FOLDED, len(taken)))]
+        for index, taken in rounds.items()
+    }
+
+
+def _is_far(rounds: Mapping[int, Sequence[float]]) -> bool:
+    """Returns whether every finalist was far behind the leader in every round."""
+    leader = min(rounds, key=lambda index: statistics.median(rounds[index]))
+    others = [samples_ms for index, samples_ms in rounds.items() if index != leader]
+    return all(theirs > _FAR * ours for other in others for ours, theirs in zip(rounds[leader], other, strict=True))
+
+
+def _samples_for(last_ms: Sequence[float]) -> int:
+    """Returns how many samples a contender takes in a round whose last run took `last_ms`, if anything plausible."""
+    if not last_ms:
+        return _PER_ROUND
+    if last_ms[-1] > _LONG_MS:
+        return 1
+    return max(_PER_ROUND, min(_MOST_PER_ROUND, round(_ROUND_MS / last_ms[-1])))
+
+
+def is_clear(rounds: Mapping[int, Sequence[float]], *, floor: float = _NOISE_FLOOR) -> bool:
+    """Returns whether more rounds would change nothing: each finalist is behind beyond doubt, or known well enough."""
+    leader = min(rounds, key=lambda index: statistics.median(rounds[index]))
+    others = [rounds[index] for index in rounds if index != leader]
+    return all(
+        not _ties(rounds[leader], other, _CLEAR_SIGMAS, floor) or _is_level(rounds[leader], other, floor)
+        for other in others
+    )
+
+
+def _leader(rounds: Mapping[int, Sequence[float]], among: Iterable[int]) -> int:
+    return min(among, key=lambda index: (statistics.median(rounds[index]), index))
+
+
+def _behind(leader: Sequence[float], other: Sequence[float]) -> float:
+    """Returns by what share one is slower than the leader."""
+    return statistics.median(_ratios(leader, other)) - 1.0
+
+
+def _ties(leader: Sequence[float], other: Sequence[float], sigmas: float, floor: float) -> bool:
+    return _behind(leader, other) <= max(floor, sigmas * standard_error(_ratios(leader, other)))
+
+
+def _is_level(leader: Sequence[float], other: Sequence[float], floor: float) -> bool:
+    """Returns whether the noise between two is so low that more rounds would not tell them apart any better."""
+    ratios = _ratios(leader, other)
+    return len(ratios) >= _LEVEL_ROUNDS and _SIGMAS * standard_error(ratios) < floor
+
+
+def _ratios(leader: Sequence[float], other: Sequence[float]) -> list[float]:
+    return [theirs / ours for ours, theirs in zip(leader, other, strict=False)]

@@ -1,0 +1,98 @@
+"""Compares arrays where they are: what is expected is carried there once, and only counts and the worst element return.
+
+Floats of up to 32 bits are compared in float32, wider ones in float64, so that an element within a rounding error of
+the edge of its tolerance may be judged otherwise than on the host. All else is only looked at for equality.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quarantune.measure.compare import Mismatches, Tolerance
+
+_MOST_ELEMENTS = 2**31 - 1
+"""As many as a 32-bit count can hold."""
+
+
+class Comparer:
+    """Compares one worker's outputs with what is expected of them."""
+
+    def __init__(self) -> None:
+        """Sets up a comparer with nothing on the device."""
+        self._there: dict[int, tuple[Any, jax.Array]] = {}
+
+    def __call__(self, got: Any, wanted: Any, tolerance: Tolerance) -> Mismatches | None:
+        """Compares two arrays of one shape.
+
+        Args:
+            got: what there is.
+            wanted: what is expected, the same object each time; it is kept.
+            tolerance: how far apart elements may be.
+
+        Returns:
+            How they differ, or None where the host must find out.
+        """
+        if not isinstance(got, jax.Array) or not isinstance(wanted, np.ndarray) or not 0 < got.size <= _MOST_ELEMENTS:
+            return None
+        if len(got.sharding.device_set) > 1 or jnp.issubdtype(got.dtype, jax.dtypes.extended):
+            return None
+        try:
+            return self._compare(got, self._carried(wanted, got), tolerance)
+        except jax.errors.JaxRuntimeError:
+            return None  # there is too little memory, most likely
+
+    def prepare(self, expected: Any, tolerance: Tolerance) -> None:
+        """Carries to the device what outputs will be compared with, and compiles their comparison."""
+        for wanted in jax.tree.leaves(expected):
+            if isinstance(wanted, np.ndarray) and wanted.size:
+                there = jax.device_put(wanted)
+                self._there[id(wanted)] = (wanted, there)
+                self(there, wanted, tolerance)
+
+    def _carried(self, wanted: Any, got: jax.Array) -> jax.Array:
+        kept = self._there.get(id(wanted))
+        if kept is None:
+            kept = self._there[id(wanted)] = (wanted, jax.device_put(wanted, got.sharding))
+        return kept[1]
+
+    def _compare(self, got: jax.Array, wanted: jax.Array, tolerance: Tolerance) -> Mismatches | None:
+        if not all(jnp.issubdtype(array.dtype, jnp.floating) for array in (got, wanted)):
+            return Mismatches(0) if got.dtype == wanted.dtype and bool(_are_equal(got, wanted)) else None
+        is_wide = max(got.dtype.itemsize, wanted.dtype.itemsize) > 4
+        wide = "float64" if is_wide else "float32"
+        limits = np.asarray([tolerance.rtol, tolerance.atol], wide)
+        count = int(_count(got, wanted, limits, wide=wide))
+        if count / got.size <= tolerance.max_mismatched_ratio:
+            return Mismatches(count)
+        worst, mine, its = _worst(got, wanted, limits, wide=wide)
+        return Mismatches(count, int(worst), np.asarray(mine)[()], np.asarray(its)[()])
+
+
+@jax.jit
+def _are_equal(got: jax.Array, wanted: jax.Array) -> jax.Array:
+    return jnp.all(got == wanted)
+
+
+@functools.partial(jax.jit, static_argnames=["wide"])
+def _count(got: jax.Array, wanted: jax.Array, limits: jax.Array, *, wide: str) -> jax.Array:
+    return jnp.sum(_excess(got, wanted, limits, wide) > 0, dtype=jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnames=["wide"])
+def _worst(got: jax.Array, wanted: jax.Array, limits: jax.Array, *, wide: str) -> tuple[jax.Array, ...]:
+    worst = jnp.argmax(_excess(got, wanted, limits, wide).reshape(-1))
+    return worst, got.reshape(-1)[worst], wanted.reshape(-1)[worst]
+
+
+def _excess(got: jax.Array, wanted: jax.Array, limits: jax.Array, wide: str) -> jax.Array:
+    """Returns how far beyond its tolerance each element is, as `check` does: above 0 where it differs."""
+    got, wanted = got.astype(wide), wanted.astype(wide)
+    excess = jnp.abs(got - wanted) - (limits[1] + limits[0] * jnp.abs(wanted))
+    same = (got == wanted) | (jnp.isnan(got) & jnp.isnan(wanted))
+    finite = jnp.isfinite(got) & jnp.isfinite(wanted)
+    return jnp.where(same, jnp.zeros_like(excess), jnp.where(finite, excess, jnp.full_like(excess, jnp.inf)))

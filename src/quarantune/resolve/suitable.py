@@ -1,0 +1,85 @@
+"""Refuses, before any worker starts, functions and arguments with which every config would fail."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from quarantune import jax_internals
+from quarantune.transport import pickling
+
+
+def check_jit_options(fn: Callable[..., Any], name: str) -> None:
+    """Raises where a jitted function has options with which it cannot be tuned.
+
+    Args:
+        fn: what `jax.jit` returned.
+        name: what to call it in the message.
+
+    Raises:
+        TypeError: it accepts no config, or cannot be rebuilt in a worker.
+    """
+    options = jax_internals.jit_options(fn)
+    if options.takes_no_keywords:
+        raise TypeError(
+            f"{name}: jax.jit accepts no keyword arguments with in_shardings, and that is how the tunables are passed: "
+            "leave in_shardings out and lay out the arguments (jax.device_put(x, sharding)), or call "
+            "jax.lax.with_sharding_constraint inside the function"
+        )
+    if not pickling.may_travel_by_name(fn):
+        options.check_can_travel(name)
+
+
+def check_arguments(arguments: Mapping[str, Any], name: str) -> None:
+    """Raises where `jax.jit` would not take an argument.
+
+    Args:
+        arguments: the arguments that are not static, by parameter.
+        name: what to call the function in the message.
+
+    Raises:
+        TypeError: an argument is, or contains, something that is neither array nor number.
+    """
+    for parameter, value in arguments.items():
+        for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
+            if (reason := _why_not_dynamic(leaf)) is not None:
+                where = f"argument {parameter!r}" if not path else f"{parameter}{jax.tree_util.keystr(path)}"
+                raise TypeError(
+                    f"{name}: {where} is {reprlib.repr(leaf)}, which jax.jit does not take as a dynamic argument "
+                    f"({reason}): {_remedy(parameter, leaf, is_inside=bool(path))}"
+                )
+
+
+def has_symbolic_shapes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether an argument's shape is symbolic, as `jax.export` makes them: no data has such a shape."""
+    leaves = jax.tree_util.tree_leaves((args, dict(kwargs)))
+    arrays = [leaf for leaf in leaves if isinstance(leaf, (jax.core.Tracer, jax.ShapeDtypeStruct))]
+    return any(not isinstance(size, (int, np.integer)) for array in arrays for size in array.shape)
+
+
+def _why_not_dynamic(leaf: Any) -> str | None:
+    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, bool, int, float, complex)):
+        return None
+    try:
+        jax.typeof(leaf)
+    except (TypeError, ValueError):
+        return f"dtype {leaf.dtype}" if isinstance(leaf, (np.ndarray, np.generic)) else type(leaf).__name__
+    return None
+
+
+def _remedy(parameter: str, leaf: Any, *, is_inside: bool) -> str:
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return "give an array of numbers"
+    static = (
+        f"pass it as a static argument of its own, or make it a static field of the pytree that {parameter!r} is"
+        if is_inside
+        else f"make it static with static_argnames=[{parameter!r}] in jax.jit"
+    )
+    kind = type(leaf)
+    if kind.__module__ == "builtins":
+        return static
+    return f"{static}, or register {kind.__qualname__} as a pytree (jax.tree_util.register_dataclass)"

@@ -1,0 +1,1 @@
+"""Results as people look at them and keep them."""

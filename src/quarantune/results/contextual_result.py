@@ -1,0 +1,83 @@
+"""What tuning kernels inside the function that calls them came to."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from quarantune.results import report
+from quarantune.results.result import TuningResult
+from quarantune.values import shown
+from quarantune.values.trial import Config, Trial
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelChoice:
+    """What was chosen for one kernel, called in one way.
+
+    Attributes:
+        name: the kernel's name in the cache.
+        key: what tells its call from others, as canonical JSON.
+        config: the config it uses inside the function.
+        time_ms: the median time of the whole function once this kernel was settled, in milliseconds.
+        trials: what each of the kernel's configs came to there; empty for a result from the cache.
+        tie: the configs that the noise cannot tell from the chosen one, without it.
+    """
+
+    name: str
+    key: str
+    config: Config
+    time_ms: float
+    trials: tuple[Trial, ...] = ()
+    tie: tuple[Config, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextualResult(TuningResult):
+    """What tuning a function's kernels in their context came to.
+
+    `trials` holds every try in order; in its configs each kernel has an entry that says what it used. All times are
+    those of the whole function.
+
+    Attributes:
+        kernels: what was chosen for each kernel, in the order in which they were settled.
+        baseline_ms: the median time with every kernel at the first of its configs; None where that failed.
+    """
+
+    kernels: tuple[KernelChoice, ...] = ()
+    baseline_ms: float | None = None
+
+    def table(self, *, width: int = 80, flops: float | None = None, bytes: float | None = None) -> str:
+        """Returns a table for each kernel, what was chosen marked with a star, and what the whole function gains.
+
+        Args:
+            width: columns.
+            flops: floating-point operations of one call of the whole function, for a column of TFLOP/s.
+            bytes: bytes that one such call must move, for a column of GB/s.
+        """
+        parts = [
+            f"{name}\n{report.table(choice.trials, best=choice.config, width=width, flops=flops, moved_bytes=bytes)}"
+            if choice.trials
+            else f"{name}: {shown.format_config(choice.config)}"
+            for name, choice in zip(self.labels, self.kernels, strict=True)
+        ]
+        was = "" if self.baseline_ms is None else f", {self.baseline_ms:.4g} ms with every kernel's first config"
+        return "\n\n".join([*parts, f"the whole function: {self.time_ms:.4g} ms{was}"])
+
+    @property
+    def labels(self) -> list[str]:
+        """A short name for each of `kernels`, no two alike."""
+        return labels([choice.name for choice in self.kernels])
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
+        """Reads what `save` wrote, which tells of the whole function and not of each kernel."""
+        return TuningResult.load(directory, trusted=trusted)
+
+
+def labels(names: list[str]) -> list[str]:
+    """Returns the last part of each name, with a number where several end alike."""
+    short = [name.rpartition(".")[2] for name in names]
+    return [
+        f"{name} #{short[: at + 1].count(name)}" if short.count(name) > 1 else name for at, name in enumerate(short)
+    ]

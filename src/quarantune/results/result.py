@@ -1,0 +1,311 @@
+"""What tuning one problem came to, in memory and in a directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quarantune.cache import content
+from quarantune.results import report
+from quarantune.transport import binding
+from quarantune.values.config_values import encode, originals, restore
+from quarantune.values.trial import Config, Trial, count_outcomes
+
+if TYPE_CHECKING:
+    from quarantune.metrics import KernelMetrics
+
+_SCHEMA = 1
+_LARGEST_BYTES = 1 << 31
+_JSON, _FUNCTION, _WINNER = "result.json", "function.bin", "winner.bin"
+
+
+class SavedResultError(ValueError):
+    """A directory holds no saved result, or a damaged one; the message says what is wrong with it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuningResult:
+    """What tuning one problem came to.
+
+    Attributes:
+        best_config: the fastest config.
+        time_ms: its median time in milliseconds.
+        trials: what every config came to, in the order of the configs; empty for a result from the cache.
+        key: the problem's key in the cache.
+        device: the kind of device it was tuned on.
+        from_cache: whether it was remembered and not measured now.
+        tie: the configs that the noise cannot tell from the best, without it.
+        default_time_ms: how long the function took with its own defaults, in milliseconds; None where that is not
+            known.
+        versions: the versions of JAX and the rest that it was tuned under.
+        fn: the tuned function with the best config bound.
+        executable: what a worker compiled of the two, for `save`; None where it was not to be had.
+        call: the call it was compiled for, without its arrays.
+        structs: the same with a `jax.ShapeDtypeStruct` for each array; None for a result that was loaded.
+    """
+
+    best_config: Config
+    time_ms: float
+    trials: tuple[Trial, ...]
+    key: str
+    device: str
+    from_cache: bool = False
+    tie: tuple[Config, ...] = ()
+    default_time_ms: float | None = None
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    fn: Callable[..., Any] = dataclasses.field(repr=False, compare=False)
+    executable: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
+    call: tuple[tuple[Any, ...], dict[str, Any]] = dataclasses.field(default=((), {}), repr=False, compare=False)
+    structs: tuple[tuple[Any, ...], dict[str, Any]] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the defaults the best config is; None where their time is not known."""
+        if self.default_time_ms is None or not self.time_ms > 0:
+            return None
+        return self.default_time_ms / self.time_ms
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """How many configs ended in each outcome other than `ok`."""
+        return {outcome: count for outcome, count in count_outcomes(self.trials).items() if outcome != "ok"}
+
+    def lowered_text(self) -> str:
+        """Returns the text of what the compiler makes of the winner for the call that was tuned, in this process.
+
+        Raises:
+            TypeError: the function is not jitted, so that there is no such text.
+            SavedResultError: the result was loaded, and shapes to compile for are not saved.
+        """
+        if self.structs is None:
+            raise SavedResultError(
+                "shapes are not saved with a result: lower its function for yours, "
+                "as in jax.jit(result.fn).lower(x).compile().as_text()"
+            )
+        fn = binding.function_of(self.fn)
+        if not hasattr(fn, "lower"):
+            raise TypeError(f"{fn!r} is not jitted, so there is no text of a compiled program")
+        args, kwargs = self.structs
+        jitted, config = binding.applied(fn, self.best_config)
+        return str(jitted.lower(*args, **kwargs, **config).compile().as_text())
+
+    def table(self, *, width: int = 80, flops: float | None = None, bytes: float | None = None) -> str:
+        """Returns the trials as a table, the winner marked with a star.
+
+        Args:
+            width: columns.
+            flops: floating-point operations of one call, for a column of TFLOP/s.
+            bytes: bytes that one call must move, for a column of GB/s.
+        """
+        return report.table(self.trials, best=self.best_config, width=width, flops=flops, moved_bytes=bytes)
+
+    def metrics(
+        self, *, flops: float | None = None, bytes: float | None = None, dtype: str | None = None
+    ) -> KernelMetrics:
+        """Returns what the winner achieves.
+
+        Args:
+            flops: floating-point operations of one call.
+            bytes: bytes that one call must move.
+            dtype: what it computes in, which the device's peak depends on; None leaves the share of the peak open.
+        """
+        from quarantune import metrics
+
+        return metrics.from_counts(self.time_ms, flops=flops, bytes=bytes, dtype=dtype, device=self.device)
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
+
+        Args:
+            directory: made if it is not there; a result in it is replaced.
+
+        Raises:
+            TypeError: the function cannot travel; the message says why.
+            SavedResultError: the result was loaded without its function.
+            OSError: the directory cannot be written to.
+        """
+        from quarantune.transport import payload
+
+        folder = Path(directory)
+        if isinstance(self.fn, functools.partial) and self.fn.func is _refuse:
+            raise SavedResultError(
+                f"this result was loaded without its function, which {str(folder)!r} would lack: copy the directory it "
+                "is from, or load it with trusted=True and save that"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = binding.function_of(self.fn)
+        parts = {
+            _FUNCTION: payload.dumps(
+                (plain, self.call, originals([self.best_config, *self.tie, *(trial.config for trial in self.trials)]))
+            )
+        }
+        if self.executable is not None:
+            parts[_WINNER] = self.executable
+        for name, part in parts.items():
+            _write(folder / name, part)
+        if self.executable is None:
+            (folder / _WINNER).unlink(missing_ok=True)
+        about = {
+            "schema": _SCHEMA,
+            "best_config": encode(self.best_config),
+            "time_ms": None if math.isnan(self.time_ms) else self.time_ms,
+            "default_time_ms": self.default_time_ms,
+            "device": self.device,
+            "versions": self.versions,
+            "tie": encode(self.tie),
+            "key": self.key,
+            "from_cache": self.from_cache,
+            "files": {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()},
+            "trials": [trial.to_json() for trial in self.trials],
+        }
+        # Last, because it vouches for the others.
+        _write(folder / _JSON, json.dumps(about, indent=1).encode())
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
+        """Reads what `save` wrote.
+
+        Args:
+            directory: the directory.
+            trusted: whether code from the directory may run. Only then is `fn` the function: with the winner's
+                executable, where one was saved, under the same versions on the same kind of device, else compiled
+                again, which a warning says. None is saved of a plain callable, and of a result from the cache.
+
+        Returns:
+            The result; untrusted, its `fn` raises.
+
+        Raises:
+            SavedResultError: the directory holds no result, a damaged one, or one of a newer version.
+        """
+        folder = Path(directory)
+        about = _read_json(folder / _JSON)
+        try:
+            loaded = cls(
+                best_config=restore(about["best_config"], {}),
+                time_ms=math.nan if about["time_ms"] is None else float(about["time_ms"]),
+                default_time_ms=None if about.get("default_time_ms") is None else float(about["default_time_ms"]),
+                trials=tuple(Trial.from_json(trial) for trial in about["trials"]),
+                key=about["key"],
+                device=about["device"],
+                from_cache=about["from_cache"],
+                tie=tuple(restore(config, {}) for config in about["tie"]),
+                versions=dict(about["versions"]),
+                fn=functools.partial(_refuse, folder),
+            )
+            files = {str(name): str(digest) for name, digest in about["files"].items()}
+            if strange := files.keys() - {_FUNCTION, _WINNER}:
+                raise ValueError(f"{sorted(strange)!r:.200} are no files of a result")
+            if _FUNCTION not in files:
+                raise ValueError(f"it lacks {_FUNCTION}")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise SavedResultError(f"{folder / _JSON} is damaged: {error!r}; save the result again") from error
+        contents = {name: _read_checked(folder / name, digest) for name, digest in files.items()}
+        return loaded._with_function(contents) if trusted else loaded
+
+    def _with_function(self, contents: dict[str, bytes]) -> TuningResult:
+        from quarantune.devices import discovery
+        from quarantune.results.compiled_winner import Winner
+        from quarantune.transport import payload
+        from quarantune.transport.executable import loads as load
+        from quarantune.values.versions import versions
+
+        plain, call, *rest = payload.loads(contents[_FUNCTION])  # results of old hold no config values
+        values = rest[0] if rest else {}
+        best = restore(self.best_config, values)
+        fn: Callable[..., Any] = binding.bind(plain, best)
+        executable = contents.get(_WINNER)
+        if executable is not None:
+            here = discovery.platform_and_kind(None)[1]
+            if (here, versions()) == (self.device, self.versions):
+                fn = Winner(plain, best, load(executable), args=call[0], kwargs=call[1])
+            else:
+                warnings.warn(
+                    f"the saved winner was compiled for {self.device} under {self.versions}, and this is {here} under "
+                    f"{versions()}: it is compiled again, and may not be the best here",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        return dataclasses.replace(
+            self,
+            best_config=best,
+            trials=tuple(dataclasses.replace(trial, config=restore(trial.config, values)) for trial in self.trials),
+            tie=tuple(restore(config, values) for config in self.tie),
+            fn=fn,
+            executable=executable,
+            call=call,
+        )
+
+
+def _refuse(folder: Path, *_: object, **__: object) -> None:
+    raise SavedResultError(
+        f"the function of {folder} was not loaded, because that runs code from there: "
+        f"load it with TuningResult.load(..., trusted=True), or call your own with best_config"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        about = content.decode(_read(path))
+    except FileNotFoundError:
+        raise SavedResultError(f"{path.parent} holds no saved result: there is no {path.name} in it") from None
+    except ValueError as error:
+        if isinstance(error, SavedResultError):
+            raise
+        raise SavedResultError(f"{path} cannot be read: {error}; save the result again") from error
+    schema = about.get("schema") if isinstance(about, dict) else None
+    if not isinstance(schema, int):
+        raise SavedResultError(f"{path} is not from TuningResult.save")
+    if schema > _SCHEMA:
+        raise SavedResultError(f"{path} was saved by a newer quarantune (schema {schema}): install that one")
+    return dict(about)
+
+
+def _read_checked(path: Path, digest: str) -> bytes:
+    try:
+        found = _read(path)
+    except FileNotFoundError:
+        raise SavedResultError(f"{path} is missing: save the result again") from None
+    if hashlib.sha256(found).hexdigest() != digest:
+        raise SavedResultError(f"{path} is damaged: its checksum is not what was saved; save the result again")
+    return found
+
+
+def _read(path: Path) -> bytes:
+    """Returns what a file of the directory holds, however odd the things are that lie there.
+
+    Raises:
+        SavedResultError: it is a link out of the directory, or no regular file, or cannot be read.
+        FileNotFoundError: there is none.
+    """
+    try:
+        if path.resolve().parent != path.parent.resolve():
+            raise SavedResultError(f"{path} is not within its directory: put the file itself there")
+        return content.read_bounded(path, largest_bytes=_LARGEST_BYTES)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(*error.args) from None
+    except (OSError, RuntimeError) as error:  # a link to itself is a RuntimeError to some versions of Python
+        reason = error.strerror if isinstance(error, OSError) else "it is no regular file"
+        raise SavedResultError(f"{path} cannot be read: {reason}; save the result again") from error
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replaces a file in one step."""
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,240 @@
+"""What the outputs of one sweep's configs are compared with, and which of them agree. Knows nothing of JAX.
+
+Where `ref_fn` is a function, it says what is right. Where it is left at "defaults", the function's own defaults do:
+they run first, as a config like any other, and their output is kept. Where they fail, or where there are none, outputs
+are compared with each other as they come, and the largest group of those that agree is taken to be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from quarantune.sandbox import spool
+from quarantune.values.shown import format_config
+from quarantune.values.trial import INCOMPARABLE, Config, Outcome, Phase, Trial
+
+UNTUNED = -1
+"""The index under which the function's own defaults run where they are not one of the configs."""
+"""The group of an output that nothing can be compared with, such as one without an array."""
+_MOST_GROUPS = 8
+"""How many different outputs are kept where it is not known which is right."""
+_MOST_WRONG_GROUPS = 3
+"""How many are where it is known: only a message needs them."""
+_SHOWN = 3
+
+Finish = Callable[[int, Trial, str], None]
+
+
+class Reference:
+    """The outputs to compare with, and the groups of configs that agree.
+
+    Attributes:
+        fds: descriptors of the outputs to compare with, which nobody can write to.
+        default_time_ms: how long the function's defaults took, where they ran as `UNTUNED`; None where they did not.
+    """
+
+    def __init__(self, *, compares: bool = False, default: int | None = None, is_first: bool = True) -> None:
+        """Sets up a reference.
+
+        Args:
+            compares: whether the configs' own outputs are compared; else only with what `give` gives.
+            default: the index under which the function's defaults run; None where it has none.
+            is_first: whether all others wait for the defaults; if not, they are compared with each other until then.
+        """
+        self.fds: list[int] = []
+        self.default_time_ms: float | None = None
+        self._compares = compares
+        self._is_given = False
+        self._default = default
+        self._defaults = {default} if default is not None else set()
+        self._default_end = ""
+        self._is_first = is_first
+        self._awaited = False
+        self._group_of: dict[int, int | None] = {}
+        self._held: dict[int, tuple[Trial, str]] = {}
+        self._configs: dict[int, Config] = {}
+
+    def give(self, fd: int) -> None:
+        """Takes what `ref_fn` returned, from a file."""
+        self.fds.append(spool.protect(fd))
+        self._is_given = True
+
+    def close(self) -> None:
+        """Closes the outputs."""
+        while self.fds:
+            os.close(self.fds.pop())
+
+    # While configs run
+
+    def begin(self, indices: Collection[int]) -> None:
+        """Hears which configs are about to run: nobody is compared before the defaults, if they are among them."""
+        is_here = not self._defaults.isdisjoint(indices)
+        self._awaited = self._compares and self._is_first and is_here and not self.fds
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the defaults must run before any other config does."""
+        return self._awaited
+
+    @property
+    def is_open(self) -> bool:
+        """Whether outputs are compared and none is known to be right."""
+        return self._compares and not self._awaited and self._standard() is None
+
+    def is_default(self, index: int) -> bool:
+        """Whether a config is that of the function's defaults, or lowers to their program."""
+        return index in self._defaults
+
+    def task(self) -> dict[str, Any]:
+        """Returns what a worker must know to compare an output; the descriptors of `fds` go with it.
+
+        Returns:
+            `references`, how many outputs there are; `standard`, which of them is right, None where that is not known;
+            and `keeps`, whether an output that is like none of them is to be kept.
+        """
+        most = _MOST_GROUPS if self._standard() is None else 1 + _MOST_WRONG_GROUPS
+        return {
+            "references": len(self.fds),
+            "standard": 0 if self._is_given else self._standard(),
+            "keeps": self._compares and len(self.fds) < most,
+        }
+
+    def note(self, index: int, group: Any, *, offered: int, fd: int) -> None:
+        """Notes with which output a config's agrees.
+
+        Args:
+            index: of the config.
+            group: what its worker said: a position in `fds`, `offered` for an output that was kept, `INCOMPARABLE`, or
+                None for one that is like none and was not kept.
+            offered: how many outputs it was compared with.
+            fd: the file in which its output was to be kept; -1 for none.
+
+        Raises:
+            ValueError: a worker cannot have said this.
+        """
+        if not self._compares:
+            return
+        if group is not None and (type(group) is not int or not INCOMPARABLE <= group <= offered - (fd < 0)):
+            raise ValueError(f"there is no output {group!r} to agree with")
+        if group == offered:
+            group = len(self.fds)
+            self.fds.append(spool.protect(fd))
+        self._group_of[index] = group
+        if index in self._defaults:
+            self._awaited = False
+            self._compares = group != INCOMPARABLE
+
+    def join(self, index: int, first: int) -> None:
+        """Notes that a config's program is that of another, which runs in its place."""
+        if first in self._group_of:
+            self._group_of[index] = self._group_of[first]
+        if index in self._defaults:
+            self._defaults.add(first)
+
+    def ended(self, index: int, end: str = "") -> None:
+        """Hears that a config will not say any more in this round; without an output of the defaults, all go on."""
+        if index in self._defaults and index not in self._group_of:
+            self._awaited = False
+            self._default_end = end or self._default_end
+
+    def _standard(self) -> int | None:
+        """Returns which group is right, as far as the defaults say."""
+        groups = [self._group_of[index] for index in self._defaults if index in self._group_of]
+        return next((group for group in groups if group not in (None, INCOMPARABLE)), None)
+
+    # In the end
+
+    def hold(self, finish: Finish) -> Finish:
+        """Returns what takes trials in place of `finish`, and keeps back those that `settle` must judge."""
+
+        def take(index: int, trial: Trial, log: str) -> None:
+            self._configs[index] = trial.config
+            if index == UNTUNED:
+                self.default_time_ms = trial.time_ms
+                if trial.outcome.is_failure:
+                    self.ended(index, f"{trial.outcome.value}: {trial.message}")
+                return
+            if trial.outcome.is_failure and index in self._defaults:
+                self.ended(index, f"{trial.outcome.value}: {trial.message}")
+            if self.is_open and not trial.outcome.is_failure:
+                self._held[index] = (trial, log)
+            else:
+                finish(index, trial, log)
+
+        return take
+
+    def settle(self, finish: Finish) -> None:
+        """Judges the trials that were kept back, now that all outputs are known."""
+        right = self._right()
+        for index, (trial, log) in self._held.items():
+            group = self._group_of.get(index)
+            if not self._compares or group in (right, INCOMPARABLE):
+                finish(index, trial, log)
+                continue
+            message = "its output is not that of the configs that agree with each other"
+            if self._standard() is not None:
+                message = "its output is not that of the defaults"
+            wrong = dataclasses.replace(
+                trial,
+                outcome=Outcome.WRONG,
+                phase=Phase.CHECK,
+                message=message,
+                time_ms=None,
+                own_ms=None,
+                samples_ms=(),
+            )
+            finish(index, wrong, log)
+        self._held.clear()
+
+    def complaint(self) -> str:
+        """Returns what the author should know of how outputs disagreed; empty where there is nothing to say."""
+        groups = {index: group for index, group in sorted(self._group_of.items()) if index != UNTUNED}
+        right, standard = self._right(), self._standard()
+        if not self._compares or right is None or not groups:
+            return ""
+        if standard is not None:
+            others = [group for index, group in groups.items() if index not in self._defaults]
+            if 2 * sum(group != right for group in others) <= len(others):
+                return ""
+            return (
+                f"most configs do not compute what the function's defaults do, and only those that do can win "
+                f"({self._show(groups, right, 'like the defaults')}); if the defaults are not right, give ref_fn"
+            )
+        agree = f"{self._show(groups, right, 'taken to be right')}; {_ADVICE}"
+        if self._default is not None:
+            reason = f" ({self._default_end})" if self._default_end else ""
+            return f"its defaults failed{reason}, so that configs were compared with each other: {agree}"
+        return f"configs compute different things: {agree}" if len(set(groups.values())) > 1 else ""
+
+    def _right(self) -> int | None:
+        """Returns the group that is right: that of the defaults, else the largest, else the one of the first config."""
+        if (standard := self._standard()) is not None:
+            return standard
+        known = sorted((index, group) for index, group in self._group_of.items() if group not in (None, INCOMPARABLE))
+        groups = [group for _, group in known]
+        return max(groups, key=groups.count, default=None)
+
+    def _show(self, groups: Mapping[int, int | None], right: int, how: str) -> str:
+        """Returns groups as text, the right one first and described as `how`."""
+        parts = []
+        for group in sorted(set(groups.values()), key=lambda group: (group != right, group is None, group or 0)):
+            members = [self._configs[index] for index in groups if groups[index] == group and index in self._configs]
+            if members or group == right:
+                shown = ", ".join(map(format_config, members[:_SHOWN])) + (", ..." if len(members) > _SHOWN else "")
+                kind = how if group == right else "unlike all others" if group is None else "of another kind"
+                parts.append(f"{len(members)} {kind}" + (f": {shown}" if shown else ""))
+        return "; ".join(parts)
+
+
+_ADVICE = "give ref_fn to say what is right, or ref_fn=None where configs may differ"
+
+
+def unlike(differs: str) -> str:
+    """Returns the message of a sweep that need not begin, because no config could agree with `ref_fn`."""
+    return (
+        f"ref_fn does not return what the function returns with its defaults: {differs}; "
+        f"return arrays of the same shapes and kinds from both"
+    )

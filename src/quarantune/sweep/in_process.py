@@ -1,0 +1,178 @@
+"""Trials without a sandbox: in the caller's own process, because the operator asked for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+
+from quarantune import jax_internals
+from quarantune.host import caller
+from quarantune.measure import finals
+from quarantune.sandbox import spool
+from quarantune.scheduler.reference import Reference, unlike
+from quarantune.transport import payload
+from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
+from quarantune.worker import bench as trial
+from quarantune.worker.main import describe_error
+
+_logger = logging.getLogger("quarantune")
+
+
+def run(
+    call: payload.Call,
+    configs: Mapping[int, Config],
+    *,
+    arrays_fd: int,
+    options: dict[str, object],
+    finish: Callable[[int, Trial, str], None],
+    reference: Reference,
+) -> None:
+    """Computes the reference, then runs every config here, one after another; only what is raised is contained.
+
+    Args:
+        call: the call.
+        configs: the configs by index.
+        arrays_fd: the file that holds its arrays' bytes; -1 for none.
+        options: as for `trial.Bench`.
+        finish: told of each config's index, trial and output as it ends.
+        reference: what outputs are compared with; where `ref_fn` says it, it is computed here.
+
+    Raises:
+        ReferenceFailedError: `ref_fn` raised.
+    """
+    _warn()
+
+    def bench() -> trial.Bench:
+        return trial.Bench(call, arrays_fd=arrays_fd, options=options)
+
+    if configs and "ref_fn" in call.companions:
+        with _undisturbed(), _file("expected") as fd:
+            _refer(bench(), fd)
+            reference.give(fd)
+            if differs := bench().shapes_differ(fd):
+                raise ReferenceFailedError(unlike(differs))
+    take = reference.hold(finish)
+    reference.begin(configs.keys())
+    for index in sorted(configs, key=lambda index: not reference.is_default(index)):
+        with _undisturbed():
+            ended = _run_one(bench(), configs[index], index, reference)
+        reference.ended(index)
+        take(index, ended, ended.log_tail)
+    reference.settle(finish)
+
+
+@contextlib.contextmanager
+def _file(label: str) -> Iterator[int]:
+    fd = spool.create(label)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keeps what the caller may be tracing out of a trial, and compiles it where the caller has switched that off."""
+    with jax.disable_jit(False), jax_internals.outside_of_traces():
+        yield
+
+
+def _refer(bench: trial.Bench, fd: int) -> None:
+    try:
+        bench.refer(fd)
+    except (Exception, SystemExit) as error:
+        about = describe_error(error)
+        raise ReferenceFailedError(
+            f"ref_fn failed, so no config can be judged: {about['error']}: {about['message']}"
+        ) from error
+
+
+@functools.cache
+def _warn() -> None:
+    message = (
+        "QUARANTUNE_ISOLATION=none: configs run in this process, so that one that crashes or hangs takes it along; "
+        "unset it to tune in worker processes"
+    )
+    caller.warn(message, RuntimeWarning)
+
+
+def compare(
+    call: payload.Call, measured: Mapping[int, Trial], *, arrays_fd: int, options: dict[str, object]
+) -> finals.Final:
+    """Times the fastest configs in turn.
+
+    Args:
+        call: the call.
+        measured: the trials by index.
+        arrays_fd: as for `run`.
+        options: as for `run`.
+
+    Returns:
+        What they showed.
+    """
+    finalists = finals.finalists(measured)
+    if len(finalists) < 2:
+        return finals.Final()
+    with _undisturbed():
+        bench = trial.Bench(call, arrays_fd=arrays_fd, options=options)
+        try:
+            programs = [bench.compile(measured[index].config, target=None) for index in finalists]
+            rounds_ms, warm_ms = bench.compare(programs)
+            return finals.Final.of(finalists, rounds_ms, warm_ms)
+        except (Exception, SystemExit) as error:
+            _logger.warning("the finalists could not be compared, so their first measurements count: %r", error)
+            return finals.Final()
+
+
+def _check(bench: trial.Bench, program: trial.Program, index: int, reference: Reference) -> None:
+    """Judges a config's output, and notes with which others it agrees."""
+    task, offered = reference.task(), len(reference.fds)
+    with _file("output") as fd:
+        output_fd = fd if task["keeps"] else None
+        found: dict[str, int | None] = {}
+        try:
+            standard = task["standard"]
+            group = bench.check(program, references=reference.fds, standard=standard, output_fd=output_fd)
+            found["group"] = group
+        except trial.WrongResultError as error:
+            found["group"] = error.group
+            raise
+        finally:
+            if found:
+                reference.note(index, found["group"], offered=offered, fd=-1 if output_fd is None else output_fd)
+
+
+def _run_one(bench: trial.Bench, config: Config, index: int, reference: Reference) -> Trial:
+    so_far = Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE, route=Route.IN_PROCESS)
+    try:
+        program = bench.compile(config, target=None)
+        so_far = dataclasses.replace(so_far, compile_s=program.compile_s, phase=Phase.CHECK)
+        _check(bench, program, index, reference)
+        so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
+        measured = bench.measure(program, bar_ms=None)
+    except (Exception, SystemExit) as error:  # what KeyboardInterrupt says is the caller's
+        assert so_far.phase is not None
+        about = describe_error(error)
+        outcome = Outcome(trial.outcome_of(error, so_far.phase.value))
+        is_wrong = outcome is Outcome.WRONG
+        return dataclasses.replace(
+            so_far,
+            outcome=outcome,
+            message=about["message"] if is_wrong else f"{about['error']}: {about['message']}",
+            log_tail="" if is_wrong else about["traceback"],
+        )
+    samples_ms = tuple(measured["samples_ms"])
+    return dataclasses.replace(
+        so_far,
+        time_ms=statistics.median(samples_ms),
+        samples_ms=samples_ms,
+        own_ms=measured["own_ms"],
+        clock=measured["clock"],
+    )

@@ -1,0 +1,328 @@
+"""The routes that one sweep's configs take: with a compile worker and a measuring worker each, or with one for both."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+
+from quarantune import jax_internals
+from quarantune.devices import discovery
+from quarantune.devices.leases import Lease
+from quarantune.host import machine
+from quarantune.measure import finals
+from quarantune.sandbox import pool, spool
+from quarantune.scheduler.loop import MEMORY_SHARE, ErrandError, Leftovers, Plan, Scheduler
+from quarantune.scheduler.reference import UNTUNED, Reference, unlike
+from quarantune.transport.problem import Problem
+from quarantune.values.options import Options
+from quarantune.values.settings import Settings, parse_memory
+from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
+
+_logger = logging.getLogger("quarantune")
+
+_CPU_PARKED = 16
+"""On a CPU, how many compiled configs wait, memory allowing, before the machine is kept quiet to measure them: the more
+there are, the sooner those that are far behind are known."""
+_CPU_SHARES = 4
+"""Among how many configs, at least, the memory is divided."""
+_DEVICE_PARKED = 4
+"""The same on an accelerator, for each device: every one of them holds a context there."""
+_CONFIGS_PER_ACCELERATOR_WORKER = 32
+Finish = Callable[[int, Trial, str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Swept:
+    """What a sweep found out beside its trials.
+
+    Attributes:
+        final: what the finalists showed.
+        compiled: what of some configs JAX's compilation cache can hold, by key, by the configs' indices.
+        executables: some configs' executables as `winner.Winner` loads them, by index.
+        default_time_ms: how long the function's defaults took in milliseconds, where they ran beside the configs.
+        complaint: how outputs disagreed, where the author should know; else empty.
+    """
+
+    final: finals.Final = dataclasses.field(default_factory=finals.Final)
+    compiled: dict[int, dict[str, bytes]] = dataclasses.field(default_factory=dict)
+    executables: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    default_time_ms: float | None = None
+    complaint: str = ""
+
+
+class Routes:
+    """The routes of one sweep."""
+
+    def __init__(
+        self,
+        sandbox: pool.Sandbox,
+        problem: Problem,
+        options: Options,
+        settings: Settings,
+        finish: Finish,
+        on_tick: Callable[[], None],
+        on_phase: Callable[[int, str], None],
+        troubled: Collection[int],
+        on_many_devices: bool,
+    ) -> None:
+        self._sandbox = sandbox
+        self._problem = problem
+        self._options = options
+        self._settings = settings
+        self._finish = finish
+        self._on_tick = on_tick
+        self._on_phase = on_phase
+        self._compile_only = False
+        self._scheduler: Scheduler | None = None
+        self._reference = Reference()
+        self._schedulers = contextlib.ExitStack()
+        self._lease_on = functools.cache(functools.partial(Lease, thread=threading.get_ident()))
+        self._troubled = troubled
+        self._on_many_devices = on_many_devices
+        self._on_cpu = problem.platform == "cpu"
+        self._compile_timeout_s = settings.compile_timeout or float(options.compile_timeout)
+        self._devices, self._target = discovery.devices_and_target(
+            problem.platform, settings, options.devices_per_trial
+        )
+        self._slots = machine.compile_slots(
+            utilization=settings.cpu_utilization,
+            count=settings.cpu_count,
+            max_count=settings.max_cpu_count,
+        )
+
+    def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
+        """Runs configs to their outcomes and plays the final of all in `measured`, where theirs arrive meanwhile."""
+        if not self._load(configs):
+            return Swept()
+        with contextlib.ExitStack() as self._schedulers:
+            self._reference, configs = reference_for(self._problem, self._options, configs, self._troubled)
+            self._schedulers.callback(self._reference.close)
+            self._refer(configs)
+            finish, self._finish = self._finish, self._reference.hold(self._finish)
+            self._run_routes(configs)
+            self._reference.settle(finish)
+            contenders = {index: measured[index].config for index in finals.finalists(measured)}
+            scheduler = self._scheduler or self._new_scheduler(Route.TOGETHER, self._finish)
+            final = scheduler.compare(contenders) if len(contenders) > 1 else finals.Final()
+            executables, for_cache = scheduler.compiled()
+            reference = self._reference
+            return Swept(final, for_cache, executables, reference.default_time_ms, reference.complaint())
+
+    def compile(self, configs: dict[int, Config]) -> Swept:
+        """Only compiles configs, and returns their executables."""
+        self._compile_only = True
+        executables: dict[int, bytes] = {}
+        if not self._load(configs):
+            return Swept()
+        with contextlib.ExitStack() as self._schedulers:
+            left = configs
+            if (self._on_cpu and not self._on_many_devices) or self._can_part():
+                leftovers = self._run_route(configs, Route.APART, self._finish)
+                assert self._scheduler is not None
+                executables |= self._scheduler.compiled()[0]
+                again = leftovers.unfit.keys() | leftovers.unconfirmed.keys()
+                left = {index: configs[index] for index in configs if index in again}
+            if left:
+                self._run_route(left, Route.TOGETHER, self._finish)
+                executables |= self._scheduler.compiled()[0] if self._scheduler is not None else {}
+        return Swept(executables=executables)
+
+    def _load(self, configs: dict[int, Config]) -> bool:
+        """Opens the sandbox; returns whether the function could be loaded, without which every config has failed."""
+        try:
+            self._sandbox.open(load_timeout_s=self._compile_timeout_s)
+        except pool.LoadError as error:
+            self._fail_all(configs, error.report)
+            return False
+        return True
+
+    def _refer(self, configs: dict[int, Config]) -> None:
+        """Computes what `ref_fn` returns, once, in a worker like any other."""
+        if not callable(self._options.ref_fn) or not configs:
+            return
+        scheduler = self._new_scheduler(Route.TOGETHER, self._finish)
+        fd = spool.create("expected")
+        try:
+            scheduler.refer(fd)
+            self._reference.give(fd)
+        except ErrandError as error:
+            raise ReferenceFailedError(
+                f"{self._problem.name}: ref_fn failed, so no config can be judged: {error}"
+            ) from None
+        finally:
+            os.close(fd)
+        if differs := scheduler.shapes():
+            raise ReferenceFailedError(f"{self._problem.name}: {unlike(differs)}")
+
+    def _run_routes(self, configs: dict[int, Config]) -> None:
+        if not configs:
+            return
+        if not self._can_part():
+            self._run_route(configs, Route.TOGETHER, self._finish)
+            return
+        leftovers = self._run_route(_from_both_ends(configs, self._troubled), Route.APART, self._finish)
+        if leftovers.unfit:
+            reason = next(iter(leftovers.unfit.values()))
+            _logger.info("%s: compiling on the device, because %s", self._problem.name, reason)
+            self._run_route({index: configs[index] for index in leftovers.unfit}, Route.TOGETHER, self._finish)
+        if leftovers.unconfirmed:
+            self._confirm(configs, leftovers.unconfirmed)
+
+    def _can_part(self) -> bool:
+        """Whether compiling and measuring are to be done by different workers."""
+        if self._on_many_devices:
+            return False  # what compiles without the device compiles for one
+        if self._on_cpu:
+            # A CPU worker is cheap, and carrying an executable from one to another is not quicker.
+            return self._configs_per_worker() > 1 and jax_internals.is_jitted(self._problem.fn)
+        # A function whose module asked JAX for its devices as it was imported may depend on the answer.
+        return self._target is not None and self._sandbox.forks_loaded and jax_internals.is_jitted(self._problem.fn)
+
+    def _confirm(self, configs: dict[int, Config], unconfirmed: dict[int, tuple[Trial, str]]) -> None:
+        """Repeats the first error raised without the device on the device; if it stands there, so do the others."""
+        first, *others = unconfirmed
+        repeated: list[Trial] = []
+
+        def finish_first(index: int, trial: Trial, log: str) -> None:
+            repeated.append(trial)
+            self._finish(index, trial, log)
+
+        self._run_route({first: configs[first]}, Route.TOGETHER, finish_first)
+        if repeated[0].outcome is Outcome.ERROR:
+            for index in others:
+                self._finish(index, *unconfirmed[index])
+        elif others:
+            self._run_route({index: configs[index] for index in others}, Route.TOGETHER, self._finish)
+
+    def _run_route(self, configs: dict[int, Config], route: Route, finish: Finish) -> Leftovers:
+        return self._new_scheduler(route, finish).run(configs)
+
+    def _new_scheduler(self, route: Route, finish: Finish) -> Scheduler:
+        exclusive = (self._on_cpu or route is Route.TOGETHER) and not self._compile_only
+        parked = (
+            max(_CPU_PARKED, 2 * self._slots) if self._on_cpu else len(self._devices) * min(_DEVICE_PARKED, self._slots)
+        )
+        if not exclusive:
+            workers = self._slots + len(self._devices)
+        else:
+            workers = max(_CPU_SHARES, 2 * self._slots) if self._on_cpu else parked
+        limit_bytes = self._memory_limit()
+        plan = Plan(
+            route=route,
+            options=worker_options(self._problem.platform, self._options),
+            target=self._target if route is Route.APART else None,
+            slots=self._slots,
+            devices=tuple(self._devices),
+            configs_per_worker=self._configs_per_worker(),
+            exclusive=exclusive,
+            parked=parked,
+            # A worker that has to load the function first may be brought down by that, which is for a config to tell.
+            ahead=route is Route.TOGETHER and self._on_cpu and self._sandbox.forks_loaded and not self._compile_only,
+            compile_timeout_s=self._compile_timeout_s,
+            timeout_s=self._settings.timeout or float(self._options.timeout),
+            memory_limit_bytes=limit_bytes or int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, workers)),
+            may_exceed_alone=limit_bytes is None,
+            compile_only=self._compile_only,
+        )
+        self._scheduler = Scheduler(
+            self._sandbox,
+            plan,
+            on_trial=finish,
+            on_tick=self._on_tick,
+            on_phase=lambda index, phase: None if index == UNTUNED else self._on_phase(index, phase),
+            reference=self._reference,
+            lease_on=self._lease_on,
+        )
+        self._schedulers.callback(self._scheduler.close)
+        return self._scheduler
+
+    def _memory_limit(self) -> int | None:
+        """Returns the limit that somebody set."""
+        if self._settings.memory_limit is not None:
+            return self._settings.memory_limit
+        return None if self._options.memory_limit is None else parse_memory(self._options.memory_limit)
+
+    def _configs_per_worker(self) -> int:
+        if self._settings.configs_per_worker is not None:
+            return self._settings.configs_per_worker
+        return 1 if self._on_cpu else _CONFIGS_PER_ACCELERATOR_WORKER
+
+    def _fail_all(self, configs: dict[int, Config], report: dict[str, Any]) -> None:
+        """The function itself cannot be loaded, which is every config's end."""
+        text = f"{report['error']}: {report['message']}" if report["error"] else report["message"]
+        log = "\n".join(part for part in (report["traceback"], report.get("log", "")) if part)
+        for index, config in configs.items():
+            trial = Trial(
+                config=config,
+                outcome=Outcome(report.get("outcome", "error")),
+                phase=Phase.LOAD,
+                message=text,
+                log_tail=log,
+            )
+            self._finish(index, trial, log)
+
+
+def reference_for(
+    problem: Problem, options: Options, configs: Mapping[int, Config], troubled: Collection[int] = ()
+) -> tuple[Reference, dict[int, Config]]:
+    """Returns what outputs are to be compared with, and the configs with the function's defaults among them.
+
+    Args:
+        problem: the call.
+        options: the author's.
+        configs: the configs that are to run, by index.
+        troubled: indices of those that nobody is to wait for.
+    """
+    configs = dict(configs)
+    if not options.compares_outputs or not configs:
+        return Reference(), configs
+    if problem.untuned is None:
+        # Nothing says that a callable of any kind, or what it returns, has to be the same whatever it is given.
+        return Reference(compares=jax_internals.is_jitted(problem.fn)), configs
+    if problem.default in configs:
+        return Reference(compares=True, default=problem.default, is_first=problem.default not in troubled), configs
+    return Reference(compares=True, default=UNTUNED), {UNTUNED: problem.untuned, **configs}
+
+
+def _from_both_ends(configs: Mapping[int, Config], last: Collection[int]) -> dict[int, Config]:
+    """Orders configs that compile many at a time: what takes longest must not begin last, to be waited for alone.
+
+    That is seldom in the middle of a list: a grid grows towards one of its ends.
+
+    Args:
+        configs: the configs by index.
+        last: the indices of those that come last all the same.
+    """
+    sound = [index for index in configs if index not in last]
+    half = len(sound) // 2
+    pairs = itertools.zip_longest(reversed(sound[half:]), sound[:half])
+    ordered = [index for pair in pairs for index in pair if index is not None]
+    return {index: configs[index] for index in [*ordered, *(index for index in configs if index in last)]}
+
+
+def worker_options(platform: str | None, options: Options) -> dict[str, Any]:
+    """Returns what `trial.Bench` is to know of the author's options, JSON-able; `platform` None is for this process."""
+    return {
+        "platform": platform,
+        "warmup": options.warmup,
+        "rep": options.rep,
+        "supply": "auto" if callable(options.supply) else options.supply,
+        "tolerance": {
+            "rtol": options.rtol,
+            "atol": options.atol,
+            "max_mismatched_ratio": options.max_mismatched_ratio,
+        },
+        "check_grad": options.check_grad or options.time_grad,
+        "time_grad": options.time_grad,
+        # On a GPU, XLA itself would write there, and a killed worker would leave torn files.
+        "compilation_cache": jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
+    }

@@ -1,0 +1,215 @@
+"""One sweep: packs the call, and opens the sandbox in which its configs take their routes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quarantune.cache.keys import safe_name
+from quarantune.devices import device, discovery
+from quarantune.sandbox import shortages, spool, template, wire
+from quarantune.sweep import sweep_inputs
+from quarantune.transport import payload
+from quarantune.transport.problem import Problem
+from quarantune.values import config_values, shown
+from quarantune.values.options import Options
+from quarantune.values.settings import Settings
+from quarantune.values.trial import Config, Trial
+
+if TYPE_CHECKING:
+    from quarantune.sweep.routes import Swept
+
+_logger = logging.getLogger("quarantune")
+
+_PALLAS = "jax.experimental.pallas"
+_PALLAS_MODULES = {
+    "cpu": [f"{_PALLAS}.{backend}" for backend in ("triton", "tpu", "mosaic_gpu")],
+    "cuda": [f"{_PALLAS}.triton"],
+    "rocm": [f"{_PALLAS}.triton"],
+}
+"""What Pallas imports when it lowers its first kernel, interpreted or for a device: up to 0.25 s."""
+
+_LARGEST_CONFIG_BYTES = wire.MAX_FRAME_BYTES // 8
+"""A message about finalists holds several configs."""
+
+_sweep_numbers = itertools.count(1)
+
+
+def run(
+    problem: Problem,
+    configs: Mapping[int, Config],
+    *,
+    options: Options,
+    settings: Settings,
+    on_trial: Callable[[int, Trial], None],
+    on_tick: Callable[[], None],
+    troubled: Collection[int] = (),
+    known: Mapping[int, Trial] | None = None,
+    on_phase: Callable[[int, str], None] = lambda index, phase: None,
+    compile_only: bool = False,
+) -> Swept:
+    """Runs every config to its outcome, then compares the fastest once more, in turn.
+
+    Args:
+        problem: the call.
+        configs: the configs by index, in the order to try them.
+        options: the author's.
+        settings: the operator's, which beat the author's.
+        on_trial: called with each config's index and trial as it ends.
+        on_tick: called many times a second while the sweep lives.
+        troubled: indices of configs that hung or crashed before, and come last.
+        known: trials of an earlier sweep, by index, which are not run again but may be finalists.
+        on_phase: told of the phases that configs enter, by their indices, and of their `end`.
+        compile_only: whether configs are only compiled, and their executables returned.
+
+    Returns:
+        What the comparison gave.
+
+    Raises:
+        TypeError: something of the call cannot be sent to another process; nothing was started then.
+        ValueError: the settings name a device that is not there.
+        SandboxError: the machinery around the configs failed.
+    """
+    sweep_number = next(_sweep_numbers)
+
+    def finish(index: int, trial: Trial, log: str) -> None:
+        if settings.log_dir is not None:
+            _keep_log(settings.log_dir, problem.name, f"{os.getpid()}-{sweep_number}-{index:04d}", trial, log)
+        measured[index] = trial
+        on_trial(index, trial)
+        on_phase(index, "end")
+
+    measured = dict(known or {})
+    judges = {"ref_fn": options.ref_fn if callable(options.ref_fn) else None, "check_fn": options.check_fn}
+    args, kwargs = sweep_inputs.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
+    companions = {name: fn for name, fn in judges.items() if fn is not None}
+    originals = config_values.originals(configs.values())
+    packed = payload.pack_call(
+        problem.fn,
+        args,
+        kwargs,
+        companions,
+        originals,
+        problem.manual_mesh,
+        devices=math.inf if problem.platform == "cpu" else options.devices_per_trial,
+    )
+    if settings.isolation == "none":
+        if problem.manual_mesh is not None:
+            raise ValueError(
+                f"{problem.name}: inside shard_map, a function that communicates between devices is tuned by workers "
+                f"only: unset QUARANTUNE_ISOLATION, or give its tunables by hand"
+            )
+        return _run_here(problem, packed, configs, measured, options, finish)
+    _check_devices(problem, packed, options)
+    _check_sizes(problem, configs)
+    # Now, because it takes longer to start than what the routes need takes to be imported.
+    template.shared()
+    from quarantune.sandbox import pool
+    from quarantune.sweep import routes
+
+    method = settings.start_method or ("fork" if sys.platform == "linux" else "spawn")
+    many = max(packed.devices_needed, options.devices_per_trial) > 1
+    environ = discovery.telling(problem.platform, problem.device_kind)
+    modules = _PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else []
+    if not many:
+        environ |= device.cheap_context(problem.platform, os.environ)
+    with (
+        shortages.told(problem.name),
+        _spooled(packed) as (payload_fd, arrays_fd),
+        pool.Sandbox(
+            payload_fd=payload_fd,
+            arrays_fd=arrays_fd,
+            method=method,
+            environ=environ,
+            modules=modules,
+            plugins=problem.platform != "cpu",
+        ) as sandbox,
+    ):
+        taken = routes.Routes(sandbox, problem, options, settings, finish, on_tick, on_phase, troubled, many)
+        return taken.compile(dict(configs)) if compile_only else taken.run(dict(configs), measured)
+
+
+def _run_here(
+    problem: Problem,
+    packed: payload.PackedCall,
+    configs: Mapping[int, Config],
+    measured: Mapping[int, Trial],
+    options: Options,
+    finish: Callable[[int, Trial, str], None],
+) -> Swept:
+    from quarantune.sweep import in_process, routes
+
+    worker_options = routes.worker_options(None, options)
+    with _spooled(packed) as (_, arrays_fd):
+        reference, configs = routes.reference_for(problem, options, configs)
+        with contextlib.closing(reference):
+            in_process.run(
+                packed.call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish, reference=reference
+            )
+            final = in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options)
+            return routes.Swept(final, default_time_ms=reference.default_time_ms, complaint=reference.complaint())
+
+
+def _check_sizes(problem: Problem, configs: Mapping[int, Config]) -> None:
+    """Raises where a config is too large for a message to a worker."""
+    for config in configs.values():
+        size_bytes = len(config_values.text_of(config))
+        if size_bytes > _LARGEST_CONFIG_BYTES:
+            largest = max(config, key=lambda name: len(config_values.text_of(config[name])))
+            raise ValueError(
+                f"{problem.name}: a config takes {size_bytes:,} bytes as JSON, most of them its {largest!r}, and "
+                f"at most {_LARGEST_CONFIG_BYTES:,} can be sent to a worker: pass large data as an argument of the "
+                f"call, and let the config hold a short name or a number for it"
+            )
+
+
+def _check_devices(problem: Problem, packed: payload.PackedCall, options: Options) -> None:
+    if problem.platform == "tpu":
+        raise ValueError(
+            "a TPU belongs to the process that uses it, so workers cannot measure on it: "
+            "set QUARANTUNE_ISOLATION=none to tune in this process"
+        )
+    if problem.platform != "cpu" and packed.devices_needed > options.devices_per_trial:
+        why = "its arguments are laid out" if problem.manual_mesh is None else "in shard_map it communicates"
+        raise ValueError(
+            f"{problem.name}: {why} over {packed.devices_needed} devices, and "
+            f"devices_per_trial={options.devices_per_trial}: set devices_per_trial={packed.devices_needed}"
+        )
+
+
+@contextlib.contextmanager
+def _spooled(packed: payload.PackedCall) -> Iterator[tuple[int, int]]:
+    """Yields descriptors of the payload and of the arrays, which no worker can write to; -1 for no arrays."""
+    with contextlib.ExitStack() as stack:
+        fds = []
+        for label, size_bytes in (("payload", len(packed.blob)), ("arrays", packed.spool_bytes)):
+            fds.append(spool.create(label, size_bytes=size_bytes) if size_bytes else -1)
+            if size_bytes:
+                stack.callback(os.close, fds[-1])
+        spool.write(fds[0], packed.blob)
+        if packed.spool_bytes:
+            payload.write_arrays(packed, fds[1])
+        for position, fd in enumerate(fds):
+            if fd >= 0:
+                fds[position] = spool.protect(fd)
+                stack.callback(os.close, fds[position])
+        yield fds[0], fds[1]
+
+
+def _keep_log(directory: Path, name: str, label: str, trial: Trial, log: str) -> None:
+    """Keeps what a trial printed; a log that cannot be kept is no reason to lose the trial."""
+    text = f"# {shown.format_config(trial.config)}\n# {trial.outcome.value}: {trial.message}\n{log}"
+    try:
+        folder = directory / safe_name(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{label}.log"
+        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        _logger.warning("cannot keep a trial's log in %s: %s", directory, error)

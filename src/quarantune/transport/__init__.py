@@ -1,0 +1,1 @@
+"""A call's way to a worker and a compiled program's way back."""

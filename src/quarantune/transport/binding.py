@@ -1,0 +1,134 @@
+"""A config bound to its function: its values as keyword arguments, its compiler options as those of the jit."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quarantune import jax_internals
+from quarantune.host import caller
+from quarantune.values.config_values import COMPILER_OPTIONS as KEY
+from quarantune.values.config_values import NO_OPTIONS
+from quarantune.values.texts import shown
+from quarantune.values.trial import Config
+
+
+def split(fn: Callable[..., Any], config: Config) -> tuple[Config, Mapping[str, Any]]:
+    """Returns a config's keyword arguments and its compiler options.
+
+    Args:
+        fn: the function; all that a config holds reaches one that is not jitted as keyword arguments.
+        config: the config.
+    """
+    if KEY not in config or not jax_internals.is_jitted(fn) or KEY in inspect.signature(fn).parameters:
+        return config, NO_OPTIONS
+    keywords = {name: value for name, value in config.items() if name != KEY}
+    return keywords, config[KEY]
+
+
+def applied(fn: Any, config: Config) -> tuple[Any, Config]:
+    """Returns a function that is compiled with a config's options, and the keyword arguments to give it.
+
+    Args:
+        fn: the function. Where the config has compiler options, it is jitted again, once for the same options.
+        config: the config.
+    """
+    keywords, options = split(fn, config)
+    return (jax_internals.with_compiler_options(fn, options) if options else fn), keywords
+
+
+def bind(fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
+    """Returns a function that takes a call's arguments and runs with a config.
+
+    Args:
+        fn: the function, jitted or not.
+        config: the config. Inside a trace its compiler options are left out, and a warning says so: JAX
+            refuses them for all but the outermost jit.
+    """
+    jitted, keywords = applied(fn, config)
+    return functools.partial(fn, **keywords) if jitted is fn else _WithOptions(fn, jitted, keywords, config[KEY])
+
+
+def function_of(bound: Callable[..., Any]) -> Any:
+    """Returns the function that `bind` was given, or that something else wraps.
+
+    Args:
+        bound: what `bind` returned, or a wrapper.
+    """
+    if isinstance(bound, (functools.partial, _WithOptions)):
+        return bound.func
+    return getattr(bound, "__wrapped__", bound)
+
+
+def check(fn: Callable[..., Any], configs: Sequence[Config], *, name: str) -> None:
+    """Checks that the compiler options of configs are such, and that the function can be jitted with them.
+
+    Args:
+        fn: a jitted function.
+        configs: what `space.expand` returned.
+        name: the function's name, for error messages.
+
+    Raises:
+        TypeError: they are no dict of plain values, or the function has options that tie it to devices.
+    """
+    if KEY in inspect.signature(fn).parameters:
+        return
+    given = [config[KEY] for config in configs if KEY in config]
+    for options in given:
+        if not isinstance(options, Mapping):
+            raise TypeError(
+                f"{name}: {KEY} is {shown(options)}; give a dict of XLA's options, as in "
+                f"{{{KEY!r}: {{'xla_cpu_enable_fast_math': True}}}}, or make {KEY!r} a parameter of the function."
+            )
+        for option, value in options.items():
+            if not isinstance(value, (bool, int, float, str)):
+                raise TypeError(
+                    f"{name}: {KEY}[{option!r}] is {shown(value)}; XLA's options are booleans, numbers and strings."
+                )
+    bound = jax_internals.jit_options(fn).cannot_travel
+    if bound and any(given):
+        raise TypeError(
+            f"{name}: its configs have {KEY}, for which it has to be jitted again, and jax.jit was given "
+            f"{' and '.join(bound)}, which would be lost: leave one or the other out."
+        )
+
+
+class _WithOptions:
+    """A jitted function with a config that has compiler options.
+
+    Attributes:
+        func: the function as it was given, as `functools.partial` has it.
+        keywords: the keyword arguments bound to it, likewise.
+    """
+
+    def __init__(self, fn: Callable[..., Any], jitted: Callable[..., Any], keywords: Config, options: Any) -> None:
+        self.func = fn
+        self.keywords = keywords
+        self._options = options
+        self._compiled = functools.partial(jitted, **keywords)
+        self._traced = functools.partial(fn, **keywords)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function, compiled with the options; inside a trace without them."""
+        if not _is_tracing():
+            return self._compiled(*args, **kwargs)
+        name, options = getattr(self.func, "__qualname__", repr(self.func)), dict(self._options)
+        _warn_once(
+            f"{name}: its config {self.keywords} runs without its {KEY} inside a trace, because JAX takes them at the "
+            f"outermost jit alone: give them to that one, jax.jit(..., {KEY}={options})"
+        )
+        return self._traced(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """Travels as the function and the config."""
+        return bind, (self.func, {**self.keywords, KEY: self._options})
+
+
+_is_tracing = jax_internals.is_tracing
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    caller.warn(message, RuntimeWarning)

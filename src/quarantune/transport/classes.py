@@ -1,0 +1,123 @@
+"""Classes that travel by value: made again in a worker as they are in the caller, with what was registered of them.
+
+cloudpickle makes a class in two steps: an empty one, so that whatever mentions it can be loaded, then its attributes.
+A metaclass or an `__init_subclass__` runs in the first step and sees a class without fields. The entries it then makes
+in JAX's pytree registry and in weak tables of its own are wrong, so those of the caller are used instead.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import importlib
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from quarantune import jax_internals
+
+_PLAIN = ("builtins", "abc", "typing", "enum", "dataclasses", "collections.abc")
+"""Modules whose metaclasses and bases keep no tables that a class must be in."""
+
+
+def reduce_class(cls: type, reduced: tuple[Any, ...], can_import: Callable[[str], bool]) -> tuple[Any, ...]:
+    """Returns how to pickle a class with what was registered of it.
+
+    Args:
+        cls: the class.
+        reduced: how cloudpickle would pickle it by value.
+        can_import: says of a module whether a worker can import it.
+    """
+    make, arguments, state, _, _, set_state = reduced
+    about = (set_state, state, jax_internals.pytree_registration(cls), list(_table_entries(cls, can_import)))
+    return _make_class, (make, *arguments), about, None, None, _complete_class
+
+
+def _table_entries(cls: type, can_import: Callable[[str], bool]) -> Iterator[tuple[str, str, Any]]:
+    """Yields the weak tables that a metaclass or a base keeps about a class: module, name and the class's value."""
+    makers = [*inspect.getmro(type(cls)), *inspect.getmro(cls)[1:]]
+    for name in dict.fromkeys(str(getattr(maker, "__module__", "")) for maker in makers):
+        module = sys.modules.get(name)
+        if module is None or name in _PLAIN or not can_import(name):
+            continue
+        for label, table in list(vars(module).items()):
+            with contextlib.suppress(TypeError):  # a class that cannot be hashed is in no table
+                if isinstance(table, weakref.WeakKeyDictionary) and cls in table:
+                    yield name, label, table[cls]
+                elif isinstance(table, weakref.WeakSet) and cls in table:
+                    yield name, label, None
+
+
+def _make_class(make: Callable[..., type], metaclass: Any, *arguments: Any) -> type:
+    """Makes an empty class, by its metaclass where that does not mind the emptiness."""
+    try:
+        with jax_internals.pytree_registrations_held_back() as held:
+            cls = make(metaclass, *arguments)
+    except Exception:
+        return make(_bare(metaclass), *arguments)
+    held.release(but=cls)
+    return cls
+
+
+def _bare(metaclass: Any) -> Callable[..., type]:
+    """Returns a stand-in for a metaclass that makes its classes without running anybody's code."""
+    new: Any = abc.ABCMeta.__new__ if issubclass(metaclass, abc.ABCMeta) else type.__new__
+
+    def make(name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+        with _without_init_subclass(bases):
+            cls: type = new(metaclass, name, bases, namespace)
+            return cls
+
+    return make
+
+
+@contextlib.contextmanager
+def _without_init_subclass(bases: tuple[type, ...]) -> Iterator[None]:
+    name = "__init_subclass__"
+    owners = {owner: vars(owner)[name] for base in bases for owner in base.__mro__[:-1] if name in vars(owner)}
+    with contextlib.ExitStack() as stack:
+        for owner, own in owners.items():
+            with contextlib.suppress(TypeError):  # one written in C, which wants no keywords
+                type.__setattr__(owner, name, classmethod(_nothing))
+                stack.callback(type.__setattr__, owner, name, own)
+        yield
+
+
+def _nothing(cls: type, /, **keywords: object) -> None:
+    pass
+
+
+def _complete_class(cls: type, about: tuple[Any, ...]) -> None:
+    set_state, state, registration, entries = about
+    set_state(cls, state)
+    for module, label, value in entries:
+        table = getattr(importlib.import_module(module), label, None)
+        if isinstance(table, weakref.WeakSet):
+            table.add(cls)
+        elif isinstance(table, weakref.WeakKeyDictionary):
+            table[cls] = value
+    if registration is not None:
+        jax_internals.register_pytree(cls, registration)
+
+
+def is_sentinel(obj: object) -> bool:
+    """Returns whether an object has nothing but its identity, as a marker for `missing` does."""
+    kind = type(obj)
+    return (
+        kind.__eq__ is object.__eq__
+        and kind.__reduce_ex__ is object.__reduce_ex__
+        and kind.__reduce__ is object.__reduce__
+        and kind.__basicsize__ <= _BARE_BYTES
+        and not getattr(obj, "__dict__", None)
+        and not isinstance(obj, types.ModuleType)
+    )
+
+
+class _Bare: ...
+
+
+_BARE_BYTES = _Bare.__basicsize__
+"""Objects of classes with slots, or written in C with fields of their own, are larger."""

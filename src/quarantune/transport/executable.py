@@ -1,0 +1,61 @@
+"""A compiled program as bytes: written by the process that compiled it, loaded by another onto the same devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from quarantune import jax_internals
+from quarantune.transport import payload
+
+
+def dumps(compiled: Any) -> bytes:
+    """Returns a compiled program as bytes for `loads`.
+
+    Args:
+        compiled: what `lower(...).compile()` returned.
+
+    Raises:
+        Exception: it cannot leave this process.
+    """
+    return payload.dumps((*serialize_executable.serialize(compiled), _device_ids(compiled)))
+
+
+def dumps_as_data(compiled: Any) -> bytes:
+    """Returns a compiled program as bytes for `executable_data.loads`, which runs no code.
+
+    Raises:
+        ValueError: it cannot be said as data.
+    """
+    from quarantune.transport import executable_data  # it imports what few workers need
+
+    return executable_data.dumps(compiled, _device_ids(compiled))
+
+
+def loads(blob: bytes) -> Any:
+    """Returns the program, ready to run on this process's devices of the same numbers.
+
+    Args:
+        blob: bytes from `dumps`, from a process that may run code in this one.
+
+    Raises:
+        ValueError: this process lacks one of the devices.
+    """
+    serialized, in_tree, out_tree, device_ids = payload.loads(blob)
+    jax_internals.prepare_to_load(serialized)
+    here = {device.id: device for device in jax.devices()}
+    if missing := [number for number in device_ids if number not in here]:
+        raise ValueError(f"it was compiled for the devices {device_ids}, of which {missing} are not there")
+    # Loaded onto all there are, as JAX would by itself, it ends the process where it was compiled for some of them.
+    devices = [here[number] for number in device_ids]
+    return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
+
+
+def _device_ids(compiled: Any) -> list[int]:
+    """Returns the numbers of the devices a program runs on, in the order it knows them in."""
+    runtime = compiled.runtime_executable()
+    if not hasattr(runtime, "local_devices"):
+        return [0]  # compiled without its device, of which there is one
+    return [device.id for device in runtime.local_devices()]

@@ -1,0 +1,219 @@
+"""A compiled program as data: read without running any code, so that the caller need not trust who wrote it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Layout
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from quarantune import jax_internals
+
+_LARGEST_HEADER_BYTES = 1 << 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A program that was read.
+
+    Attributes:
+        out_tree: the tree of its outputs; None where that holds classes, which only the function itself can name.
+        with_trees: makes it callable, given the trees of its arguments and outputs.
+    """
+
+    out_tree: Any
+    with_trees: Callable[[Any, Any], Any]
+
+
+def dumps(compiled: Any, device_ids: Sequence[int]) -> bytes:
+    """Returns a compiled program as bytes for `loads`.
+
+    Args:
+        compiled: what `lower(...).compile()` returned.
+        device_ids: the numbers of the devices it runs on, in the order it knows them in.
+
+    Raises:
+        ValueError: it cannot be said as data.
+    """
+    parts = jax_internals.executable_parts(compiled)
+    try:
+        out_tree = _tree(compiled.out_tree)
+    except ValueError:
+        out_tree = None
+    header = {
+        "devices": list(device_ids),
+        "name": parts.name,
+        "committed": parts.committed,
+        "kept": list(parts.kept),
+        "donated": list(parts.donated),
+        "all_in": list(map(_aval, parts.all_in_avals)),
+        "in": list(map(_aval, parts.in_avals)),
+        "out": list(map(_aval, parts.out_avals)),
+        "in_shardings": list(map(_sharding, parts.in_shardings)),
+        "out_shardings": list(map(_sharding, parts.out_shardings)),
+        "in_layouts": list(map(_layout, parts.in_layouts)),
+        "out_layouts": list(map(_layout, parts.out_layouts)),
+        "out_tree": out_tree,
+    }
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + parts.program
+
+
+def loads(blob: bytes) -> Loaded:
+    """Returns the program that `dumps` wrote, for this process's devices of the same numbers.
+
+    None of the bytes is taken for code of Python. XLA loads the program itself, which is machine code, and runs it
+    only when it is called.
+
+    Raises:
+        ValueError: the bytes are not from `dumps`, or this process lacks one of the devices.
+    """
+    try:
+        (length,) = struct.unpack_from("<Q", blob)
+        if length > _LARGEST_HEADER_BYTES:
+            raise ValueError("its header is too long")
+        header = json.loads(blob[8 : 8 + length])
+        here = {device.id: device for device in jax.devices()}
+        devices = [here[number] for number in header["devices"]]
+        parts = jax_internals.ExecutableParts(
+            program=blob[8 + length :],
+            name=str(header["name"]),
+            committed=bool(header["committed"]),
+            kept=list(map(int, header["kept"])),
+            donated=list(map(int, header["donated"])),
+            all_in_avals=list(map(_read_aval, header["all_in"])),
+            in_avals=list(map(_read_aval, header["in"])),
+            out_avals=list(map(_read_aval, header["out"])),
+            in_shardings=[_read_sharding(item, here) for item in header["in_shardings"]],
+            out_shardings=[_read_sharding(item, here) for item in header["out_shardings"]],
+            in_layouts=list(map(_read_layout, header["in_layouts"])),
+            out_layouts=list(map(_read_layout, header["out_layouts"])),
+        )
+        out_tree = None if header["out_tree"] is None else jax.tree.structure(_read_tree(header["out_tree"][0]))
+        if not devices or (out_tree is not None and out_tree.num_leaves != len(parts.out_avals)):
+            raise ValueError("it names no devices, or other outputs than it has")
+    except (LookupError, TypeError, ValueError, OverflowError, RecursionError, AttributeError, struct.error) as error:
+        raise ValueError(f"the compiled program cannot be read: {error!r}") from error
+
+    def with_trees(in_tree: Any, tree: Any) -> Any:
+        if (in_tree.num_leaves, tree.num_leaves) != (len(parts.all_in_avals), len(parts.out_avals)):
+            raise ValueError("the compiled program takes and gives other arrays than its function")
+        jax_internals.prepare_to_load(parts.program)
+        try:
+            return jax_internals.executable_from_parts(parts, in_tree=in_tree, out_tree=tree, devices=devices)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(f"the compiled program cannot be loaded: {error}") from error
+
+    return Loaded(out_tree, with_trees)
+
+
+# --- types --------------------------------------------------------------------------------------------------
+
+
+def _aval(item: Any) -> list[Any]:
+    if not jax_internals.is_plain_aval(item):
+        raise ValueError(f"{item} is not a plain array")
+    is_key = jnp.issubdtype(item.dtype, jax.dtypes.prng_key)
+    dtype = {"key": jax_internals.key_impl(item.dtype)} if is_key else item.dtype.name
+    return [list(map(int, item.shape)), dtype, bool(item.weak_type)]
+
+
+def _read_aval(item: Any) -> Any:
+    shape, name, weak_type = item
+    dtype = jax_internals.key_dtype(name["key"]) if isinstance(name, dict) else jnp.dtype(str(name))
+    return jax_internals.aval(list(map(int, shape)), dtype, weak_type=bool(weak_type))
+
+
+# --- places -------------------------------------------------------------------------------------------------
+
+
+def _sharding(item: Any) -> dict[str, Any]:
+    if isinstance(item, SingleDeviceSharding):
+        (device,) = map(_id, item.device_set)
+        return {"device": device, "memory": item.memory_kind}
+    if isinstance(item, NamedSharding) and isinstance(item.mesh, Mesh):
+        spec = [list(axes) if isinstance(axes, tuple) else axes for axes in item.spec]
+        if any(axes is PartitionSpec.UNCONSTRAINED for axes in spec):
+            raise ValueError(f"{item} leaves open where an array lies")
+        return {
+            "mesh": list(map(_id, item.mesh.devices.flat)),
+            "shape": list(item.mesh.devices.shape),
+            "axes": [str(name) for name in item.mesh.axis_names],
+            "kinds": [kind.name for kind in item.mesh.axis_types],
+            "spec": spec,
+            "memory": item.memory_kind,
+        }
+    raise ValueError(f"{item} is no sharding that can be said as data")
+
+
+def _id(device: Any) -> int:
+    return int(device.id)
+
+
+def _read_sharding(item: Any, here: dict[int, Any]) -> Any:
+    memory = None if item["memory"] is None else str(item["memory"])
+    if "device" in item:
+        return SingleDeviceSharding(here[item["device"]], memory_kind=memory)
+    devices = np.array([here[number] for number in item["mesh"]], dtype=object).reshape(item["shape"])
+    kinds = tuple(AxisType[kind] for kind in item["kinds"])
+    mesh = Mesh(devices, tuple(map(str, item["axes"])), axis_types=kinds)
+    spec = [tuple(map(str, axes)) if isinstance(axes, list) else axes for axes in item["spec"]]
+    return NamedSharding(mesh, PartitionSpec(*spec), memory_kind=memory)
+
+
+def _layout(item: Any) -> Any:
+    if item is None:
+        return None
+    size = item.sub_byte_element_size_in_bits
+    return [list(item.major_to_minor), None if item.tiling is None else list(map(list, item.tiling)), size]
+
+
+def _read_layout(item: Any) -> Any:
+    if item is None:
+        return None
+    order, tiling, size = item
+    return Layout(
+        tuple(map(int, order)), None if tiling is None else tuple(tuple(map(int, tile)) for tile in tiling), size
+    )
+
+
+# --- trees --------------------------------------------------------------------------------------------------
+
+
+def _tree(tree: Any) -> list[Any]:
+    """Describes a tree of Python's own containers; in a list, as None stands for no description."""
+    node = tree.node_data()
+    if node is None:
+        return ["leaf"]
+    kind, about = node
+    children = [_tree(child) for child in tree.children()]
+    if kind in (tuple, list):
+        return [[kind.__name__, children]]
+    if kind is dict and all(isinstance(key, str) for key in about):
+        return [["dict", dict(zip(about, children, strict=True))]]
+    if kind is type(None):
+        return [["none", []]]
+    raise ValueError(f"a {kind.__name__} is no plain container")
+
+
+def _read_tree(item: Any) -> Any:
+    if item == "leaf":
+        return 0
+    kind, children = item
+    match kind:
+        case "tuple":
+            return tuple(_read_tree(child) for (child,) in children)
+        case "list":
+            return [_read_tree(child) for (child,) in children]
+        case "dict":
+            return {str(key): _read_tree(child) for key, (child,) in children.items()}
+        case "none":
+            return None
+    raise ValueError(f"there is no container {kind!r}")

@@ -1,0 +1,230 @@
+"""Makes a call's arguments in a worker: from the spool's bytes, or out of nothing but shape and dtype."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from quarantune import jax_internals
+from quarantune.transport.payload import (
+    ArrayRef,
+    ArraySpec,
+    Call,
+    MeshSpec,
+    dtype_from_name,
+    is_key_dtype,
+    restore_array,
+)
+
+KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
+
+# Random elements are drawn for a tile and the tile is repeated, which costs a copy instead of a draw for
+# each. A prime, so that no block of a kernel is as wide as the period and a kernel that mixes its blocks up
+# is still found out.
+_TILE_ELEMENTS = 1_000_003
+
+_MAX_INDEX = 8
+
+
+def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call's arguments with real arrays in them, fresh ones each time.
+
+    Args:
+        call: the call, from `payload.unpack_call`.
+        fd: the spool, open for reading; not looked at where no array has bytes in it.
+        seed: seed of the arrays that are made.
+        kind: how those are made, one of `KINDS`.
+
+    Returns:
+        Positional and keyword arguments. JAX arrays own their buffers, so that a kernel may donate them;
+        numpy arrays are writable copies.
+
+    Raises:
+        ValueError: the spool is shorter than the call says, or there are fewer devices than it needs.
+    """
+    spool = _map_spool(call, fd)
+
+    def array(spec: ArraySpec) -> Any:
+        if spec.made:
+            dtype = spec.dtype if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
+            return make(
+                spec.shape,
+                dtype,
+                spec.weak_type,
+                kind=kind,
+                seed=seed,
+                index=spec.index,
+                sharding=_sharding(call, spec),
+            )
+        data = _view(spool, spec)
+        if spec.kind == "numpy":
+            return data.copy(order="K")
+        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec))
+
+    # Nobody closes the mapping: it goes with the last view of it.
+    return _replace_refs(call, array)
+
+
+def call_as_structs(call: Call, *, sharding: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call's arguments with a `jax.ShapeDtypeStruct` for each array, to compile without data.
+
+    Args:
+        call: the call, from `payload.unpack_call`.
+        sharding: the sharding of every array; None leaves open that of all but those laid out over several devices.
+
+    Raises:
+        ValueError: there are fewer devices than the call needs.
+    """
+
+    def struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
+        dtype = dtype_from_name(spec.dtype) if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
+        if spec.kind == "numpy":
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return jax.ShapeDtypeStruct(
+            spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding or _sharding(call, spec)
+        )
+
+    return _replace_refs(call, struct)
+
+
+def mesh_like(spec: MeshSpec) -> Mesh:
+    """Returns a mesh of this process's first devices; equal descriptions give one and the same.
+
+    Raises:
+        ValueError: there are fewer devices than it needs.
+    """
+    devices = jax.devices()[: spec.size]
+    if len(devices) < spec.size:
+        raise ValueError(
+            f"the arguments are laid out over {spec.size} devices, and this trial has {len(devices)}: "
+            f"set devices_per_trial={spec.size} and have as many visible"
+        )
+    # What makes an axis manual is the `shard_map` inside which the function is called.
+    axis_types = tuple(AxisType.Auto if spec.is_manual else AxisType[name] for name in spec.axis_types)
+    return Mesh(np.array(devices).reshape(spec.shape), spec.axis_names, axis_types=axis_types)
+
+
+def _sharding(call: Call, spec: ArraySpec) -> NamedSharding | None:
+    if spec.sharding is None:
+        return None
+    if call.own_shardings and (own := call.own_shardings[spec.index]) is not None:
+        return own
+    return NamedSharding(mesh_like(spec.sharding.mesh), PartitionSpec(*spec.sharding.partitions))
+
+
+def make(
+    shape: tuple[int, ...],
+    dtype: Any,
+    weak_type: bool = False,
+    *,
+    kind: str = "auto",
+    seed: int,
+    index: int = 0,
+    sharding: Sharding | None = None,
+) -> jax.Array:
+    """Returns an array made from its shape and dtype, without compiling anything.
+
+    Equal arguments give equal data, in every process. `auto` and `uniform` floats lie in [-1, 1), `normal`
+    and `randn` are the standard normal distribution, `integer` floats are whole numbers from -2 to 2.
+    Integers, which may be indices or lengths, are at least 0 and below both 8 and the array's smallest
+    dimension (a scalar is 0), whatever the random kind; booleans are balanced; complex numbers have both
+    parts; PRNG keys are random keys. Where a dtype has no zero, its smallest number stands for it, or 1 for `integer`.
+
+    Args:
+        shape: the shape.
+        dtype: a numpy or ml_dtypes dtype or its name, or the dtype of PRNG keys.
+        weak_type: whether the array is weakly typed.
+        kind: one of `KINDS`.
+        seed: the seed of the sweep.
+        index: the number of the argument, so that arguments of one shape differ.
+        sharding: where it goes; None for the default device.
+
+    Raises:
+        ValueError: `kind` is not one of `KINDS`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    generator = np.random.default_rng((seed, index))
+    if is_key_dtype(dtype):
+        impl = jax_internals.key_impl(dtype)
+        data_shape = shape + jax_internals.key_data_shape(impl)
+        return restore_array(generator.integers(0, 2**32, data_shape, dtype=np.uint32), False, impl, sharding)
+    dtype = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    if kind in ("zeros", "ones"):
+        number = np.float64(kind == "ones")
+        return restore_array(np.full(shape, _held(number, kind, dtype), dtype), weak_type, None, sharding)
+    tile = _tile(generator, shape, dtype, kind, elements=min(math.prod(shape), _TILE_ELEMENTS))
+    return restore_array(np.resize(tile, shape), weak_type, None, sharding)
+
+
+def _tile(
+    generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any], kind: str, *, elements: int
+) -> np.ndarray[Any, Any]:
+    """Returns the first so many elements of an array, flat."""
+    if dtype == np.bool_:
+        return generator.integers(0, 2, elements).astype(dtype)
+    if jnp.issubdtype(dtype, np.integer):
+        return generator.integers(0, _index_bound(shape, dtype), elements).astype(dtype)
+    if jnp.issubdtype(dtype, np.complexfloating):
+        return (_floats(generator, kind, elements) + 1j * _floats(generator, kind, elements)).astype(dtype)
+    return np.asarray(_held(_floats(generator, kind, elements), kind, dtype)).astype(dtype)
+
+
+def _held(numbers: Any, kind: str, dtype: np.dtype[Any]) -> Any:
+    """Returns numbers as near to these as a dtype has them that may hold nothing but scales: no zero, and no sign."""
+    smallest = float(jnp.finfo(dtype).min) if jnp.issubdtype(dtype, np.floating) else -1  # type: ignore[no-untyped-call]
+    return np.maximum(np.abs(numbers), 1 if kind == "integer" else smallest) if smallest > 0 else numbers
+
+
+def _index_bound(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    largest = int(jnp.iinfo(dtype).max)  # type: ignore[no-untyped-call]
+    return max(1, min(_MAX_INDEX, largest + 1, *shape)) if shape else 1
+
+
+def _floats(generator: np.random.Generator, kind: str, elements: int) -> np.ndarray[Any, Any]:
+    if kind in ("normal", "randn"):
+        return generator.standard_normal(elements)
+    if kind == "integer":
+        return generator.integers(-2, 3, elements).astype(np.float64)
+    return generator.uniform(-1, 1, elements)
+
+
+def _map_spool(call: Call, fd: int) -> mmap.mmap | None:
+    needed = max((spec.offset + spec.nbytes for spec in call.specs if not spec.made and spec.nbytes), default=0)
+    if needed == 0:
+        return None
+    size = os.fstat(fd).st_size
+    if size < needed:
+        # Reading past the end of a mapped file kills the process.
+        raise ValueError(
+            f"the spool holds {size} bytes and the call needs {needed}: write_arrays was not run or failed"
+        )
+    return mmap.mmap(fd, needed, access=mmap.ACCESS_READ)
+
+
+def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
+    dtype = dtype_from_name(spec.dtype)
+    if spool is None or spec.nbytes == 0:
+        return np.zeros(spec.data_shape, dtype)
+    flat = np.frombuffer(spool, dtype, math.prod(spec.data_shape), spec.offset)
+    return flat.reshape(spec.data_shape[::-1]).T if spec.is_transposed else flat.reshape(spec.data_shape)
+
+
+def _replace_refs(call: Call, make_array: Callable[[ArraySpec], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def replace(leaf: Any) -> Any:
+        return make_array(call.specs[leaf.index]) if isinstance(leaf, ArrayRef) else leaf
+
+    def fill(value: Any) -> Any:
+        if not any(isinstance(leaf, ArrayRef) for leaf in jax.tree_util.tree_leaves(value)):
+            return value
+        return jax.tree_util.tree_map(replace, value)
+
+    return tuple(fill(value) for value in call.args), {name: fill(value) for name, value in call.kwargs.items()}

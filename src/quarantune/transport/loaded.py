@@ -1,0 +1,176 @@
+"""Whether the source of a module on disk is still what this process has loaded from it.
+
+A worker imports from the disk. Where a file was edited since, its functions must not travel by name: the worker would
+tune the new code for a caller that runs the old.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+from quarantune.host import origins
+
+# psutil counts from the machine's boot, which it knows to a second.
+_STARTED = psutil.Process().create_time() - 2.0
+"""A file that has not changed since then was not edited after its import; a fork's modules are older than itself."""
+
+
+def edited_modules(name: str) -> list[str]:
+    """Returns the modules that a worker would import other code for than this process has, importing one.
+
+    Modules of installed packages are taken to be as they were.
+
+    Args:
+        name: the module that the worker is to import, and with it whatever its functions and classes come from.
+    """
+    seen: set[str] = set()
+    return sorted(module for module in _reached(name, seen) if _is_edited(sys.modules[module]))
+
+
+def own_edited_modules() -> list[str]:
+    """Returns all of the user's own modules that were edited after this process imported them."""
+    own = [(name, module) for name, module in list(sys.modules.items()) if name != "__main__" and _is_own(module)]
+    return sorted(name for name, module in own if _is_edited(module))
+
+
+def _reached(name: str, seen: set[str]) -> Iterator[str]:
+    """Yields the user's own modules among a module, its packages, and those that its globals come from."""
+    module = sys.modules.get(name)
+    if name in seen or module is None or not _is_own(module):
+        return
+    seen.add(name)
+    yield name
+    if parent := name.rpartition(".")[0]:
+        yield from _reached(parent, seen)
+    for value in list(vars(module).values()):
+        other = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+        if isinstance(other, str):
+            yield from _reached(other, seen)
+
+
+def _is_own(module: types.ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py"):
+        return False
+    path = os.path.abspath(file)
+    is_package = not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep))
+    return not (is_package or path.startswith(_installed()) or origins.is_imported_early(module.__name__))
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    homes = {sysconfig.get_path(kind) for kind in kinds} | {os.path.dirname(os.path.abspath(__file__))}
+    return tuple(sorted(os.path.abspath(home) + os.sep for home in homes))
+
+
+def _is_edited(module: types.ModuleType) -> bool:
+    file = str(module.__file__)
+    try:
+        status = os.stat(file)
+    except OSError:
+        return True
+    if status.st_ctime < _STARTED:
+        return False
+    # Written since this process started; the code tells whether that was before the import or after it.
+    source = _source_of(file, status.st_mtime_ns, status.st_size)
+    if source is None:
+        return True
+    codes, constants = source
+    loaded = (_essence(code) for code in _codes_of(module, file))
+    return not (all(essence in codes for essence in loaded) and _has(module, constants))
+
+
+@functools.lru_cache(maxsize=256)
+def _source_of(file: str, mtime_ns: int, size: int) -> tuple[frozenset[Any], dict[str, Any]] | None:
+    """Returns what a file holds: the essences of all its code, and the constants at its top level; None if broken."""
+    try:
+        with open(file, "rb") as source:
+            text = source.read()
+        tree = ast.parse(text, file)
+        whole = compile(text, file, "exec", dont_inherit=True, optimize=sys.flags.optimize)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return None
+    return frozenset(map(_essence, _nested(whole))), dict(_constants(tree))
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _essence(code: types.CodeType) -> Any:
+    """Returns what a code object does, wherever it stands in its file, as something to compare."""
+    constants = tuple(
+        _essence(item) if isinstance(item, types.CodeType) else (type(item).__name__, repr(item))
+        for item in code.co_consts
+    )
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    return code.co_qualname, code.co_code, constants, names, counts
+
+
+def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the names that a module's top level assigns a literal to, once and not in terms of others."""
+    assigned = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign):
+            targets: list[ast.expr] = statement.targets
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            targets = [statement.target]
+        else:
+            continue
+        for target in targets:
+            if isinstance(target, ast.Name) and assigned.count(target.id) == 1 and statement.value is not None:
+                try:
+                    yield target.id, ast.literal_eval(statement.value)
+                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+                    continue
+
+
+def _has(module: types.ModuleType, constants: dict[str, Any]) -> bool:
+    """Returns whether a module has constants; a value that is no plain one was replaced, and is not compared."""
+    for name, value in constants.items():
+        if name not in vars(module):
+            return False
+        own = vars(module)[name]
+        if type(own) is type(value) and repr(own) != repr(value):
+            return False
+    return True
+
+
+def _codes_of(module: types.ModuleType, file: str) -> Iterator[types.CodeType]:
+    """Yields the code of the functions and methods that a module has from its file."""
+    pending, seen = list(vars(module).values()), set[int]()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, type):
+            if value.__module__ == module.__name__:
+                pending += vars(value).values()
+        elif isinstance(value, types.FunctionType):
+            if value.__code__.co_filename == file:
+                yield value.__code__
+            pending.append(getattr(value, "__wrapped__", None))
+        elif isinstance(value, property):
+            pending += [value.fget, value.fset, value.fdel]
+        elif isinstance(value, (staticmethod, classmethod)):
+            pending.append(value.__func__)
+        elif isinstance(value, functools.partial):
+            pending.append(value.func)
+        elif not isinstance(value, types.ModuleType):
+            pending.append(inspect.getattr_static(value, "__wrapped__", None))  # not whatever a proxy makes of it

@@ -1,0 +1,154 @@
+"""Functions that communicate over the axes of a `jax.shard_map`: known in the caller, on such a mesh in workers.
+
+Inside `shard_map` a function is called with one shard of each array, and most functions are tuned for that shard on one
+device. One that names an axis of the mesh, to sum over it for example, means nothing there: its workers need a mesh
+with the same axes, and call it under a `shard_map` of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
+
+from quarantune import jax_internals
+from quarantune.transport import inputs
+from quarantune.transport.payload import ArrayRef, Call, MeshSpec, sharding_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Axes:
+    """The axes under which a function that communicates over some of them is called.
+
+    Attributes:
+        sizes: the number of shards along each.
+        mesh: the mesh for its workers; None where they can have none like it.
+        problem: why not.
+    """
+
+    sizes: dict[str, int]
+    mesh: MeshSpec | None = None
+    problem: str = ""
+
+    def check(self, name: str) -> None:
+        """Raises where there can be no such mesh.
+
+        Args:
+            name: what to call the function in the message.
+
+        Raises:
+            TypeError: the function cannot be tuned where it is called.
+        """
+        if self.mesh is None:
+            raise TypeError(
+                f"{name} cannot be tuned here: {self.problem}. Give its tunables by hand in this call, or run it with "
+                f"its defaults: with quarantune.settings(on_miss='default')"
+            )
+
+
+def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Axes | None:
+    """Returns the axes of a call whose function communicates over one of them; None for any other call.
+
+    The function is traced with its defaults, where there are such axes. One that does not trace counts as one that
+    does not communicate: other configs are not for the caller's process to try.
+
+    Args:
+        fn: the jitted function.
+        args: the call's positional arguments.
+        kwargs: its keyword arguments.
+    """
+    bound = jax_internals.bound_axes()
+    if not bound:
+        return None
+    try:
+        used = set(_names(fn.trace(*args, **kwargs).jaxpr.jaxpr, bound))
+    except Exception:
+        return None
+    if not used:
+        return None
+    around = jax.sharding.get_abstract_mesh()
+    kinds = zip(around.shape.items(), around.axis_types, strict=True)
+    manual = {name: size for (name, size), kind in kinds if kind is AxisType.Manual}
+    if others := sorted(used - manual.keys()):
+        names = " and ".join(map(repr, others))
+        return Axes(sizes=bound, problem=f"it communicates over {names}, which only jax.vmap or jax.pmap knows")
+    if any(sharding_of(leaf) is not None for leaf in jax.tree_util.tree_leaves((args, dict(kwargs)))):
+        return Axes(sizes=manual, problem="its arguments are laid out over further axes that are explicit")
+    mesh = MeshSpec(
+        shape=tuple(manual.values()), axis_names=tuple(manual), axis_types=(AxisType.Manual.name,) * len(manual)
+    )
+    return Axes(sizes=manual, mesh=mesh)
+
+
+def _names(jaxpr: Any, bound: Mapping[str, int]) -> Iterator[str]:
+    """Yields the axes that a program names in its collectives."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name == "pvary" or "cast" in name:
+            continue  # changes what JAX knows of a value, as is done to the constant of every sum with an array
+        for parameter in ("axis_name", "axes"):
+            value = equation.params.get(parameter, ())
+            names = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
+            yield from (name for name in names if isinstance(name, str) and name in bound)
+        for inner in jax_internals.inner_jaxprs(equation.params):
+            yield from _names(inner, bound)
+
+
+def under_shard_map(call: Call) -> Call:
+    """Returns a worker's call, its functions under a `shard_map` where the caller has them under one.
+
+    What they return has one more axis in front, along which the devices' results lie.
+
+    Args:
+        call: the call, from `payload.unpack_call`.
+    """
+    meshes = (spec.sharding.mesh for spec in call.specs if spec.sharding is not None)
+    mesh = next((mesh for mesh in meshes if mesh.is_manual), None)
+    if mesh is None:
+        return call
+    jitted: Any = call.fn
+    options = jax_internals.jit_options(jitted)
+    companions = dict(call.companions)
+    if "ref_fn" in companions:
+        companions["ref_fn"] = _sharded(companions["ref_fn"], call, mesh)
+    # The function inside: options for the compiler are only for the outermost jit.
+    return dataclasses.replace(
+        call, fn=options.rebuild(_sharded(jitted.__wrapped__, call, mesh)), companions=companions
+    )
+
+
+def _sharded(fn: Callable[..., Any], call: Call, mesh: MeshSpec) -> Callable[..., Any]:
+    references = jax.tree_util.tree_leaves((call.args, call.kwargs))
+
+    @functools.wraps(fn)
+    def sharded(*args: Any, **kwargs: Any) -> Any:
+        given = {name: kwargs[name] for name in call.kwargs}
+        leaves, structure = jax.tree_util.tree_flatten((args, given))
+        shards = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)}
+
+        def local(*arrays: jax.Array) -> Any:
+            filled = {**dict(enumerate(leaves)), **dict(zip(shards, arrays, strict=True))}
+            local_args, local_kwargs = jax.tree_util.tree_unflatten(structure, filled.values())
+            output = fn(*local_args, **{**kwargs, **local_kwargs})
+            return jax.tree_util.tree_map(lambda leaf: jnp.asarray(leaf)[None], output)
+
+        over_devices = jax.shard_map(
+            local,
+            mesh=inputs.mesh_like(mesh),
+            in_specs=tuple(_partitions(references[place], call) for place in shards),
+            out_specs=PartitionSpec(mesh.axis_names),
+            check_vma=False,
+        )
+        return jax.jit(over_devices)(*shards.values())
+
+    return sharded
+
+
+def _partitions(reference: Any, call: Call) -> PartitionSpec:
+    sharding = call.specs[reference.index].sharding if isinstance(reference, ArrayRef) else None
+    return PartitionSpec() if sharding is None else PartitionSpec(*sharding.partitions)

@@ -1,0 +1,372 @@
+"""Pickles what a tuned function may be made of: what cloudpickle knows, and what JAX makes."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import importlib
+import io
+import operator
+import os
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+import jax
+
+from quarantune import jax_internals
+from quarantune.host import locks, origins
+from quarantune.transport import classes, interruptions, loaded, unpicklable
+from quarantune.transport.arrays import concrete_data, restore_array
+
+_SIGNATURE_ATTRIBUTES = (
+    "__name__",
+    "__qualname__",
+    "__module__",
+    "__doc__",
+    "__defaults__",
+    "__kwdefaults__",
+)
+
+
+def dumps(obj: object) -> bytes:
+    """Pickles anything a tuned function may be made of.
+
+    Args:
+        obj: functions (jitted ones and those of `__main__`, closures and notebooks included), arrays,
+            classes, values.
+
+    Returns:
+        Bytes for `loads`, in a process with the same packages.
+
+    Raises:
+        TypeError: something in `obj` cannot travel; the message says what, where it was found and what to do
+            instead.
+    """
+    try:
+        return _dump(obj)
+    except Exception as error:
+        if interruptions.is_one(error):
+            raise
+        message = unpicklable.explain(obj, error, _dump)
+        if edited := loaded.own_edited_modules():
+            message += (
+                f" ({', '.join(edited)} changed on disk after this process imported it, so its functions do not travel "
+                f"by name, as a worker would import other code: reload it, or start the program again.)"
+            )
+        raise TypeError(message) from error
+
+
+def loads(blob: bytes) -> Any:
+    """Returns what `dumps` pickled.
+
+    Arrays that functions close over are made here, which initialises a backend; nothing else does.
+
+    Args:
+        blob: bytes from `dumps`, from a process that may run code in this one.
+    """
+    return pickle.loads(blob)
+
+
+# cloudpickle's list of modules to pickle by value is global; the lock makes our additions private to a dump.
+_dump_lock = locks.new()
+
+
+def _clean_up_in_fork() -> None:
+    """Undoes, in a fork, what a dump of another thread left: its additions, and the lock of cloudpickle's own."""
+    if not _dump_lock._is_owned():  # type: ignore[attr-defined]
+        for module in _taken_by_value:
+            _untake(module)
+        _taken_by_value.clear()
+        with contextlib.suppress(AttributeError):
+            cloudpickle.cloudpickle._DYNAMIC_CLASS_TRACKER_LOCK = threading.Lock()
+
+
+_taken_by_value: list[types.ModuleType] = []
+os.register_at_fork(after_in_child=_clean_up_in_fork)
+
+
+def _untake(module: types.ModuleType) -> None:
+    with contextlib.suppress(ValueError):  # not taken yet, or not any more
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _dump(obj: object) -> bytes:
+    with _dump_lock, contextlib.ExitStack() as cleanup, io.BytesIO() as file:
+        _Pickler(file, cleanup).dump(obj)
+        return file.getvalue()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle, taught the things that JAX makes."""
+
+    def __init__(self, file: io.BytesIO, cleanup: contextlib.ExitStack) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._cleanup = cleanup
+        self._importable: dict[str, bool] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type):
+            return self._reduce_class(obj)
+        kind: Any = type(obj)
+        reducer = _reducer_for(kind)
+        reduced = NotImplemented if reducer is None else reducer(self, obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    def _reduce_class(self, cls: type) -> Any:
+        self._note_module(cls.__module__)
+        reduced = super().reducer_override(cls)
+        if not isinstance(reduced, tuple) or len(reduced) != 6 or isinstance(cls, enum.EnumMeta):
+            return reduced
+        return classes.reduce_class(cls, reduced, self._can_import)
+
+    def _reduce_function(self, function: types.FunctionType) -> Any:
+        self._note_module(function.__module__)
+        reduced = super().reducer_override(function)
+        if reduced is NotImplemented:
+            return reduced
+        rebuild, (code, namespace, *rest), (attributes, slots), _, _, set_state = reduced
+        # Its globals' name, not its own: a decorator may have given it another (functools.wraps).
+        module = sys.modules.get(function.__globals__.get("__name__", ""))
+        if module and function.__globals__ is vars(module) and self._can_import(module.__name__):
+            # At home in a module the worker can import, where it gets the module's own globals. Copies of
+            # them could hold locks, and would not be the sentinels and primitives JAX knows by identity.
+            namespace, slots = _ModuleGlobals(module.__name__), slots | {"__globals__": {}}
+        # A function that mentions what wraps it is wrapped before it is whole, and the wrapper wants
+        # to know its signature and name: cloudpickle would give it these at the end.
+        early = {name: slots[name] for name in _SIGNATURE_ATTRIBUTES}
+        arguments = (rebuild, (code, namespace, *rest), early)
+        return _make_function, arguments, (attributes, slots), None, None, set_state
+
+    def _reduce_module(self, module: types.ModuleType) -> Any:
+        self._note_module(module.__name__)
+        return NotImplemented
+
+    def _reduce_jitted(self, fn: Any) -> Any:
+        by_name = self._by_name(fn)
+        if by_name is not NotImplemented:
+            return by_name
+        options = jax_internals.jit_options(fn)
+        try:
+            options.check_can_travel(getattr(fn, "__qualname__", repr(fn)))
+        except TypeError as error:
+            raise unpicklable.CannotTravelError(str(error)) from None
+        return options.rebuild, (fn.__wrapped__,)
+
+    def _reduce_custom_rule(self, rule: Any) -> Any:
+        by_name = self._by_name(rule)
+        if by_name is not NotImplemented:
+            return by_name
+        # An empty shell first: the rules of f mention f.
+        return object.__new__, (type(rule),), dict(vars(rule)), None, None, _set_attributes
+
+    def _reduce_lru_cache(self, cached: Any) -> Any:
+        by_name = self._by_name(cached)
+        if by_name is not NotImplemented:
+            return by_name
+        parameters = cached.cache_parameters()
+        return _rebuild_lru_cache, (cached.__wrapped__, parameters["maxsize"], parameters["typed"])
+
+    def _reduce_array(self, array: jax.Array) -> Any:
+        data, impl = concrete_data(array)
+        return restore_array, (data, bool(getattr(array, "weak_type", False)), impl)
+
+    def _reduce_forbidden(self, obj: Any) -> Any:
+        raise unpicklable.CannotTravelError(next(text for kinds, text in _forbidden() if isinstance(obj, kinds)))
+
+    def _reduce_jax_object(self, obj: Any) -> Any:
+        # JAX compares its sentinels (Pallas's `no_block_spec`) by identity: they must arrive as themselves.
+        return _reference_from([sys.modules[type(obj).__module__]], obj)
+
+    def _reduce_plain(self, obj: Any) -> Any:
+        # A marker that others compare by identity must arrive as itself.
+        module = sys.modules.get(type(obj).__module__)
+        if module is None or not classes.is_sentinel(obj) or not self._can_import(module.__name__):
+            return NotImplemented
+        return _reference_from([module], obj)
+
+    def _reduce_primitive(self, primitive: Any) -> Any:
+        # The rules for a primitive are found by its identity, and it may live in any module.
+        modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "jax"]
+        return _reference_from(modules, primitive)
+
+    def _by_name(self, obj: Any) -> Any:
+        """Reduces to a reference where `module:qualname`, or what it wraps, is this very object."""
+        module_name, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
+        if not (isinstance(module_name, str) and isinstance(qualname, str) and self._can_import(module_name)):
+            return NotImplemented
+        try:
+            found, depth = operator.attrgetter(qualname)(sys.modules[module_name]), 0
+        except AttributeError:
+            return NotImplemented
+        while found is not obj:
+            found, depth = getattr(found, "__wrapped__", None), depth + 1
+            if found is None:
+                return NotImplemented
+        return load_by_name, (module_name, qualname, depth)
+
+    def _note_module(self, name: str | None) -> None:
+        """Makes cloudpickle take by value what lives in a module that a worker could not import."""
+        module = sys.modules.get(name) if isinstance(name, str) else None
+        if module is None or name == "__main__" or self._can_import(module.__name__):
+            return
+        if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            # In this order, so that an interruption between the two leaves nothing behind.
+            self._cleanup.callback(_untake, module)
+            _taken_by_value.append(module)
+            self._cleanup.callback(_taken_by_value.remove, module)
+            cloudpickle.register_pickle_by_value(module)
+
+    def _can_import(self, name: str) -> bool:
+        if name not in self._importable:
+            self._importable[name] = _can_import(name)
+        return self._importable[name]
+
+
+class _ModuleGlobals:
+    """Arrives as the globals of a module."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __reduce__(self) -> Any:
+        return module_globals, (self._name,)
+
+
+def _reference_from(modules: list[types.ModuleType], obj: Any) -> Any:
+    for module in modules:
+        for name, value in list(vars(module).items()):
+            if value is obj:
+                return load_by_name, (module.__name__, name, 0)
+    return NotImplemented
+
+
+# One look-up per class, not per object; bounded, because classes made in loops must be let go.
+@functools.lru_cache(maxsize=1024)
+def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
+    """Returns the special treatment for objects of a class."""
+    if kind is types.FunctionType:
+        return _Pickler._reduce_function
+    if kind is types.ModuleType:
+        return _Pickler._reduce_module
+    if kind is jax_internals.pjit_type():
+        return _Pickler._reduce_jitted
+    if issubclass(kind, jax_internals.custom_rule_types()):
+        return _Pickler._reduce_custom_rule
+    if kind is functools._lru_cache_wrapper:
+        return _Pickler._reduce_lru_cache
+    if any(issubclass(kind, kinds) for kinds, _ in _forbidden()):
+        return _Pickler._reduce_forbidden
+    if issubclass(kind, jax.Array):
+        return _Pickler._reduce_array
+    if issubclass(kind, jax_internals.primitive_type()):
+        return _Pickler._reduce_primitive
+    if kind.__module__.partition(".")[0] == "jax" and kind.__module__ in sys.modules:
+        return _Pickler._reduce_jax_object
+    return _Pickler._reduce_plain if kind.__eq__ is object.__eq__ and kind.__module__ != "builtins" else None
+
+
+@functools.cache
+def _forbidden() -> tuple[tuple[type | tuple[type, ...], str], ...]:
+    stages = (jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled)
+    return (
+        (
+            jax.core.Tracer,
+            "It is a value of a trace in progress and means nothing elsewhere. Pass it to the tuned function "
+            "as an argument instead of closing over it.",
+        ),
+        (
+            (jax.Device, jax.sharding.Mesh),
+            "Devices and meshes belong to one process. Call jax.devices() or make the mesh inside the "
+            "function, or move the function into a module that can be imported (it then travels by name).",
+        ),
+        (
+            stages,
+            "It belongs to this process's compiler. Refer to the jitted function itself; the worker compiles its own.",
+        ),
+    )
+
+
+def _can_import(name: str) -> bool:
+    """Returns whether importing `name` in a fresh process with this `sys.path` gives the same module, and its code."""
+    module = sys.modules.get(name)
+    if module is None or name in ("__main__", "__mp_main__"):
+        return False
+    if origins.is_imported_early(name):
+        return True
+    parent = name.rpartition(".")[0]
+    path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    if parent and path is None:
+        return _can_import(parent)  # put there by its parent (os.path), and will be again
+    spec = _find_spec(name, path)
+    if spec is None:
+        return False
+    file = getattr(module, "__file__", None)
+    if not (spec.has_location and spec.origin and file):
+        return True
+    return bool(os.path.realpath(spec.origin) == os.path.realpath(file)) and not loaded.edited_modules(name)
+
+
+def _find_spec(name: str, path: Any) -> Any:
+    # Not importlib.util.find_spec: for a module already imported it returns what that module says of itself.
+    for finder in sys.meta_path:
+        try:
+            spec = finder.find_spec(name, path)
+        except Exception as error:
+            if interruptions.is_one(error):
+                raise
+            continue
+        if spec is not None:
+            return spec
+    return None
+
+
+def may_travel_by_name(obj: Any) -> bool:
+    """Returns whether `travels_by_name` may hold for an object once its module is complete."""
+    return "<" not in obj.__qualname__ and _can_import(obj.__module__)
+
+
+def travels_by_name(obj: Any) -> bool:
+    """Returns whether another process finds this very object by its module and qualified name."""
+    try:
+        return _can_import(obj.__module__) and operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
+    except AttributeError:
+        return False
+
+
+# --- what a blob calls when it is loaded --------------------------------------------------------------------
+
+
+def load_by_name(module: str, qualname: str, depth: int) -> Any:
+    """Returns the object a module calls `qualname`, or the one `depth` wrappers inside it."""
+    found = operator.attrgetter(qualname)(importlib.import_module(module))
+    for _ in range(depth):
+        found = found.__wrapped__
+    return found
+
+
+def module_globals(module: str) -> dict[str, Any]:
+    """Returns the globals of a module, imported if need be."""
+    return vars(importlib.import_module(module))
+
+
+def _make_function(
+    make: Callable[..., types.FunctionType], arguments: tuple[Any, ...], attributes: Mapping[str, Any]
+) -> types.FunctionType:
+    function = make(*arguments)
+    for name, value in attributes.items():
+        setattr(function, name, value)
+    return function
+
+
+def _rebuild_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize=maxsize, typed=typed)(function)
+
+
+def _set_attributes(obj: Any, attributes: Mapping[str, Any]) -> None:
+    vars(obj).update(attributes)

@@ -1,0 +1,129 @@
+"""Says what could not be pickled, where it was found, and what to do instead."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from quarantune import jax_internals
+from quarantune.transport import interruptions
+
+_REMEDY = (
+    "Create it inside the function, pass it as an argument, or move the function into a module that can be "
+    "imported (it then travels by name)."
+)
+
+
+class CannotTravelError(TypeError):
+    """An object of a kind that must not be pickled, with the advice for its kind."""
+
+
+class Bundle:
+    """Base of a value of ours that says itself where its parts are to be found."""
+
+    def labelled_parts(self) -> Iterator[tuple[str, Any]]:
+        """Yields each part with a phrase that says where it is."""
+        raise NotImplementedError
+
+
+def explain(obj: object, error: Exception, dump: Callable[[object], bytes]) -> str:
+    """Returns the message for an object that could not be pickled.
+
+    Args:
+        obj: the object.
+        error: how pickling it failed.
+        dump: pickles one of its parts, or raises.
+    """
+    trail, culprit, cause = _find_culprit(obj, error, dump)
+    where = trail[-1] if trail else "it"
+    through = f" (reached through {', then '.join(trail[:-1])})" if len(trail) > 1 else ""
+    advice = str(cause) if isinstance(cause, CannotTravelError) else f"{str(cause).rstrip('.')}. {_REMEDY}"
+    return f"{where}{through} is {short(culprit)}, which cannot be sent to a worker process. {advice}"
+
+
+def _find_culprit(
+    obj: object, error: Exception, dump: Callable[[object], bytes]
+) -> tuple[list[str], object, Exception]:
+    """Returns the way to the innermost part of `obj` that cannot be pickled, that part, and its error."""
+    trail: list[str] = []
+    seen = {id(obj)}
+    while True:
+        for label, child in _parts(obj):
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            failure = _failure(child, dump)
+            if failure is not None:
+                trail.append(label)
+                obj, error = child, failure
+                break
+        else:
+            return trail, obj, error
+
+
+def _failure(obj: object, dump: Callable[[object], bytes]) -> Exception | None:
+    try:
+        dump(obj)
+    except Exception as error:
+        if interruptions.is_one(error):
+            raise
+        return error
+    return None
+
+
+def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
+    """Yields what an object is made of, each with a phrase that says where it is."""
+    name = getattr(obj, "__qualname__", None) or type(obj).__qualname__
+    if isinstance(obj, types.FunctionType):
+        yield from _parts_of_function(obj, name)
+    elif isinstance(obj, types.MethodType):
+        yield f"the object that {name!r} is bound to", obj.__self__
+    elif isinstance(obj, functools.partial):
+        yield f"the function of the partial of {short(obj.func)}", obj.func
+        yield from ((f"partial argument {index}", value) for index, value in enumerate(obj.args))
+        yield from ((f"partial argument {key!r}", value) for key, value in obj.keywords.items())
+    elif isinstance(obj, Bundle):
+        yield from obj.labelled_parts()
+    elif isinstance(obj, dict):
+        yield from ((f"the entry {short(key)}", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple, set, frozenset)):
+        yield from ((f"element {index}", value) for index, value in enumerate(obj))
+    elif type(obj) is jax_internals.pjit_type():
+        yield f"the function inside jax.jit({name!r})", obj.__wrapped__
+    elif hasattr(obj, "__dict__") and not isinstance(obj, types.ModuleType):
+        # Of a class only what its author wrote: the rest never travels as it is.
+        hidden = isinstance(obj, type)
+        for key, value in dict(vars(obj)).items():
+            if not (hidden and key.startswith("__")):
+                yield f"attribute {key!r} of {name!r}", value
+
+
+def _parts_of_function(function: types.FunctionType, name: str) -> Iterator[tuple[str, Any]]:
+    for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a cell not filled yet
+            yield f"closure variable {variable!r} of {name!r}", cell.cell_contents
+    for variable in sorted(_names_used(function.__code__) & function.__globals__.keys()):
+        yield f"global {variable!r} used by {name!r}", function.__globals__[variable]
+    for index, value in enumerate(function.__defaults__ or ()):
+        yield f"default value {index} of {name!r}", value
+    for variable, value in (function.__kwdefaults__ or {}).items():
+        yield f"default value of {variable!r} of {name!r}", value
+    for variable, value in vars(function).items():
+        yield f"attribute {variable!r} of {name!r}", value
+
+
+def _names_used(code: types.CodeType) -> set[str]:
+    inner = (_names_used(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def short(obj: object) -> str:
+    """Returns the repr of an object, cut to fit into a message."""
+    try:
+        text = repr(obj)
+    except Exception:
+        text = f"an object of {type(obj).__qualname__}"
+    return text if len(text) <= 120 else f"{text[:117]}..."

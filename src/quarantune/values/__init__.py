@@ -1,0 +1,1 @@
+"""Plain values: configs, trials, options, settings, errors."""

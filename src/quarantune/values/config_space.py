@@ -1,0 +1,353 @@
+"""Config spaces as plain values: expanded, normalised and checked against the function they tune."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, FrozenDict, field_names, is_tagged, text_of
+from quarantune.values.texts import did_you_mean, shown
+from quarantune.values.trial import Config, ConfigValue
+
+Configs: TypeAlias = "Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]"
+
+
+_MOST_CONFIGS = 1_000_000
+"""More are taken for a mistake: a generator without an end, or a grid of far too many values."""
+_MOST_NESTED = 32
+_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def grid(**lists: Iterable[Any]) -> list[Config]:
+    """Returns every combination of the given values, the last name varying fastest.
+
+    Args:
+        **lists: the values of each tunable.
+
+    Raises:
+        TypeError: something is no list of config values.
+        ValueError: there is no name, or a name without values.
+
+    Example:
+        >>> grid(BM=[16, 32], fast=[True])
+        [{'BM': 16, 'fast': True}, {'BM': 32, 'fast': True}]
+    """
+    return expand(lists, fn_name="grid")
+
+
+def expand(
+    configs: Configs, *, fn_name: str, parameters: inspect.Signature | None = None, keep_repeated: bool = False
+) -> list[Config]:
+    """Returns the configs as a checked list: each once, in order, made of hashable values.
+
+    Args:
+        configs: dicts, or one dict of lists that stands for its full grid.
+        fn_name: the function being tuned, for error messages.
+        parameters: the signature of the function being tuned, whose defaults stand for the keys that a config lacks;
+            None where every config must have all keys.
+        keep_repeated: whether a config is there as often as it was given.
+
+    Raises:
+        TypeError: the configs are not of these forms, or hold something that is no config value.
+        ValueError: there are none, far too many, or their keys differ.
+    """
+    if isinstance(configs, Mapping):
+        configs = _combinations(configs, fn_name)
+    if isinstance(configs, (str, bytes)) or not isinstance(configs, Iterable):
+        raise TypeError(
+            f"{fn_name}: configs is {configs!r}; give a list of dicts such as [{{'BM': 32}}, {{'BM': 64}}], "
+            "a dict of lists such as {'BM': [32, 64]}, or a function that returns one of them."
+        )
+    checked = _completed(_validate(_listed(configs, fn_name), fn_name=fn_name), parameters, fn_name)
+    _check_classes(checked, fn_name)
+    return checked if keep_repeated else distinct(checked)
+
+
+def distinct(configs: Iterable[Config]) -> list[Config]:
+    """Returns the configs without those that are there already."""
+    unique: dict[str, Config] = {}
+    for config in configs:
+        unique.setdefault(text_of(config), config)
+    return list(unique.values())
+
+
+def expand_callable(
+    configs_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    fn_name: str,
+    parameters: inspect.Signature | None = None,
+    keep_repeated: bool = False,
+) -> list[Config]:
+    """Returns the configs that a user's function makes for one call.
+
+    Args:
+        configs_fn: returns or yields dicts, or returns a dict of lists.
+        args: the call's positional arguments, arrays as `jax.ShapeDtypeStruct`.
+        kwargs: its keyword arguments, likewise.
+        fn_name: the function being tuned, for error messages.
+        parameters: as for `expand`.
+        keep_repeated: whether a config is there as often as it was made.
+
+    Raises:
+        TypeError: what it made is no config space.
+        ValueError: it made no config, or configs whose keys differ.
+    """
+    made = configs_fn(*args, **kwargs)
+    source = f"{fn_name}: {getattr(configs_fn, '__qualname__', configs_fn)}() "
+    if made is None:
+        raise TypeError(f"{source}returned None; let it return a list of dicts, or yield them.")
+    is_kept = isinstance(made, (Mapping, str, bytes)) or not isinstance(made, Iterable)
+    listed: Configs = made if is_kept else _listed(made, source.removesuffix(" "))
+    if isinstance(listed, (Mapping, list)) and not listed:
+        raise ValueError(f"{source}yielded no config for these arguments; let it yield at least one dict.")
+    return expand(listed, fn_name=fn_name, parameters=parameters, keep_repeated=keep_repeated)
+
+
+def check_parameters(
+    configs: Sequence[Config],
+    *,
+    parameters: inspect.Signature,
+    static_names: frozenset[str],
+    fn_name: str,
+    need_defaults: bool = True,
+) -> None:
+    """Checks that every tunable is a static keyword parameter with a default.
+
+    Args:
+        configs: what `expand` returned.
+        parameters: the signature of the function being tuned.
+        static_names: the parameters that `jax.jit` treats as static where they are given by keyword.
+        fn_name: the function's name, for error messages.
+        need_defaults: whether the function is also called without a config, as a decorated one is.
+
+    Raises:
+        TypeError: a key is no parameter that can be passed by keyword, or has no default.
+        ValueError: a key is not static.
+    """
+    tunable = {name: item for name, item in parameters.parameters.items() if item.kind in _BY_KEYWORD}
+    examples = _examples(configs)
+    if COMPILER_OPTIONS not in parameters.parameters:
+        examples = {key: example for key, example in examples.items() if key != COMPILER_OPTIONS}
+    for key, example in examples.items():
+        if key in parameters.parameters and key not in tunable:
+            raise TypeError(
+                f"{fn_name}: config key {key!r} cannot be passed by keyword; make it an ordinary "
+                f"parameter, as in `def {fn_name}(..., *, {key}={shown(example)})`."
+            )
+        if key not in tunable:
+            raise TypeError(
+                f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters}.{did_you_mean(key, tunable)} "
+                f"Add it to the function, as in `{key}={shown(example)}`, or take it out of the configs."
+            )
+    moving = [key for key in examples if key not in static_names]
+    if moving:
+        names = sorted(static_names | examples.keys(), key=list(parameters.parameters).index)
+        raise ValueError(
+            f"{fn_name}: config keys {moving} are not static, so jit would trace them; "
+            f"decorate with `@jax.jit(static_argnames={names})`."
+        )
+    required = [key for key in examples if tunable[key].default is inspect.Parameter.empty]
+    if required and need_defaults:
+        defaults = ", ".join(f"{key}={shown(examples[key])}" for key in required)
+        raise TypeError(
+            f"{fn_name}: config keys {required} have no default, so {fn_name} cannot be called without them; "
+            f"give them one, as in `def {fn_name}(..., {defaults})`."
+        )
+
+
+def check_keywords(configs: Sequence[Config], *, parameters: inspect.Signature, fn_name: str) -> None:
+    """Checks that a function which is not jitted takes every tunable as a keyword argument.
+
+    Args:
+        configs: what `expand` returned.
+        parameters: the signature of the function being tuned.
+        fn_name: the function's name, for error messages.
+
+    Raises:
+        TypeError: a key is no parameter that can be passed by keyword.
+    """
+    items = parameters.parameters.values()
+    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in items):
+        return
+    by_keyword = {item.name for item in items if item.kind in _BY_KEYWORD}
+    for key in _examples(configs):
+        if key == COMPILER_OPTIONS and key not in by_keyword:
+            raise TypeError(
+                f"{fn_name}: configs have {COMPILER_OPTIONS}, and {fn_name} is not jitted: put jax.jit on it, or "
+                f"make {COMPILER_OPTIONS!r} a parameter of {fn_name}, to do with it what it means there."
+            )
+        if key not in by_keyword:
+            raise TypeError(
+                f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters} that can be passed by keyword."
+                f"{did_you_mean(key, by_keyword)} Add it to the function, or take it out of the configs."
+            )
+
+
+def _combinations(lists: Mapping[str, Iterable[Any]], fn_name: str) -> list[dict[str, Any]]:
+    sizes = []
+    for key, values in lists.items():
+        # A set has no order of its own, and a string is one value, not a list of letters.
+        if not isinstance(values, (list, tuple, range, np.ndarray)):
+            raise TypeError(
+                f"{fn_name}: configs[{key!r}] is {shown(values)}; in a dict of lists each value is the list "
+                f"of what to try, as in {{{key!r}: [{shown(values)}]}}."
+            )
+        if not len(values):
+            raise ValueError(f"{fn_name}: configs[{key!r}] is empty; list at least one value to try.")
+        sizes.append(len(values))
+    if (size := math.prod(sizes)) > _MOST_CONFIGS:
+        raise ValueError(
+            f"{fn_name}: configs is a grid of {size:,} configs, more than {_MOST_CONFIGS:,}; leave out values, "
+            "or give a function that makes the configs of one call."
+        )
+    return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
+
+
+def _listed(configs: Iterable[Any], source: str) -> list[Any]:
+    """Returns the configs as a list, because a generator can be walked once only."""
+    listed = list(itertools.islice(configs, _MOST_CONFIGS + 1))
+    if len(listed) > _MOST_CONFIGS:
+        raise ValueError(
+            f"{source}: there are more than {_MOST_CONFIGS:,} configs; a generator has to end, as with "
+            "itertools.islice(..., 100)."
+        )
+    return listed
+
+
+def _validate(configs: Iterable[Mapping[str, Any]], *, fn_name: str) -> list[Config]:
+    """Returns the configs normalised."""
+    checked: list[Config] = []
+    for index, raw in enumerate(configs):
+        where = f"{fn_name}: configs[{index}]"
+        if not isinstance(raw, Mapping):
+            raise TypeError(f"{where} is {shown(raw)}; every config is a dict such as {{'BM': 32}}.")
+        checked.append({_key(key, where): _value(value, f"{where}[{key!r}]", ()) for key, value in raw.items()})
+    if not any(checked):
+        problem = "the configs have no keys" if checked else "configs is empty"
+        raise ValueError(
+            f"{fn_name}: {problem}; there is nothing to choose from: give at least one, as in [{{'BM': 32}}]."
+        )
+    return checked
+
+
+def _completed(configs: list[Config], parameters: inspect.Signature | None, fn_name: str) -> list[Config]:
+    """Returns the configs with the function's defaults for the keys they lack."""
+    examples = _examples(configs)
+    if all(len(config) == len(examples) for config in configs):
+        return configs
+    complete = []
+    for index, config in enumerate(configs):
+        missing = [name for name in examples if name not in config]
+        if missing and parameters is None:
+            raise ValueError(
+                f"{fn_name}: configs[{index}] has the keys {sorted(config)}, others have {sorted(examples)}; "
+                "give every config the same keys."
+            )
+        defaults = {name: _default(name, parameters, f"{fn_name}: configs[{index}]") for name in missing}
+        complete.append({name: config[name] if name in config else defaults[name] for name in examples})
+    return complete
+
+
+def _default(name: str, parameters: inspect.Signature | None, where: str) -> ConfigValue:
+    assert parameters is not None
+    parameter = parameters.parameters.get(name)
+    if parameter is None and name == COMPILER_OPTIONS:
+        return NO_OPTIONS
+    if parameter is None or parameter.kind not in _BY_KEYWORD:
+        by_keyword = [item.name for item in parameters.parameters.values() if item.kind in _BY_KEYWORD]
+        raise TypeError(
+            f"{where} lacks {name!r}, which other configs have and which is no parameter with a default."
+            f"{did_you_mean(name, by_keyword)} Give every config the same keys."
+        )
+    if parameter.default is inspect.Parameter.empty:
+        raise TypeError(f"{where} lacks {name!r}, which has no default in the function; give one or the other.")
+    return _value(parameter.default, f"{where} lacks {name!r}, whose default", ())
+
+
+def _check_classes(configs: Iterable[Config], fn_name: str) -> None:
+    """Checks that no two values of different classes are written alike, as a class is written by its name alone."""
+    classes: dict[str, type] = {}
+    for value in (value for config in configs for value in config.values() if is_tagged(value)):
+        kind = type(value)
+        other = classes.setdefault(text_of(value), kind)
+        if other is not kind:
+            raise ValueError(
+                f"{fn_name}: two classes called {kind.__qualname__!r}, of {other.__module__} and of {kind.__module__}, "
+                f"have the value {shown(value)} in the configs; give one of them another name, as in a subclass."
+            )
+
+
+def _examples(configs: Iterable[Config]) -> Config:
+    """Returns every key of the configs in order, each with one of its values."""
+    examples: Config = {}
+    for config in configs:
+        if config.keys() != examples.keys():
+            examples = examples | config
+    return examples
+
+
+def _key(key: Any, where: str) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"{where} has the key {shown(key)}; keys are the names of parameters, as strings.")
+    return key
+
+
+def _value(value: Any, where: str, outer: tuple[int, ...]) -> ConfigValue:
+    """Returns a config value, lists as tuples and dicts as `FrozenDict` so that jit can hash them.
+
+    Args:
+        value: what was given.
+        where: how to get there from the configs, for error messages.
+        outer: the identities of what it is in.
+    """
+    if id(value) in outer or len(outer) > _MOST_NESTED:
+        how = "contains itself" if id(value) in outer else f"is nested more than {_MOST_NESTED} deep"
+        raise ValueError(f"{where[:200]} {how}, which JSON cannot hold; use a flat list, or a number or a name.")
+    inside = (*outer, id(value))
+    if is_tagged(value):
+        return _tagged_value(value, where, inside)
+    if isinstance(value, (list, tuple)):
+        return tuple(_value(item, f"{where}[{index}]", inside) for index, item in enumerate(value))
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str) or key.startswith("$")]:
+            raise TypeError(f"{where} has the key {shown(odd[0])}; keys are strings that do not begin with '$'.")
+        return FrozenDict({key: _value(item, f"{where}[{key!r}]", inside) for key, item in value.items()})
+    plain: Any = value.item() if isinstance(value, np.generic) else value
+    # Exact types: an instance of a subclass would come back from the cache as something else.
+    if type(plain) not in (int, float, str, bool, type(None)):
+        raise TypeError(
+            f"{where} is {shown(value)} of type {type(value).__name__}; config values are what JSON holds "
+            "(int, float, str, bool, None), enums, and lists, dicts and frozen dataclasses of them. Pass a name or a "
+            "number instead, and look the object up inside the function."
+        )
+    if isinstance(plain, float) and not math.isfinite(plain):
+        raise ValueError(f"{where} is {plain}, which JSON cannot hold; use a finite number, or None.")
+    return plain
+
+
+def _tagged_value(value: Any, where: str, inside: tuple[int, ...]) -> ConfigValue:
+    """Returns an enum's member as it is, and a dataclass or a named tuple whose fields are config values."""
+    changed = {}
+    for field in field_names(value) or ():
+        given = getattr(value, field)
+        if (checked := _value(given, f"{where}.{field}", inside)) is not given:
+            changed[field] = checked
+    if changed:
+        replace = type(value)._replace if hasattr(value, "_replace") else dataclasses.replace
+        value = replace(value, **changed)
+    try:
+        hash(value)
+    except TypeError:
+        raise TypeError(
+            f"{where} is {shown(value)}, which has no hash, so jit cannot take it; "
+            f"make it immutable: @dataclass(frozen=True) above class {type(value).__name__}."
+        ) from None
+    return value

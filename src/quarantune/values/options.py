@@ -1,0 +1,136 @@
+"""What the author of a tuned function decides about its tuning."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quarantune.values.settings import LONGEST_S, parse_memory
+from quarantune.values.texts import did_you_mean, shown
+
+DEFAULTS = "defaults"
+"""The `ref_fn` that stands for the function with its own defaults."""
+SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the author of a tuned function decides; the operator's settings beat it.
+
+    Attributes:
+        name: the cache file's name; None for the function's own.
+        key_fn: takes the function's arguments and returns a JSON-able value that stands, in the key, for the shapes and
+            dtypes of the arrays: calls with one value share one entry. In `jax.export` it is given the symbolic shapes,
+            and returns what it returns for concrete ones, from the dimensions and dtypes that are not symbolic.
+        prune_fn: `(config, *args, **kwargs) -> bool`; False drops the config before a worker is spent on it.
+        warmup: untimed runs per config.
+        rep: at most this many timed samples per config.
+        compile_timeout: seconds for loading, tracing, lowering and compiling one config.
+        timeout: seconds for checking and measuring one config, from the moment it holds the device.
+        memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of what is
+            free.
+        supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`,
+            `randn`, `zeros`, `ones`, or a callable that is given the call's positional arguments, arrays as
+            `jax.ShapeDtypeStruct`, and returns them with arrays.
+        ref_fn: takes the function's arguments without the tunables; configs must agree with what it returns. Left at
+            `"defaults"`, they must agree with what the function returns with its own defaults; None lets them differ.
+        check_fn: `(output, expected_or_None, *args) -> bool or None`; False or raising means wrong, and its word is
+            final. Without a function as `ref_fn` nothing else is compared, and None is what it is given as expected.
+        rtol: allowed difference of an element, relative to the expected one.
+        atol: allowed difference of an element, on top of that.
+        max_mismatched_ratio: the share of an output's elements that may differ by more than that.
+        check_grad: whether the gradients must agree too, with those of `ref_fn` or of the defaults.
+        time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
+            floating arguments, so that what wins can be trained with.
+        devices_per_trial: how many accelerators one trial is given; arguments laid out over n of them need n. On a CPU
+            it has no effect: there a worker has as many devices as this process, or as the arguments need.
+    """
+
+    name: str | None = None
+    key_fn: Callable[..., Any] | None = None
+    prune_fn: Callable[..., bool] | None = None
+    warmup: int = 1
+    rep: int = 20
+    compile_timeout: float = 120.0
+    timeout: float = 30.0
+    memory_limit: int | str | None = None
+    supply: str | Callable[..., Any] = "auto"
+    ref_fn: Callable[..., Any] | str | None = DEFAULTS
+    check_fn: Callable[..., bool | None] | None = None
+    rtol: float = 1e-2
+    atol: float = 1e-2
+    max_mismatched_ratio: float = 0.01
+    check_grad: bool = False
+    time_grad: bool = False
+    devices_per_trial: int = 1
+
+    def __post_init__(self) -> None:
+        if self.name is not None and (not isinstance(self.name, str) or not self.name.strip()):
+            raise ValueError(f"name={self.name!r} is not valid: give a non-empty string, or leave it out")
+        if isinstance(self.ref_fn, str) and self.ref_fn != DEFAULTS:
+            raise ValueError(f"ref_fn={self.ref_fn!r} is not valid: give a function, {DEFAULTS!r} or None")
+        if self.ref_fn is not None and self.ref_fn != DEFAULTS and not callable(self.ref_fn):
+            raise TypeError(f"ref_fn={self.ref_fn!r} is not callable: give a function, {DEFAULTS!r} or None")
+        for field in ("key_fn", "prune_fn", "check_fn"):
+            value = getattr(self, field)
+            if value is not None and not callable(value):
+                raise TypeError(f"{field}={value!r} is not callable: give a function, or leave it out")
+        for field, least in (("warmup", 0), ("rep", 1), ("devices_per_trial", 1)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{field}={shown(value)} is not valid: give a whole number of at least {least}")
+        for field in ("compile_timeout", "timeout"):
+            value = getattr(self, field)
+            if not _is_number(value) or not 0 < value <= LONGEST_S:
+                raise ValueError(
+                    f"{field}={shown(value)} is not valid: give a number of seconds above 0 and at most {LONGEST_S:.0e}"
+                )
+        if self.memory_limit is not None:
+            parse_memory(self.memory_limit)
+        if not callable(self.supply) and self.supply not in SUPPLIES:
+            raise ValueError(f"supply={self.supply!r} is not valid: give one of {', '.join(SUPPLIES)}, or a function")
+        for field in ("rtol", "atol", "max_mismatched_ratio"):
+            value = getattr(self, field)
+            most = 1.0 if field == "max_mismatched_ratio" else sys.float_info.max
+            if not _is_number(value) or not 0 <= value <= most:
+                accepts = "a share of the elements, from 0 to 1" if most == 1 else "a number of at least 0"
+                raise ValueError(f"{field}={shown(value)} is not valid: give {accepts}")
+        if self.check_grad and not callable(self.ref_fn) and not self.compares_outputs:
+            raise ValueError("check_grad=True needs a reference whose gradients are right: give a function as ref_fn")
+
+    @property
+    def compares_outputs(self) -> bool:
+        """Whether the outputs of configs are compared with that of the defaults, or with each other."""
+        return self.ref_fn == DEFAULTS and self.check_fn is None
+
+    def deciding(self) -> dict[str, Any]:
+        """Returns the options that decide which config wins: results found under others are not theirs."""
+        judging = ("ref_fn", "check_fn", "rtol", "atol", "max_mismatched_ratio", "check_grad", "time_grad")
+        names = ("supply", *judging, "devices_per_trial")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
+
+
+def checked_options(face: str, options: Mapping[str, Any]) -> Options:
+    """Returns the options given to a face.
+
+    Args:
+        face: what the user called, for the message.
+        options: by name.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: an option does not accept its value.
+    """
+    known = [field.name for field in dataclasses.fields(Options)]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        hint = did_you_mean(unknown[0], known)
+        raise TypeError(f"{face}() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(known)}.")
+    return Options(**options)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,264 @@
+"""The operator's word: `QUARANTUNE_*` variables and `with settings(...)` blocks, read and validated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from quarantune.host import caller
+from quarantune.values.texts import did_you_mean, shown
+
+LONGEST_S = 1e9
+"""The longest time that may be given, in seconds: thirty years."""
+_LEAST_MEMORY = 16 * 2**20
+_PREFIX = "QUARANTUNE_"
+_UNITS = {prefix: 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
+_UNITS |= {f"{prefix}i": 1024**power for power, prefix in enumerate(("", "k", "m", "g", "t")) if prefix}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def parse_memory(value: int | str) -> int:
+    """Returns an amount of memory in bytes.
+
+    Args:
+        value: a whole number of bytes, or a number with a unit: `"8GB"` is 8e9, `"8GiB"` is 8 * 2**30; the
+            `B` may be left out, and case does not matter.
+
+    Raises:
+        ValueError: the value is no amount of memory, or less than a process can start with.
+    """
+    text = shown(value) if isinstance(value, int) else str(value)  # an int may have too many digits for str
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
+    amount = float(match[1]) * _UNITS[match[2] or ""] if match and not isinstance(value, bool) else 0
+    if not 1 <= amount < 2**63:
+        raise ValueError(
+            f"{shown(value)} is no amount of memory: give bytes, or a number with a unit, as in '8GB' or '512MiB'"
+        )
+    if amount < _LEAST_MEMORY:
+        raise ValueError(
+            f"{shown(value)} is {amount:.0f} bytes, and no worker starts with less than 16 MiB: "
+            "give a number with a unit, as in '8GB' or '512MiB'"
+        )
+    return int(amount)
+
+
+def _flag(value: Any) -> bool:
+    text = str(int(value) if isinstance(value, bool) else value).strip().lower()
+    if text not in _TRUE + _FALSE:
+        raise ValueError
+    return text in _TRUE
+
+
+def _number(*, above: float = -math.inf, least: float = -math.inf, most: float = math.inf) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        number = float("nan" if isinstance(value, bool) else value)
+        if not (math.isfinite(number) and above < number and least <= number <= most):
+            raise ValueError
+        return number
+
+    return parse
+
+
+def _integer(*, least: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        number = int(value)
+        if isinstance(value, bool) or number != float(value) or number < least:
+            raise ValueError
+        return number
+
+    return parse
+
+
+def _choice(*names: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        name = str(value).strip().lower()
+        if name not in names:
+            raise ValueError
+        return name
+
+    return parse
+
+
+def _path(value: Any) -> Path:
+    # Absolute, because a later chdir in the caller must not move the cache.
+    return Path(value).expanduser().absolute()
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    items: Iterable[Any] = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int) else value
+    names = tuple(str(item).strip() for item in items)
+    if not names or not all(names) or len(set(names)) < len(names):
+        raise ValueError
+    return names
+
+
+def _setting(parse: Callable[[Any], Any], accepts: str, default: Any = None, *, unset: str | None = None) -> Any:
+    """Returns a dataclass field that knows how to read its value.
+
+    Args:
+        parse: turns a string or a Python value into the field's value; raises ValueError or TypeError.
+        accepts: what `parse` accepts, for the error message.
+        default: the value when nothing is set.
+        unset: the word that stands for the default.
+    """
+    accepts += f", or '{unset}'" if unset else ""
+    return dataclasses.field(default=default, metadata={"parse": parse, "accepts": accepts, "unset": unset})
+
+
+def _default_cache_dir() -> Path:
+    import platformdirs
+
+    if not os.environ.get("XDG_CACHE_HOME") and os.path.expanduser("~").startswith("~"):
+        # A user without a home, as a container may run its job as.
+        return Path(tempfile.gettempdir()) / f"quarantune-{os.getuid()}"
+    return platformdirs.user_cache_path("quarantune", appauthor=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the operator wants; None leaves it to the decorator or to what the machine suggests.
+
+    Attributes:
+        cache_dir: where results live.
+        disable_cache: neither read nor write the disk.
+        always_tune: tune even when cached, once per process and key.
+        on_miss: `tune`, `default` or `error`.
+        version_check: whether an entry made under other versions is a miss.
+        cpu_utilization: the share of the available cores that may compile.
+        cpu_count: how many compile workers to run; -1 follows `cpu_utilization`.
+        max_cpu_count: the most compile workers; -1 sets no bound.
+        compile_timeout: seconds for compiling one config.
+        timeout: seconds for checking and measuring one config.
+        memory_limit: bytes of host memory for one worker and its children.
+        devices: the indices or UUIDs of the devices that may be used; None means all.
+        configs_per_worker: how many configs one measuring worker may take; None chooses by platform.
+        start_method: `fork` or `spawn`; None means fork where that is safe.
+        isolation: `process` or `none`.
+        progress: whether to show progress; None means where stderr is a terminal.
+        log_dir: where each trial's output is kept.
+        lock_timeout: the longest wait for the cache's lock, in seconds.
+    """
+
+    cache_dir: Path = dataclasses.field(
+        default_factory=_default_cache_dir, metadata={"parse": _path, "accepts": "a directory", "unset": None}
+    )
+    disable_cache: bool = _setting(_flag, "0 or 1", False)
+    always_tune: bool = _setting(_flag, "0 or 1", False)
+    on_miss: str = _setting(_choice("tune", "default", "error"), "'tune', 'default' or 'error'", "tune")
+    version_check: bool = _setting(_flag, "0 or 1", False)
+    cpu_utilization: float = _setting(_number(above=0, most=1), "a number above 0 and at most 1", 0.9)
+    cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 to choose one", -1)
+    max_cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 for no bound", -1)
+    compile_timeout: float | None = _setting(
+        _number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9"
+    )
+    timeout: float | None = _setting(_number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9")
+    memory_limit: int | None = _setting(parse_memory, "bytes, or a number with a unit such as '8GB' or '512MiB'")
+    devices: tuple[str, ...] | None = _setting(_names, "different indices or UUIDs, as in '0,2'", unset="all")
+    configs_per_worker: int | None = _setting(_integer(least=1), "a whole number of at least 1", unset="auto")
+    start_method: str | None = _setting(_choice("fork", "spawn"), "'fork' or 'spawn'", unset="auto")
+    isolation: str = _setting(_choice("process", "none"), "'process' or 'none'", "process")
+    progress: bool | None = _setting(_flag, "0, 1", unset="auto")
+    log_dir: Path | None = _setting(_path, "a directory")  # noqa: RUF009 - makes a field
+    lock_timeout: float = _setting(_number(least=0, most=LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)
+
+
+_FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+
+
+class _Blocks(threading.local):
+    """The `settings` blocks this thread is in, outermost first."""
+
+    def __init__(self) -> None:
+        self.entered: list[settings] = []
+
+
+_blocks = _Blocks()
+
+
+class settings:
+    """Sets options of the environment for a block of code, in this thread only; blocks nest.
+
+    Args:
+        **overrides: the variables' names in lower case without their prefix, as Python values or as the
+            strings the variable would hold; None stands for the default.
+
+    Raises:
+        TypeError: there is no such option.
+        ValueError: an option does not accept its value.
+
+    Example:
+        >>> with settings(timeout=5, on_miss="default"):
+        ...     current().timeout
+        5.0
+    """
+
+    def __init__(self, **overrides: Any) -> None:
+        unknown = [name for name in overrides if name not in _FIELDS]
+        if unknown:
+            hint = did_you_mean(unknown[0], _FIELDS)
+            raise TypeError(f"settings() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(_FIELDS)}.")
+        self._values = {name: _parse(name, name, value) for name, value in overrides.items()}
+
+    def __enter__(self) -> None:
+        _blocks.entered.append(self)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The last one: the same block may have been entered further out, too.
+        del _blocks.entered[max(place for place, block in enumerate(_blocks.entered) if block is self)]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The parsed overrides by name."""
+        return self._values
+
+
+def current() -> Settings:
+    """Returns what holds now: the defaults, under the environment, under this thread's `settings` blocks.
+
+    Raises:
+        ValueError: a variable has a bad value.
+    """
+    values = {}
+    for variable in os.environ:
+        name = variable.removeprefix(_PREFIX)
+        if name != variable and name.lower() not in _FIELDS and not name.startswith("SANDBOX"):  # our own marks
+            _warn_unknown(variable)
+    for name in _FIELDS:
+        variable = _PREFIX + name.upper()
+        text = os.environ.get(variable, "").strip()
+        if text and not any(name in block.values for block in _blocks.entered):
+            values[name] = _parse(name, variable, text)
+    for block in _blocks.entered:
+        values |= block.values
+    return Settings(**values)
+
+
+@functools.cache
+def _warn_unknown(variable: str) -> None:
+    """Warns, once, of a variable that has no effect: one of another version may be set on purpose."""
+    hint = did_you_mean(variable, [_PREFIX + name.upper() for name in _FIELDS])
+    caller.warn(f"there is no variable {variable}, so it has no effect.{hint}", RuntimeWarning)
+
+
+def _parse(name: str, label: str, value: Any) -> Any:
+    """Returns the value of the field called `name`; `label` is what the user calls it."""
+    field = _FIELDS[name]
+    unset = field.metadata["unset"]
+    if value is None or (unset and isinstance(value, str) and value.strip().lower() == unset):
+        return field.default_factory() if callable(field.default_factory) else field.default
+    try:
+        return field.metadata["parse"](value)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{label}={shown(value)} is not valid: it must be {field.metadata['accepts']}.") from None

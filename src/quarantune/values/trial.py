@@ -1,0 +1,215 @@
+"""What can become of a config: outcomes, phases, the trial record and the errors a face raises."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from quarantune.values.config_values import encode, freeze
+
+ConfigValue: TypeAlias = Any
+"""A number, a string, a boolean or None; an enum's member; or a tuple, `FrozenDict` or frozen dataclass of them."""
+Config: TypeAlias = dict[str, ConfigValue]
+
+INCOMPARABLE = -1
+"""Stands, among the positions of outputs to compare with, for one that cannot be compared with any."""
+
+_SHORTEST_MS = 1e-6
+"""No call takes less than a nanosecond."""
+_LONGEST_MS = 1e8
+"""Longer samples are the clock's error, not the kernel's: a device clock was seen to answer with nearly 2^64 ns."""
+
+
+class Outcome(enum.StrEnum):
+    """How one config ended; every config ends in exactly one of these."""
+
+    OK = "ok"
+    SLOW = "slow"
+    PRUNED = "pruned"
+    ERROR = "error"
+    WRONG = "wrong"
+    TIMEOUT = "timeout"
+    CRASHED = "crashed"
+    OOM = "oom"
+    DEVICE_OOM = "device_oom"
+    LOST = "lost"
+    NOT_RUN = "not_run"
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the config was tried and cannot be used."""
+        return self not in _NOT_FAILURES
+
+
+_NOT_FAILURES = frozenset({Outcome.OK, Outcome.SLOW, Outcome.PRUNED, Outcome.NOT_RUN})
+
+
+class Phase(enum.StrEnum):
+    """Where in its life a trial was when it ended."""
+
+    LOAD = "load"
+    COMPILE = "compile"
+    CHECK = "check"
+    MEASURE = "measure"
+
+
+_CLOCKS = frozenset({"", "device", "queued", "wall"})
+_LARGEST_NUMBER = 2**63
+
+
+class Route(enum.StrEnum):
+    """Which processes ran a trial."""
+
+    TOGETHER = "together"
+    """One worker compiled and measured."""
+    APART = "apart"
+    """One worker compiled without the device, another measured on it."""
+    IN_PROCESS = "in_process"
+    """No worker: the caller's own process, by the operator's wish."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What one config came to.
+
+    Attributes:
+        config: the config tried.
+        outcome: how it ended.
+        phase: the phase it ended in; None where it never started.
+        time_ms: median time of one call in milliseconds; None unless measured.
+        samples_ms: the samples behind the median, in milliseconds.
+        own_ms: the time that finalists are chosen by: that of the fastest sample without its waits for a CPU, or the
+            median of a device's own clock; None unless measured.
+        compile_s: seconds spent tracing, lowering and compiling.
+        peak_memory_bytes: the largest host memory its process was seen to hold.
+        message: one sentence that says what happened; empty where all went well.
+        log_tail: the last lines the trial wrote to stdout or stderr.
+        route: which processes ran it; None where it never started.
+        device: the device it was measured on, as `cuda:0`; empty where it was not.
+        clock: what timed it: `device`, `queued` or `wall`; empty where it was not.
+    """
+
+    config: Config
+    outcome: Outcome
+    phase: Phase | None = None
+    time_ms: float | None = None
+    samples_ms: tuple[float, ...] = ()
+    own_ms: float | None = None
+    compile_s: float | None = None
+    peak_memory_bytes: int | None = None
+    message: str = ""
+    log_tail: str = ""
+    route: Route | None = None
+    device: str = ""
+    clock: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the trial as JSON-able data, with nothing left out."""
+        # Not dataclasses.asdict: it copies all parts deeply, and this is done for every config.
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return data | {"config": encode(self.config), "samples_ms": list(self.samples_ms)}
+
+    @property
+    def level_ms(self) -> float | None:
+        """The time to choose finalists by; an older version's journal may hold the median only."""
+        return self.own_ms if self.own_ms is not None else self.time_ms
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Trial:
+        """Returns the trial that `to_json` described, its config as JSON gives it back.
+
+        Raises:
+            KeyError, TypeError, ValueError: this describes none, or one with times that no call can take.
+        """
+        if not isinstance(data, Mapping):
+            raise TypeError(f"{data!r:.80} is no trial")
+        _check_types(data)
+        route, phase, time_ms = data.get("route"), data.get("phase"), data.get("time_ms")
+        samples_ms, own_ms = tuple(data.get("samples_ms", ())), data.get("own_ms")
+        for told_ms in (*samples_ms, *(known for known in (time_ms, own_ms) if known is not None)):
+            if not is_plausible_ms(told_ms):
+                raise ValueError("it has a time that no call can take")
+        if data["outcome"] == Outcome.OK and time_ms is None:
+            raise ValueError("it is ok, and has no time")
+        return cls(
+            config={name: freeze(value) for name, value in data["config"].items()},
+            outcome=Outcome(data["outcome"]),
+            phase=None if phase is None else Phase(phase),
+            time_ms=time_ms,
+            samples_ms=samples_ms,
+            own_ms=own_ms,
+            compile_s=data.get("compile_s"),
+            peak_memory_bytes=data.get("peak_memory_bytes"),
+            message=data.get("message", ""),
+            log_tail=data.get("log_tail", ""),
+            route=None if route is None else Route(route),
+            device=data.get("device", ""),
+            clock=data.get("clock", ""),
+        )
+
+
+def _check_types(data: Mapping[str, Any]) -> None:
+    """Raises where the parts of a described trial are not of their types, as anybody may have described it."""
+    types: dict[str, tuple[type, ...]] = {
+        "config": (dict,),
+        "outcome": (str,),
+        "phase": (str, type(None)),
+        "samples_ms": (list, tuple),
+        "compile_s": (int, float, type(None)),
+        "peak_memory_bytes": (int, type(None)),
+        "message": (str,),
+        "log_tail": (str,),
+        "route": (str, type(None)),
+        "device": (str,),
+        "clock": (str,),
+    }
+    for name, accepted in types.items():
+        if name in data and (not isinstance(data[name], accepted) or isinstance(data[name], bool)):
+            raise TypeError(f"its {name} is of type {type(data[name]).__name__}")
+    for name in ("compile_s", "peak_memory_bytes"):
+        if (value := data.get(name)) is not None and not 0 <= value < _LARGEST_NUMBER:
+            raise ValueError(f"its {name} is out of range")
+    if data.get("clock", "") not in _CLOCKS:
+        raise ValueError(f"its clock is {data['clock']!r:.80}")
+
+
+def is_plausible_ms(time_ms: object) -> bool:
+    """Returns whether a number of milliseconds can be the time of one call; anything may lie in a shared directory."""
+    # Compared as it is: a huge whole number is no float.
+    return isinstance(time_ms, (int, float)) and not isinstance(time_ms, bool) and _SHORTEST_MS <= time_ms < _LONGEST_MS
+
+
+def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:
+    """Returns how many trials ended in each outcome that occurred."""
+    counts: dict[str, int] = {}
+    for trial in trials:
+        counts[trial.outcome.value] = counts.get(trial.outcome.value, 0) + 1
+    return counts
+
+
+class TuningFailedError(RuntimeError):
+    """Every config failed.
+
+    Attributes:
+        trials: every trial, in the order of the configs.
+        key: the cache key of the problem.
+    """
+
+    def __init__(self, message: str, *, trials: Sequence[Trial], key: str) -> None:
+        super().__init__(message)
+        self.trials = tuple(trials)
+        self.key = key
+
+
+class CacheMissError(LookupError):
+    """Nothing is cached for this call, and `ON_MISS` is `error`."""
+
+
+class ReferenceFailedError(RuntimeError):
+    """`ref_fn` itself failed, so that no config can be judged."""
+
+
+class SandboxError(RuntimeError):
+    """The machinery around the configs failed: no worker could be started, or none stayed alive."""

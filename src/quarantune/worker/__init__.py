@@ -1,0 +1,1 @@
+"""One worker's work on one config: compile, load, check, measure."""
