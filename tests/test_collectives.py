@@ -31,7 +31,7 @@ import jax, jax.numpy as jnp, numpy as np
 import psutil
 import quarantune
 from jax.sharding import Mesh, PartitionSpec as P
-from quarantune import sweep
+from quarantune.sweep import sweep
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 sweeps, run = [], sweep.run

@@ -318,7 +318,7 @@ def test_the_result_is_remembered_until_a_kernels_configs_change(
 
 PROGRAM = """
     import functools, sys, jax, numpy as np, quarantune
-    from quarantune import sweep
+    from quarantune.sweep import sweep
 
     started, run = [], sweep.run
     sweep.run = lambda *args, **kwargs: (started.append(1), run(*args, **kwargs))[1]

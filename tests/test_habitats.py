@@ -95,7 +95,7 @@ def test_a_compilation_cache_of_jax_that_cannot_be_written_is_no_hindrance(kind:
     script = f"""{KERNEL}
 import signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from quarantune import resolve
+from quarantune.resolve import resolver as resolve
 lend = resolve.Resolver.lend
 def lend_on_full_disk(self, compiled):
     assert compiled
@@ -116,7 +116,8 @@ def test_a_fork_finds_every_lock_free_whatever_other_threads_do(tmp_path: Path) 
     script = f"""{KERNEL}
 import signal, threading, types, warnings
 import cloudpickle
-from quarantune import locks, payload
+from quarantune.host import locks
+from quarantune.transport import payload
 from quarantune.sandbox import template
 
 made_up = sys.modules["made_up"] = types.ModuleType("made_up")

@@ -147,7 +147,7 @@ def test_a_large_array_does_not_repeat_within_its_rows() -> None:
 
 
 def test_every_process_makes_the_same_data(tmp_path: Path) -> None:
-    script = "import json\nfrom quarantune import inputs\n"
+    script = "import json\nfrom quarantune.transport import inputs\n"
     script += "print(json.dumps(inputs.make((4, 5), 'float32', seed=3, index=2).tolist()))"
     path = tmp_path / "make.py"
     path.write_text(script)

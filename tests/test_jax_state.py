@@ -113,7 +113,7 @@ def test_a_setting_from_the_environment_is_part_of_the_key_too(tmp_path: Path) -
         """
         import os
         os.environ["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"
-        from quarantune import jax_state
+        from quarantune.jax_internals import state as jax_state
         print(jax_state.describe(lambda value: value))
         """,
         tmp_path,

@@ -28,8 +28,8 @@ from quarantune.host import machine
 SOURCES = str(Path(quarantune.__file__).parents[1])
 HOLDER = """
 import os, signal, sys
-from quarantune.devices import Device
-from quarantune.leases import Lease
+from quarantune.devices.device import Device
+from quarantune.devices.leases import Lease
 lease = Lease(Device("cuda", "fake", sys.argv[1]))
 assert lease.acquire(0.0)
 print("held", flush=True)

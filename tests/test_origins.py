@@ -318,7 +318,7 @@ def test_the_code_in_memory_is_tuned_and_not_the_file_as_it_was_edited_since(tmp
 import importlib
 from pathlib import Path
 import edited_module, helper_module
-from quarantune import payload
+from quarantune.transport import payload
 
 def by_name():
     return payload.travels_by_name(edited_module.kernel), payload.travels_by_name(edited_module.plain)

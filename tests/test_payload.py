@@ -32,7 +32,8 @@ from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import pallas as pl
 import quarantune
-from quarantune import _jax_internals, payload
+from quarantune import jax_internals as _jax_internals
+from quarantune.transport import payload
 import named_module
 
 out = Path(sys.argv[1])
@@ -395,7 +396,8 @@ RECEIVER = r"""
 import json, sys, traceback
 from pathlib import Path
 import jax, numpy as np
-from quarantune import _jax_internals, inputs, payload
+from quarantune import jax_internals as _jax_internals
+from quarantune.transport import inputs, payload
 
 out = Path(sys.argv[1])
 report, calls = {}, {}

@@ -439,7 +439,7 @@ def test_an_object_that_holds_itself_can_be_described() -> None:
 def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
     path = tmp_path / "describe.py"
     path.write_text(
-        "import dataclasses, enum, inspect, json, jax\nfrom quarantune import problem\n"
+        "import dataclasses, enum, inspect, json, jax\nfrom quarantune.transport import problem\n"
         "class Mode(enum.Enum):\n    UP = 1\n"
         "@dataclasses.dataclass(frozen=True)\nclass Options:\n    mode: Mode\n    names: frozenset\n"
         "@jax.tree_util.register_pytree_node_class\n"
@@ -476,7 +476,7 @@ def test_as_structs_replaces_arrays_and_nothing_else() -> None:
 SHARDED = """
 import inspect, json
 import jax, jax.numpy as jnp
-from quarantune import problem
+from quarantune.transport import problem
 
 def values(a):
     return problem.describe_call(inspect.signature(lambda a: a), (), (), (a,), {}).key_values["a"]

@@ -701,8 +701,9 @@ def test_a_template_that_cannot_be_woken_is_replaced(
 FORKING_OWNER = """
 import os, signal, sys, time
 from pathlib import Path
-from quarantune import payload, routes
-from quarantune.options import Options
+from quarantune.transport import payload
+from quarantune.sweep import routes
+from quarantune.values.options import Options
 from quarantune.sandbox import pool, spool, template
 import workload
 
@@ -827,7 +828,7 @@ def test_no_worker_can_change_the_payload_or_the_arrays_of_the_next(
 
 LOADS_PLUGINS = """
 import os, jax
-from quarantune import _jax_internals
+from quarantune import jax_internals as _jax_internals
 threads = os.listdir("/proc/self/task")
 _jax_internals.load_plugins()
 assert not _jax_internals.backends_initialized()
@@ -946,8 +947,8 @@ def test_a_stuck_holder_is_passed_over_after_a_minute_with_a_warning(
 
 HOLDER = """
 import os, signal, sys
-from quarantune.devices import Device
-from quarantune.leases import Lease
+from quarantune.devices.device import Device
+from quarantune.devices.leases import Lease
 lease = Lease(Device("cuda", "fake", sys.argv[1]))
 assert lease.acquire(0.0)
 if sys.argv[2] == "fork" and os.fork() == 0:

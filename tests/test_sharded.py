@@ -231,7 +231,7 @@ def test_two_layouts_are_two_problems(tmp_path: Path) -> None:
         tmp_path,
         """
         import inspect
-        from quarantune.problem import describe_call
+        from quarantune.transport.problem import describe_call
 
         def key(a):
             return str(describe_call(inspect.signature(lambda a: a), (), (), (a,), {}).key_values)
@@ -261,7 +261,7 @@ def test_arrays_of_every_kind_arrive_as_they_were_in_buffers_of_their_own(tmp_pa
     run_script(
         tmp_path,
         """
-        from quarantune import inputs, payload
+        from quarantune.transport import inputs, payload
 
         mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
         weak = place(jnp.full((4,), 2.0), mesh, "a")

@@ -21,7 +21,7 @@ PROGRAM = """
 import functools, os, resource, sys
 import jax, numpy as np
 import quarantune
-from quarantune.outcomes import SandboxError
+from quarantune.values.trial import SandboxError
 from quarantune.sandbox import template
 
 PAYLOAD = os.urandom(int(sys.argv[3]))

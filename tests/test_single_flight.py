@@ -58,7 +58,7 @@ def kernel(x, place, good, n: int = 0):
 MEMBER = """
 import json, logging, os, sys
 import numpy as np
-from quarantune import resolve
+from quarantune.resolve import resolver as resolve
 from quarantune.cache import claims
 from shared_kernel import kernel
 

@@ -118,7 +118,7 @@ def test_in_a_cache_of_10_000_entries_a_first_look_up_and_a_write_are_quick(tmp_
         sys.path.insert(0, sys.argv[1])
         from warm_kernel import kernel
         kernel._resolver  # what the first call imports
-        from quarantune import environment
+        from quarantune.values import settings as environment
         from quarantune.cache import Store
         import filelock
         started = time.perf_counter()
