@@ -140,3 +140,23 @@ def test_configs_that_differ_in_options_alone_are_two_programs(tmp_path: Path, m
     result = quarantune.AutoTuner(scale, configs[1:], rep=1, ref_fn=None).run(X)
     assert [trial.outcome.value for trial in result.trials] == ["ok", "error"]
     assert "xla_no_such_option" in result.trials[1].message
+
+
+def test_an_interrupted_sweep_goes_on_with_configs_that_have_options() -> None:
+    configs = [{"n": 2, "compiler_options": options} for options in (UNKNOWN, UNOPTIMISED)]
+    ended: list[int] = []
+
+    def stop_after_the_first(index: int, phase: str) -> None:
+        if phase == "end":
+            ended.append(index)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quarantune.AutoTuner(scale, configs, rep=1, ref_fn=None, on_progress=stop_after_the_first).run(X)
+    started: list[int] = []
+    tuner = quarantune.AutoTuner(
+        scale, configs, rep=1, ref_fn=None, on_progress=lambda index, phase: started.append(index)
+    )
+    assert tuner.run(X).best_config == configs[1]
+    assert len(ended) == 1
+    assert ended[0] not in started
