@@ -70,12 +70,12 @@ def _plain(value: Any) -> Any:
 
 
 @functools.cache
-def _field_names(message_type: type) -> tuple[str, ...]:
+def _field_names(message_type: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(message_type))
 
 
 @functools.cache
-def _checks(message_type: type) -> dict[str, tuple[_Check, bool]]:
+def _checks(message_type: Any) -> dict[str, tuple[_Check, bool]]:
     """Returns a check for each field of a dataclass, and whether the field may be missing."""
     hints = typing.get_type_hints(message_type)
     return {
@@ -87,7 +87,7 @@ def _checks(message_type: type) -> dict[str, tuple[_Check, bool]]:
     }
 
 
-def _check_dataclass(message_type: type, value: Any, *, has_kind: bool = False) -> Any:
+def _check_dataclass(message_type: Any, value: Any, *, has_kind: bool = False) -> Any:
     if not isinstance(value, dict):
         raise DamageError(f"{message_type.__name__} is {value!r:.100}, not an object")
     checks = _checks(message_type)
