@@ -31,8 +31,9 @@ def encode(message: Any) -> Frame:
     Args:
         message: a dataclass instance whose fields `decode` supports.
     """
-    frame = {name: _plain(getattr(message, name)) for name in _field_names(type(message))}
-    frame[_KIND] = type(message).__name__
+    kind: Any = type(message)
+    frame = {name: _plain(getattr(message, name)) for name in _field_names(kind)}
+    frame[_KIND] = kind.__name__
     return frame
 
 
