@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from quarantune import jax_internals
+from quarantune.jax_internals import configuration
 
 _logger = logging.getLogger("quarantune")
 
@@ -130,7 +130,7 @@ def describe(describe_value: Callable[[Any], Any], *, own: str | None = None) ->
     Returns:
         JSON-able descriptions by name; empty where nobody has set anything.
     """
-    values = jax_internals.config_values()
+    values = configuration.config_values()
     options = {name: values[name] for name, default in _DEFAULTS.items() if not _is(values.get(name, default), default)}
 
     def described(value: Any) -> Any:
@@ -139,15 +139,15 @@ def describe(describe_value: Callable[[Any], Any], *, own: str | None = None) ->
         except TypeError:  # some library's own, of which little can be said
             return {"type": type(value).__qualname__}
 
-    found = {name: described(value) for name, value in (options | jax_internals.contexts()).items()}
-    if users := [value for value in jax_internals.user_contexts() if value is not None and value != own]:
+    found = {name: described(value) for name, value in (options | configuration.contexts()).items()}
+    if users := [value for value in configuration.user_contexts() if value is not None and value != own]:
         found["user_context"] = [described(value) for value in users]
     return found
 
 
 def is_known(name: str) -> bool:
     """Returns whether a name of JAX's own key is one that this module has an opinion on."""
-    return name in _DEFAULTS or name in NOT_OF_THE_CALL or name in (*jax_internals.CONTEXTS, "user_context")
+    return name in _DEFAULTS or name in NOT_OF_THE_CALL or name in (*configuration.CONTEXTS, "user_context")
 
 
 def _is(value: Any, default: Any) -> bool:
@@ -160,7 +160,7 @@ def options_to_travel() -> dict[str, Any]:
     """Returns JAX's options, by name, that a worker has to share."""
     return {
         name: value
-        for name, value in jax_internals.config_values().items()
+        for name, value in configuration.config_values().items()
         if not name.startswith(_PROCESS_OPTIONS) and isinstance(value, (bool, int, float, str, type(None)))
     }
 
@@ -171,7 +171,7 @@ def adopt_options(options: Mapping[str, Any]) -> dict[str, Any]:
     Returns:
         Those that this process does not know: a module that it has not imported registers them.
     """
-    here = jax_internals.config_values()
+    here = configuration.config_values()
     for name, value in options.items():
         if name in here and here[name] != value:
             jax.config.update(name, value)

@@ -1,0 +1,151 @@
+"""Compiled programs: takes them apart, and puts them together in another process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+def interface(lowered: jax.stages.Lowered) -> str | None:
+    """Returns what a lowered program takes and gives that its text does not tell.
+
+    That is which of its arguments, counted flat, it takes, without those it has no use for, and the types of its
+    outputs: whether they are weak, and what makes keys of them. Private because nothing public tells: the text numbers
+    the arguments that are left anew, and `out_info` calls every type strong.
+
+    Returns:
+        A text; None where it cannot be told, or does not tell all, because there are constants among the arguments.
+    """
+    lowering: Any = getattr(lowered, "_lowering", None)
+    about = getattr(lowering, "compile_args", {})
+    if getattr(lowering, "const_args", []) or not {"kept_var_idx", "global_out_avals"} <= set(about):
+        return None
+    return f"{sorted(about['kept_var_idx'])} {about['global_out_avals']} {lowered.out_tree}"
+
+
+def prepare_to_load(executable: bytes) -> None:
+    """Makes ready what a program needs of this process that only lowers such programs otherwise.
+
+    Private because JAX gives its LAPACK kernels their functions while it lowers: a program that is only loaded would
+    jump to address 0.
+
+    Args:
+        executable: the program, serialised; the names of what it calls are in it.
+    """
+    if b"lapack_" in executable:
+        from jax._src.lax import linalg
+
+        linalg.initialize_lapack()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExecutableParts:
+    """What a compiled program consists of, apart from the trees of its arguments and outputs.
+
+    Attributes:
+        program: XLA's own serialisation of it.
+        name: as error messages have it.
+        committed: whether its outputs stay on their devices.
+        kept: which arguments it takes, counted flat.
+        donated: which arguments it overwrites, counted flat.
+        all_in_avals: the types of all arguments, also of those it has no use for.
+        in_avals: the types of the arguments that it takes.
+        out_avals: the types of its outputs.
+        in_shardings: where its arguments lie.
+        out_shardings: where its outputs lie.
+        in_layouts: how its arguments lie there.
+        out_layouts: how its outputs lie there.
+    """
+
+    program: bytes
+    name: str
+    committed: bool
+    kept: Sequence[int]
+    donated: Sequence[int]
+    all_in_avals: Sequence[Any]
+    in_avals: Sequence[Any]
+    out_avals: Sequence[Any]
+    in_shardings: Sequence[Any]
+    out_shardings: Sequence[Any]
+    in_layouts: Sequence[Any]
+    out_layouts: Sequence[Any]
+
+
+def executable_parts(compiled: jax.stages.Compiled) -> ExecutableParts:
+    """Returns the parts of a compiled program.
+
+    Private because the public `serialize_executable` gives a pickle of them, which runs code where it is loaded.
+
+    Raises:
+        ValueError: there is more to it, such as effects, callbacks or constants.
+    """
+    whole: Any = compiled
+    found = getattr(whole._executable, "_unloaded_executable", None)
+    if found is None or found.all_args_info is None:
+        raise ValueError("this kind of program cannot be taken to parts")
+    more = ("unordered_effects", "ordered_effects", "keepalive", "host_callbacks", "mut", "pgle_profiler")
+    if extra := [name for name in more if getattr(found, name, None)]:
+        raise ValueError(f"it has {', '.join(extra)}")
+    if whole._params.const_args or whole._no_kwargs or any(item is not None for item in found.dispatch_in_layouts):
+        raise ValueError("it has constants among its arguments, takes none by keyword, or layouts of its own")
+    executable = found.xla_executable
+    client = getattr(executable, "client", None)
+    infos = jax.tree.leaves(compiled.args_info, is_leaf=lambda item: isinstance(item, jax.stages.ArgInfo))
+    return ExecutableParts(
+        program=executable.serialize() if client is None else client.serialize_executable(executable),
+        name=found.name,
+        committed=bool(found.committed),
+        kept=sorted(found.kept_var_idx),
+        donated=[index for index, info in enumerate(infos) if info.donated],
+        all_in_avals=[info._aval for info in infos],
+        in_avals=found.input_avals,
+        out_avals=found.output_avals,
+        in_shardings=found.input_shardings,
+        out_shardings=found.output_shardings,
+        in_layouts=found.xla_in_layouts,
+        out_layouts=found.xla_out_layouts,
+    )
+
+
+def executable_from_parts(parts: ExecutableParts, *, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Any:
+    """Returns the compiled program that consists of these parts, loaded onto devices of this process.
+
+    Args:
+        parts: what `executable_parts` returned, rebuilt for this process.
+        in_tree: the tree of its arguments, as a pair of those by position and those by keyword.
+        out_tree: the tree of its outputs.
+        devices: the devices it runs on, in the order it knows them in.
+    """
+    from jax._src import core
+    from jax._src.interpreters import pxla
+    from jax._src.lib import xla_client  # type: ignore[attr-defined]
+
+    client, device_list = devices[0].client, xla_client.DeviceList(tuple(devices))
+    names = tuple("" for _ in parts.all_in_avals)
+    unloaded = pxla.UnloadedMeshExecutable(
+        xla_executable=client.deserialize_executable(parts.program, executable_devices=device_list),
+        device_list=device_list,
+        backend=client,
+        input_avals=parts.in_avals,
+        input_shardings=parts.in_shardings,
+        output_avals=parts.out_avals,
+        output_shardings=parts.out_shardings,
+        committed=parts.committed,
+        name=parts.name,
+        unordered_effects=[],
+        ordered_effects=[],
+        keepalive=[],
+        host_callbacks=[],
+        kept_var_idx=set(parts.kept),
+        mut=None,
+        xla_in_layouts=parts.in_layouts,
+        dispatch_in_layouts=[None] * len(parts.in_layouts),
+        xla_out_layouts=parts.out_layouts,
+        all_args_info=pxla.AllArgsInfo(parts.all_in_avals, core.DebugInfo("jit", parts.name, names, None)),
+        pgle_profiler=None,
+    )
+    infos = [jax.stages.ArgInfo(aval, index in parts.donated) for index, aval in enumerate(parts.all_in_avals)]
+    return jax.stages.Compiled(unloaded.load(), [], in_tree.unflatten(infos), out_tree)

@@ -1,0 +1,180 @@
+"""Functions that `jax.jit` returned: their options, and the same functions with other options."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+def is_jitted(fn: object) -> bool:
+    """Returns whether `fn` is what `jax.jit` returns, or something that behaves like it."""
+    return isinstance(fn, jax.stages.Wrapped)
+
+
+@functools.cache
+def pjit_type() -> Any:
+    """Returns the class of the objects `jax.jit` returns; creating one of them initialises nothing."""
+    return type(jax.jit(_nothing))
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JitOptions:
+    """What `jax.jit` was told about a function, as values that can travel.
+
+    Attributes:
+        static_names: the names of all static parameters, those given by position included.
+        static_argnums: positions of static parameters, resolved by jit.
+        static_argnames: names of static parameters, resolved by jit.
+        donate_argnums: positions of donated parameters.
+        donate_argnames: names of donated parameters.
+        keep_unused: as for `jax.jit`.
+        inline: as for `jax.jit`.
+        compiler_options: as for `jax.jit`, as pairs.
+        cannot_travel: the options given that are tied to devices of this process.
+        takes_no_keywords: whether the function refuses keyword arguments, because it was given `in_shardings`.
+    """
+
+    static_names: frozenset[str] = frozenset()
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+    keep_unused: bool = False
+    inline: Any = False
+    compiler_options: tuple[tuple[str, Any], ...] = ()
+    cannot_travel: tuple[str, ...] = ()
+    takes_no_keywords: bool = False
+
+    def is_static_position(self, index: int, count: int) -> bool:
+        """Returns whether positional argument `index` of `count` is static; negative positions count from the end."""
+        return index in self.static_argnums or index - count in self.static_argnums
+
+    def check_can_travel(self, name: str) -> None:
+        """Raises where the function cannot be rebuilt elsewhere from these options.
+
+        Args:
+            name: the function's name, for the message.
+
+        Raises:
+            TypeError: the options hold devices, shardings or layouts of this process.
+        """
+        if self.cannot_travel:
+            raise TypeError(
+                f"jax.jit was given {' and '.join(self.cannot_travel)} for {name!r}, and these are tied to "
+                f"the devices of this process. Move {name!r} into a module that can be imported (it then "
+                f"travels by name), or leave them out and put shardings on the arguments instead."
+            )
+
+    def rebuild(self, plain: Callable[..., Any]) -> Any:
+        """Returns `plain` jitted with these options.
+
+        Args:
+            plain: the function inside the jitted one.
+        """
+        # Both spellings as jit itself resolved them: given one alone, it would have to work the other out.
+        options: dict[str, Any] = {}
+        if self.static_argnums or self.static_argnames:
+            options |= {"static_argnums": self.static_argnums, "static_argnames": self.static_argnames}
+        if self.donate_argnums or self.donate_argnames:
+            options |= {"donate_argnums": self.donate_argnums, "donate_argnames": self.donate_argnames}
+        if self.keep_unused:
+            options["keep_unused"] = True
+        if self.inline is not False:
+            options["inline"] = self.inline
+        if self.compiler_options:
+            options["compiler_options"] = dict(self.compiler_options)
+        return jax.jit(plain, **options)
+
+
+_recompiled: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def with_compiler_options(fn: Any, options: Mapping[str, Any]) -> Any:
+    """Returns a jitted function with further options for the compiler: always the same one for the same options.
+
+    Args:
+        fn: the function.
+        options: the options; they win over those that `jax.jit` was given.
+    """
+    made = _recompiled.setdefault(fn, {})
+    described = tuple(sorted((name, type(value).__name__, value) for name, value in options.items()))  # True is 1
+    if described not in made:
+        own = jit_options(fn)
+        merged = tuple({**dict(own.compiler_options), **options}.items())
+        made.setdefault(described, dataclasses.replace(own, compiler_options=merged).rebuild(fn.__wrapped__))
+    return made[described]
+
+
+def without_compiler_options(fn: Any) -> Any:
+    """Returns a jitted function as JAX takes it inside of another: it refuses compiler options there."""
+    own = jit_options(fn)
+    return dataclasses.replace(own, compiler_options=()).rebuild(fn.__wrapped__) if own.compiler_options else fn
+
+
+def clear_caches(fn: Any) -> None:
+    """Forgets what was compiled of a jitted function, with whatever options."""
+    for each in (fn, *_recompiled.get(fn, {}).values()):
+        each.clear_cache()
+
+
+def jit_options(fn: Any) -> JitOptions:
+    """Returns the options of a jitted function.
+
+    Private (`_jit_info`) because a jitted function has no public record of them.
+
+    Args:
+        fn: what `jax.jit` returned.
+
+    Raises:
+        TypeError: `fn` carries no such record.
+    """
+    info = getattr(fn, "_jit_info", None)
+    if info is None:
+        raise TypeError(f"expected a function wrapped by jax.jit, got {fn!r}; put @jax.jit directly on it")
+    return JitOptions(
+        static_names=_static_names(fn, info),
+        static_argnums=tuple(info.static_argnums),
+        static_argnames=tuple(info.static_argnames),
+        donate_argnums=tuple(info.donate_argnums),
+        donate_argnames=tuple(info.donate_argnames),
+        keep_unused=bool(info.keep_unused),
+        inline=info.inline,
+        compiler_options=tuple(info.compiler_options_kvs),
+        cannot_travel=_device_bound_options(info),
+        takes_no_keywords=bool(info.user_specified_in_shardings),
+    )
+
+
+def _static_names(fn: Any, info: Any) -> frozenset[str]:
+    signature = info.fun_signature or inspect.signature(fn)
+    by_position_kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = [name for name, item in signature.parameters.items() if item.kind in by_position_kinds]
+    by_position = {parameters[index] for index in info.static_argnums if -len(parameters) <= index < len(parameters)}
+    return frozenset(info.static_argnames) | by_position
+
+
+def _device_bound_options(info: Any) -> tuple[str, ...]:
+    from jax._src.named_sharding import UnspecifiedValue
+
+    def given(leaves: tuple[Any, ...]) -> bool:
+        return any(leaf is not None and not isinstance(leaf, UnspecifiedValue) for leaf in leaves)
+
+    groups = {
+        "in_shardings": info.in_shardings_leaves,
+        "out_shardings": info.out_shardings_leaves,
+        "input layouts": info.in_layouts_leaves,
+        "output layouts": info.out_layouts_leaves,
+        "device": (info.device,),
+        "backend": (info.backend,),
+    }
+    return tuple(name for name, leaves in groups.items() if given(leaves))
