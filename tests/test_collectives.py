@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import quarantune
 from quarantune.sweep import sweep
+from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.limits import SweepLimits
 from quarantune.transport.payload import MeshSpec
 from quarantune.values.options import Options
 from quarantune.values.settings import current
@@ -177,8 +179,9 @@ def test_on_an_accelerator_a_collective_needs_as_many_devices_per_trial() -> Non
         raise AssertionError("no trial was to be run")
 
     words = r"summed: in shard_map it communicates over 2 devices, and devices_per_trial=1: set devices_per_trial=2"
+    limits, events = SweepLimits.of(Options(), current()), SweepEvents(on_trial=never, on_tick=never)
     with pytest.raises(ValueError, match=words):
-        sweep.run(problem, {0: {}}, options=Options(), settings=current(), on_trial=never, on_tick=never)
+        sweep.run(problem, {0: {}}, options=Options(), settings=current(), limits=limits, events=events)
 
 
 def test_without_workers_a_collective_is_refused_with_advice(sweeps: list[str]) -> None:

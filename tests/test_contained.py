@@ -178,7 +178,7 @@ def test_an_oom_trial_tells_how_much_it_held() -> None:
 
 @pytest.mark.slow
 def test_a_config_over_its_share_of_the_memory_is_tried_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes.host, "available_memory_bytes", lambda: 10**9)  # a share is 225 MB
+    monkeypatch.setattr(routes.machine, "available_memory_bytes", lambda: 10**9)  # a share is 225 MB
 
     @quarantune.autotune({"n": [1, 2, 3]}, rep=1, warmup=0)
     @functools.partial(jax.jit, static_argnames=["n"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import itertools
 import json
@@ -33,6 +34,7 @@ from quarantune import Outcome, Trial
 from quarantune.measure import finals
 from quarantune.sandbox import spool, template
 from quarantune.sweep import in_process, sweep, sweep_inputs
+from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.routes import Swept
 from quarantune.transport import inputs, payload
 from quarantune.worker import bench as trial
@@ -846,13 +848,13 @@ def test_a_big_argument_lies_in_memory_once_however_many_configs_there_are(monke
     resident: list[int] = []
     run = sweep.run
 
-    def watching(*args: Any, on_tick: Callable[[], None], **kwargs: Any) -> Any:
+    def watching(*args: Any, events: SweepEvents, **kwargs: Any) -> Any:
         def tick() -> None:
             held.append(_held_in_nameless_files())
             resident.append(process.memory_info().rss)
-            on_tick()
+            events.on_tick()
 
-        return run(*args, on_tick=tick, **kwargs)
+        return run(*args, events=dataclasses.replace(events, on_tick=tick), **kwargs)
 
     monkeypatch.setattr(sweep, "run", watching)
     before = process.memory_info().rss

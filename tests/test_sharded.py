@@ -16,6 +16,8 @@ import quarantune
 from quarantune.devices.device import Device, cpu_device, grouped
 from quarantune.devices.leases import Lease
 from quarantune.sweep import sweep
+from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.limits import SweepLimits
 from quarantune.transport import inputs
 from quarantune.transport.payload import MeshSpec
 from quarantune.values.options import Options
@@ -367,8 +369,9 @@ def test_on_an_accelerator_arguments_on_more_devices_than_a_trial_gets_stop_the_
     def never(*_: object) -> None:
         raise AssertionError("no trial was to be run")
 
+    limits, events = SweepLimits.of(Options(), current()), SweepEvents(on_trial=never, on_tick=never)
     with pytest.raises(ValueError, match=r"wide: .* over 2 devices, and devices_per_trial=1: set devices_per_trial=2"):
-        sweep.run(problem, {0: {}}, options=Options(), settings=current(), on_trial=never, on_tick=never)
+        sweep.run(problem, {0: {}}, options=Options(), settings=current(), limits=limits, events=events)
 
 
 # --- the option ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from quarantune.results import report
 from quarantune.results.contextual_result import ContextualResult, KernelChoice, labels
 from quarantune.results.progress import Progress
 from quarantune.sweep import sweep
+from quarantune.sweep.events import SweepEvents
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
 from quarantune.values import shown
@@ -241,10 +242,9 @@ class _Descent(_Run):
                 problem,
                 {index: {KEY: text} for index, text in enumerate(texts)},
                 options=self._resolver.options,
-                # The function compiles as it first runs.
-                settings=dataclasses.replace(self._settings, timeout=sum(self._limits().values())),
-                on_trial=on_trial,
-                on_tick=self._show_life,
+                settings=self._settings,
+                limits=self._limits.compiling_as_it_runs(),
+                events=SweepEvents(on_trial=on_trial, on_tick=self._show_life),
             )
         if swept.complaint:
             _logger.warning("%s: %s", label, swept.complaint)

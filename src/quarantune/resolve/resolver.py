@@ -31,6 +31,8 @@ from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sandbox import template
 from quarantune.sweep import sweep
+from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.limits import SweepLimits
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding, manual_axes, payload
 from quarantune.transport.manual_axes import Axes
@@ -208,8 +210,6 @@ class Resolver:
         self._check_outside()
         key = self._key_to_tune(args, kwargs)
         settings = environment.current()
-        if num_workers is not None:
-            settings = dataclasses.replace(settings, cpu_count=num_workers)
         problem = _Run(self, key, args, dict(kwargs), list(configs), settings, start_over=True).problem()
         trials: dict[int, Trial] = {}
         swept = sweep.run(
@@ -217,8 +217,8 @@ class Resolver:
             dict(enumerate(configs)),
             options=self.options,
             settings=settings,
-            on_trial=trials.__setitem__,
-            on_tick=lambda: None,
+            limits=SweepLimits.of(self.options, settings, num_workers=num_workers),
+            events=SweepEvents(on_trial=trials.__setitem__),
             compile_only=True,
         )
         return [(trials[index], swept.executables.get(index)) for index in range(len(configs))]
@@ -566,6 +566,7 @@ class _Run:
         self._kwargs = kwargs
         self._configs = configs
         self._settings = settings
+        self._limits = SweepLimits.of(resolver.options, settings)
         self._start_over = start_over
         self._trials: dict[int, Trial] = {}
         self._troubled: set[int] = set()
@@ -629,7 +630,11 @@ class _Run:
 
     def _failure_of(self, about: Mapping[str, Any]) -> Entry | TuningFailedError | None:
         """Returns the failure of the job that was waited for, if it tried what this one would."""
-        if self._start_over or about.get("space") != space_of(self._configs) or about.get("limits") != self._limits():
+        if (
+            self._start_over
+            or about.get("space") != space_of(self._configs)
+            or about.get("limits") != self._limits.deadlines()
+        ):
             return None
         try:
             trials = [Trial.from_json(trial) for trial in about["trials"]]
@@ -646,8 +651,8 @@ class _Run:
 
     def _claim_worst_case_s(self) -> float:
         """Returns how long this job may be silent: while its function is loaded, or its config runs in this process."""
-        limits = self._limits()
-        silent_s = limits["compile_timeout_s"] + (self._settings.isolation == "none") * limits["timeout_s"]
+        limits = self._limits
+        silent_s = limits.compile_timeout_s + (self._settings.isolation == "none") * limits.timeout_s
         return _CLAIM_WORST_CASE_S + silent_s
 
     def _recall(self) -> None:
@@ -674,16 +679,11 @@ class _Run:
                 self._journal.discard()
 
     def _still_counts(self, trial: Trial, record: Mapping[str, Any]) -> bool:
-        if trial.outcome in _UNSETTLED or (trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits()):
+        if trial.outcome in _UNSETTLED or (
+            trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits.deadlines()
+        ):
             return False
         return not self._settings.version_check or record["versions"] == versions()
-
-    def _limits(self) -> dict[str, float]:
-        options, settings = self._resolver.options, self._settings
-        return {
-            "compile_timeout_s": settings.compile_timeout or float(options.compile_timeout),
-            "timeout_s": settings.timeout or float(options.timeout),
-        }
 
     def _prune(self, progress: Progress) -> None:
         keeps = self._resolver.pruning(self._args, self._kwargs)
@@ -715,11 +715,10 @@ class _Run:
             {index: left[index] for index in ordered},
             options=self._resolver.options,
             settings=self._settings,
-            on_trial=on_trial,
-            on_tick=self._show_life,
+            limits=self._limits,
+            events=SweepEvents(on_trial=on_trial, on_tick=self._show_life, on_phase=self._resolver.on_phase),
             troubled=last,
             known=self._trials,
-            on_phase=self._resolver.on_phase,
         )
 
     def problem(self) -> Problem:
@@ -752,7 +751,7 @@ class _Run:
             return
         self._show_life()
         with self._saving():
-            self._journal.append({"trial": trial.to_json(), "limits": self._limits(), "versions": versions()})
+            self._journal.append({"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": versions()})
             if trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT) or (
                 index in self._troubled and trial.outcome not in _UNSETTLED
             ):
@@ -796,7 +795,7 @@ class _Run:
                 # Those who wait now are spared it.
                 told = [trial.to_json() for trial in trials]
                 space = space_of(self._configs)
-                self._claim.leave_failure({"space": space, "limits": self._limits(), "trials": told})
+                self._claim.leave_failure({"space": space, "limits": self._limits.deadlines(), "trials": told})
             raise self._failure(trials)
         self._trials, verdict = finals.conclude(self._trials, swept.final, default=self._default_index())
         trials = tuple(self._trials[index] for index in range(len(self._configs)))

@@ -22,9 +22,11 @@ from quarantune.measure import finals
 from quarantune.sandbox import pool, spool
 from quarantune.scheduler.loop import MEMORY_SHARE, ErrandError, Leftovers, Plan, Scheduler
 from quarantune.scheduler.reference import UNTUNED, Reference, unlike
+from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.limits import SweepLimits
 from quarantune.transport.problem import Problem
 from quarantune.values.options import Options
-from quarantune.values.settings import Settings, parse_memory
+from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -68,19 +70,18 @@ class Routes:
         problem: Problem,
         options: Options,
         settings: Settings,
+        limits: SweepLimits,
         finish: Finish,
-        on_tick: Callable[[], None],
-        on_phase: Callable[[int, str], None],
+        events: SweepEvents,
         troubled: Collection[int],
         on_many_devices: bool,
     ) -> None:
         self._sandbox = sandbox
         self._problem = problem
         self._options = options
-        self._settings = settings
+        self._limits = limits
         self._finish = finish
-        self._on_tick = on_tick
-        self._on_phase = on_phase
+        self._events = events
         self._compile_only = False
         self._scheduler: Scheduler | None = None
         self._reference = Reference()
@@ -89,14 +90,8 @@ class Routes:
         self._troubled = troubled
         self._on_many_devices = on_many_devices
         self._on_cpu = problem.platform == "cpu"
-        self._compile_timeout_s = settings.compile_timeout or float(options.compile_timeout)
         self._devices, self._target = discovery.devices_and_target(
             problem.platform, settings, options.devices_per_trial
-        )
-        self._slots = machine.compile_slots(
-            utilization=settings.cpu_utilization,
-            count=settings.cpu_count,
-            max_count=settings.max_cpu_count,
         )
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
@@ -139,7 +134,7 @@ class Routes:
     def _load(self, configs: dict[int, Config]) -> bool:
         """Opens the sandbox; returns whether the function could be loaded, without which every config has failed."""
         try:
-            self._sandbox.open(load_timeout_s=self._compile_timeout_s)
+            self._sandbox.open(load_timeout_s=self._limits.compile_timeout_s)
         except pool.LoadError as error:
             self._fail_all(configs, error.report)
             return False
@@ -208,27 +203,26 @@ class Routes:
 
     def _new_scheduler(self, route: Route, finish: Finish) -> Scheduler:
         exclusive = (self._on_cpu or route is Route.TOGETHER) and not self._compile_only
-        parked = (
-            max(_CPU_PARKED, 2 * self._slots) if self._on_cpu else len(self._devices) * min(_DEVICE_PARKED, self._slots)
-        )
+        slots = self._limits.compile_slots
+        parked = max(_CPU_PARKED, 2 * slots) if self._on_cpu else len(self._devices) * min(_DEVICE_PARKED, slots)
         if not exclusive:
-            workers = self._slots + len(self._devices)
+            workers = slots + len(self._devices)
         else:
-            workers = max(_CPU_SHARES, 2 * self._slots) if self._on_cpu else parked
-        limit_bytes = self._memory_limit()
+            workers = max(_CPU_SHARES, 2 * slots) if self._on_cpu else parked
+        limit_bytes = self._limits.memory_limit_bytes
         plan = Plan(
             route=route,
             options=worker_options(self._problem.platform, self._options),
             target=self._target if route is Route.APART else None,
-            slots=self._slots,
+            slots=slots,
             devices=tuple(self._devices),
             configs_per_worker=self._configs_per_worker(),
             exclusive=exclusive,
             parked=parked,
             # A worker that has to load the function first may be brought down by that, which is for a config to tell.
             ahead=route is Route.TOGETHER and self._on_cpu and self._sandbox.forks_loaded and not self._compile_only,
-            compile_timeout_s=self._compile_timeout_s,
-            timeout_s=self._settings.timeout or float(self._options.timeout),
+            compile_timeout_s=self._limits.compile_timeout_s,
+            timeout_s=self._limits.timeout_s,
             memory_limit_bytes=limit_bytes or int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, workers)),
             may_exceed_alone=limit_bytes is None,
             compile_only=self._compile_only,
@@ -237,23 +231,17 @@ class Routes:
             self._sandbox,
             plan,
             on_trial=finish,
-            on_tick=self._on_tick,
-            on_phase=lambda index, phase: None if index == UNTUNED else self._on_phase(index, phase),
+            on_tick=self._events.on_tick,
+            on_phase=lambda index, phase: None if index == UNTUNED else self._events.on_phase(index, phase),
             reference=self._reference,
             lease_on=self._lease_on,
         )
         self._schedulers.callback(self._scheduler.close)
         return self._scheduler
 
-    def _memory_limit(self) -> int | None:
-        """Returns the limit that somebody set."""
-        if self._settings.memory_limit is not None:
-            return self._settings.memory_limit
-        return None if self._options.memory_limit is None else parse_memory(self._options.memory_limit)
-
     def _configs_per_worker(self) -> int:
-        if self._settings.configs_per_worker is not None:
-            return self._settings.configs_per_worker
+        if self._limits.configs_per_worker is not None:
+            return self._limits.configs_per_worker
         return 1 if self._on_cpu else _CONFIGS_PER_ACCELERATOR_WORKER
 
     def _fail_all(self, configs: dict[int, Config], report: dict[str, Any]) -> None:

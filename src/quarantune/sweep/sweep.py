@@ -16,6 +16,8 @@ from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery
 from quarantune.sandbox import shortages, spool, template, wire
 from quarantune.sweep import sweep_inputs
+from quarantune.sweep.events import END, SweepEvents
+from quarantune.sweep.limits import SweepLimits
 from quarantune.transport import payload
 from quarantune.transport.problem import Problem
 from quarantune.values import config_values, shown
@@ -48,11 +50,10 @@ def run(
     *,
     options: Options,
     settings: Settings,
-    on_trial: Callable[[int, Trial], None],
-    on_tick: Callable[[], None],
+    limits: SweepLimits,
+    events: SweepEvents,
     troubled: Collection[int] = (),
     known: Mapping[int, Trial] | None = None,
-    on_phase: Callable[[int, str], None] = lambda index, phase: None,
     compile_only: bool = False,
 ) -> Swept:
     """Runs every config to its outcome, then compares the fastest once more, in turn.
@@ -60,13 +61,12 @@ def run(
     Args:
         problem: the call.
         configs: the configs by index, in the order to try them.
-        options: the author's.
-        settings: the operator's, which beat the author's.
-        on_trial: called with each config's index and trial as it ends.
-        on_tick: called many times a second while the sweep lives.
+        options: the author's options.
+        settings: the operator's settings.
+        limits: the limits that the two set together.
+        events: receives the progress of the sweep.
         troubled: indices of configs that hung or crashed before, and come last.
         known: trials of an earlier sweep, by index, which are not run again but may be finalists.
-        on_phase: told of the phases that configs enter, by their indices, and of their `end`.
         compile_only: whether configs are only compiled, and their executables returned.
 
     Returns:
@@ -83,8 +83,8 @@ def run(
         if settings.log_dir is not None:
             _keep_log(settings.log_dir, problem.name, f"{os.getpid()}-{sweep_number}-{index:04d}", trial, log)
         measured[index] = trial
-        on_trial(index, trial)
-        on_phase(index, "end")
+        events.on_trial(index, trial)
+        events.on_phase(index, END)
 
     measured = dict(known or {})
     judges = {"ref_fn": options.ref_fn if callable(options.ref_fn) else None, "check_fn": options.check_fn}
@@ -132,7 +132,7 @@ def run(
             plugins=problem.platform != "cpu",
         ) as sandbox,
     ):
-        taken = routes.Routes(sandbox, problem, options, settings, finish, on_tick, on_phase, troubled, many)
+        taken = routes.Routes(sandbox, problem, options, settings, limits, finish, events, troubled, many)
         return taken.compile(dict(configs)) if compile_only else taken.run(dict(configs), measured)
 
 
