@@ -11,7 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from quarantune.measure.compare import Tolerance, compare, compare_shapes, gradients, judge, scalar_of
+from quarantune.measure.compare import compare, compare_shapes, judge
+from quarantune.measure.elements import Tolerance
+from quarantune.measure.gradients import gradients, scalar_of
 
 EXACT = Tolerance(rtol=0, atol=0, max_mismatched_ratio=0)
 STRICT = Tolerance(rtol=1e-2, atol=1e-2, max_mismatched_ratio=0)

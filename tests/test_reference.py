@@ -20,8 +20,8 @@ import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
-from quarantune.measure import compare, on_device
-from quarantune.measure.compare import Tolerance
+from quarantune.measure import compare, elements, on_device
+from quarantune.measure.elements import Tolerance
 from quarantune.sandbox import spool
 from quarantune.scheduler.reference import UNTUNED, Reference
 from quarantune.sweep import in_process
@@ -374,7 +374,7 @@ def test_on_the_device_the_same_is_found_as_on_the_host(name: str, got: Any, wan
     asked: list[Any] = []
     comparer = on_device.Comparer()
 
-    def shortcut(mine: Any, its: Any, tolerance: Tolerance) -> compare.Mismatches | None:
+    def shortcut(mine: Any, its: Any, tolerance: Tolerance) -> elements.Mismatches | None:
         asked.append(comparer(mine, its, tolerance))
         return asked[-1]
 
@@ -391,5 +391,5 @@ def test_a_prepared_comparison_compiles_nothing_and_carries_nothing_again(monkey
     compiled = on_device._count._cache_size()
     got = jnp.asarray(wanted)
     monkeypatch.setattr(on_device.jax, "device_put", None)
-    assert comparer(got, wanted, tolerance) == compare.Mismatches(0)
+    assert comparer(got, wanted, tolerance) == elements.Mismatches(0)
     assert on_device._count._cache_size() == compiled

@@ -37,7 +37,7 @@ from quarantune.sweep import in_process, sweep, sweep_inputs
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.routes import Swept
 from quarantune.transport import inputs, payload
-from quarantune.worker import bench as trial
+from quarantune.worker.bench import Bench
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -806,13 +806,13 @@ def test_every_run_of_a_donating_config_gets_arguments_of_its_own(isolation: str
     np.testing.assert_array_equal(x, X)  # and so does the caller
 
 
-def bench_of(fn: Callable[..., Any], *args: Any, **companions: Any) -> tuple[trial.Bench, int]:
+def bench_of(fn: Callable[..., Any], *args: Any, **companions: Any) -> tuple[Bench, int]:
     packed = payload.pack_call(fn, args, {}, companions)
     fd = spool.create("arrays", size_bytes=packed.spool_bytes)
     payload.write_arrays(packed, fd)
     tolerance = {"rtol": 0.0, "atol": 0.0, "max_mismatched_ratio": 0.0}
     options = {"platform": "cpu", "warmup": 2, "rep": 5, "supply": "auto", "tolerance": tolerance}
-    return trial.Bench(packed.call, arrays_fd=fd, options={**options, "check_grad": False, "flush": None}), fd
+    return Bench(packed.call, arrays_fd=fd, options={**options, "check_grad": False, "flush": None}), fd
 
 
 def test_a_plain_function_that_writes_into_its_argument_never_sees_what_was_written() -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quarantune.measure.compare import Mismatches, Tolerance
+from quarantune.measure.elements import Mismatches, Tolerance
 
 _MOST_ELEMENTS = 2**31 - 1
 """As many as a 32-bit count can hold."""

@@ -40,7 +40,7 @@ _NOISE_MARGIN = 1.25
 _FIRSTS = 1.5
 """A first run this long, and this many times longer than the fastest first run, says something by itself: what the cold
 adds is much the same for all."""
-TELLING_MS = 5.0
+INFORMATIVE_MS = 5.0
 """Two runs longer than this, one after another, say something: neither the cold nor an interruption takes as long."""
 BUSY = {"device": 0.05, "queued": 0.15, "wall": 0.25}
 """Scatter, as a share of the median, above which something else was going on, by the clock that took the samples."""
@@ -164,7 +164,7 @@ def measure(
         ValueError: no plausible sample was taken.
     """
     started = clock()
-    is_telling = before_ms is not None and before_ms > TELLING_MS
+    is_telling = before_ms is not None and before_ms > INFORMATIVE_MS
     least_ms = before_ms if is_telling and before_ms is not None else math.inf
     limit_ms = math.inf if bar_ms is None else margin * bar_ms
 

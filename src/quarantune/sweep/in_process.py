@@ -19,7 +19,8 @@ from quarantune.sandbox import spool
 from quarantune.scheduler.reference import Reference, unlike
 from quarantune.transport import payload
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
-from quarantune.worker import bench as trial
+from quarantune.worker.bench import Bench, Program
+from quarantune.worker.failures import WrongResultError, outcome_of
 from quarantune.worker.main import describe_error
 
 _logger = logging.getLogger("quarantune")
@@ -40,7 +41,7 @@ def run(
         call: the call.
         configs: the configs by index.
         arrays_fd: the file that holds its arrays' bytes; -1 for none.
-        options: as for `trial.Bench`.
+        options: as for `Bench`.
         finish: told of each config's index, trial and output as it ends.
         reference: what outputs are compared with; where `ref_fn` says it, it is computed here.
 
@@ -49,14 +50,14 @@ def run(
     """
     _warn()
 
-    def bench() -> trial.Bench:
-        return trial.Bench(call, arrays_fd=arrays_fd, options=options)
+    def bench() -> Bench:
+        return Bench(call, arrays_fd=arrays_fd, options=options)
 
     if configs and "ref_fn" in call.companions:
         with _undisturbed(), _file("expected") as fd:
-            _refer(bench(), fd)
+            _compute_reference(bench(), fd)
             reference.give(fd)
-            if differs := bench().shapes_differ(fd):
+            if differs := bench().judge.shapes_differ(fd):
                 raise ReferenceFailedError(unlike(differs))
     take = reference.hold(finish)
     reference.begin(configs.keys())
@@ -84,9 +85,9 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def _refer(bench: trial.Bench, fd: int) -> None:
+def _compute_reference(bench: Bench, fd: int) -> None:
     try:
-        bench.refer(fd)
+        bench.judge.compute_reference(fd)
     except (Exception, SystemExit) as error:
         about = describe_error(error)
         raise ReferenceFailedError(
@@ -121,7 +122,7 @@ def compare(
     if len(finalists) < 2:
         return finals.Final()
     with _undisturbed():
-        bench = trial.Bench(call, arrays_fd=arrays_fd, options=options)
+        bench = Bench(call, arrays_fd=arrays_fd, options=options)
         try:
             programs = [bench.compile(measured[index].config, target=None) for index in finalists]
             rounds_ms, warm_ms = bench.compare(programs)
@@ -131,7 +132,7 @@ def compare(
             return finals.Final()
 
 
-def _check(bench: trial.Bench, program: trial.Program, index: int, reference: Reference) -> None:
+def _check(bench: Bench, program: Program, index: int, reference: Reference) -> None:
     """Judges a config's output, and notes with which others it agrees."""
     task, offered = reference.task(), len(reference.fds)
     with _file("output") as fd:
@@ -141,7 +142,7 @@ def _check(bench: trial.Bench, program: trial.Program, index: int, reference: Re
             standard = task["standard"]
             group = bench.check(program, references=reference.fds, standard=standard, output_fd=output_fd)
             found["group"] = group
-        except trial.WrongResultError as error:
+        except WrongResultError as error:
             found["group"] = error.group
             raise
         finally:
@@ -149,7 +150,7 @@ def _check(bench: trial.Bench, program: trial.Program, index: int, reference: Re
                 reference.note(index, found["group"], offered=offered, fd=-1 if output_fd is None else output_fd)
 
 
-def _run_one(bench: trial.Bench, config: Config, index: int, reference: Reference) -> Trial:
+def _run_one(bench: Bench, config: Config, index: int, reference: Reference) -> Trial:
     so_far = Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE, route=Route.IN_PROCESS)
     try:
         program = bench.compile(config, target=None)
@@ -160,7 +161,7 @@ def _run_one(bench: trial.Bench, config: Config, index: int, reference: Referenc
     except (Exception, SystemExit) as error:  # what KeyboardInterrupt says is the caller's
         assert so_far.phase is not None
         about = describe_error(error)
-        outcome = Outcome(trial.outcome_of(error, so_far.phase.value))
+        outcome = Outcome(outcome_of(error, so_far.phase.value))
         is_wrong = outcome is Outcome.WRONG
         return dataclasses.replace(
             so_far,

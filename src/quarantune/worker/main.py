@@ -19,7 +19,7 @@ from quarantune.sandbox.wire import Connection, Message
 if TYPE_CHECKING:
     from quarantune.transport import payload
     from quarantune.values.trial import Config
-    from quarantune.worker import bench as trial
+    from quarantune.worker.bench import Bench, Program
 
 _MESSAGE_CHARS = 4000
 _TRACEBACK_LINES = 12
@@ -87,12 +87,12 @@ class Worker:
         try:
             reply = self._do(task, fds)
         except BaseException as error:  # a config may raise anything, SystemExit and KeyboardInterrupt too
-            from quarantune.worker import bench as trial
+            from quarantune.worker.failures import WrongResultError, outcome_of
 
             about = describe_error(error)
-            if isinstance(error, trial.WrongResultError):
+            if isinstance(error, WrongResultError):
                 about |= {"traceback": "", "group": error.group}  # where we raise it is nobody's business
-            self._send({"type": "failed", "outcome": trial.outcome_of(error, self._phase), **about})
+            self._send({"type": "failed", "outcome": outcome_of(error, self._phase), **about})
             return False
         finally:
             wire.close_all(fds)
@@ -102,17 +102,19 @@ class Worker:
 
     def _do(self, task: Message, fds: list[int]) -> Message | None:
         from quarantune.measure import sampling
-        from quarantune.worker import bench as trial
+        from quarantune.worker.bench import Bench
+        from quarantune.worker.failures import NeedsDeviceError
+        from quarantune.worker.probe import probe
 
         if task["do"] == "probe":
-            return {"type": "probed", **trial.probe(task["platforms"])}
+            return {"type": "probed", **probe(task["platforms"])}
         if self._bench is None:
             call = self._shared.call
             if call is None:
                 self._enter("load")
                 call = load_call(self._shared.payload_fd, self._shared.cwd)
-            self._bench = trial.Bench(call, arrays_fd=self._shared.arrays_fd, options=task["options"])
-        bench: trial.Bench = self._bench
+            self._bench = Bench(call, arrays_fd=self._shared.arrays_fd, options=task["options"])
+        bench: Bench = self._bench
         match task["do"]:
             case "prepare":
                 bench.prepare(fds)
@@ -135,7 +137,7 @@ class Worker:
                         standard=task["standard"],
                         output_fd=fds[end] if task["keeps"] else None,
                     )
-                    if task["pause"] and (run := bench.telling_run(program)) is not None:
+                    if task["pause"] and (run := bench.informative_first_run(program)) is not None:
                         # It may be out of the race already, which the scheduler knows.
                         return {
                             "type": "checked",
@@ -152,24 +154,24 @@ class Worker:
                     # function leaves, if anything, is no more than what it has called.
                     try:
                         bench.save(program, fds[0])
-                    except trial.NeedsDeviceError:
+                    except NeedsDeviceError:
                         pass
                     except OSError:  # there is no room for it, or it would be too large a file
                         os.ftruncate(fds[0], 0)
                 return {"type": "measured", **measured, **found}
             case "shapes":
                 self._enter("check")
-                return {"type": "done", "differs": bench.shapes_differ(fds[0])}
+                return {"type": "done", "differs": bench.judge.shapes_differ(fds[0])}
             case "refer":
                 self._enter("check")
-                bench.refer(fds[0])
+                bench.judge.compute_reference(fds[0])
                 return {"type": "done"}
             case "compare":
                 return self._compare(bench, task, fds)
         raise ValueError(f"no such task: {task['do']!r}")
 
-    def _compile(self, bench: trial.Bench, task: Message, fds: list[int]) -> Message:
-        from quarantune.worker import bench as trial
+    def _compile(self, bench: Bench, task: Message, fds: list[int]) -> Message:
+        from quarantune.worker.failures import NeedsDeviceError
 
         self._enter("compile")
         self._program = bench.compile(
@@ -179,31 +181,31 @@ class Worker:
             announce=lambda program: self._send({"type": "lowered", "program": program}),
         )
         if fds:
-            with contextlib.suppress(*() if task["must_save"] else (trial.NeedsDeviceError,)):
+            with contextlib.suppress(*() if task["must_save"] else (NeedsDeviceError,)):
                 bench.save(self._program, fds[0], as_data=task["as_data"])
         return {"type": "compiled", "compile_s": self._program.compile_s, "modules": self._new_modules()}
 
-    def _load(self, bench: trial.Bench, config: Config, fd: int) -> trial.Program:
+    def _load(self, bench: Bench, config: Config, fd: int) -> Program:
         """Loads a program; one that calls what only tracing it makes known must be compiled where it runs."""
-        from quarantune.worker import bench as trial
+        from quarantune.worker.failures import NeedsDeviceError, outcome_of
 
         self._phase = "load"
         try:
             return bench.load(config, fd)
         except Exception as error:
-            if trial.outcome_of(error, self._phase) != "error":
+            if outcome_of(error, self._phase) != "error":
                 raise
-            raise trial.NeedsDeviceError(f"its executable cannot be loaded: {error}") from error
+            raise NeedsDeviceError(f"its executable cannot be loaded: {error}") from error
 
-    def _compare(self, bench: trial.Bench, task: Message, fds: list[int]) -> Message:
-        from quarantune.worker import bench as trial
+    def _compare(self, bench: Bench, task: Message, fds: list[int]) -> Message:
+        from quarantune.worker.failures import NeedsDeviceError
 
         self._enter("compile")
         saved, programs = iter(fds), []
         for entry in task["entries"]:
             program = None
             if entry["saved"]:
-                with contextlib.suppress(trial.NeedsDeviceError):
+                with contextlib.suppress(NeedsDeviceError):
                     program = self._load(bench, entry["config"], next(saved))
             programs.append(program or bench.compile(entry["config"], target=None))
         self._enter("check")

@@ -1,0 +1,76 @@
+"""The arguments that a worker calls the tuned function with."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from quarantune import jax_internals
+from quarantune.transport import inputs, payload
+
+Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+
+_SEED = 0
+
+
+class CallArguments:
+    """Makes the arguments of one call, always with the same values.
+
+    Attributes:
+        jit: the function's jit options; None for a plain callable.
+        may_be_overwritten: whether a run may write into its arguments, so that each run needs fresh ones.
+    """
+
+    def __init__(self, call: payload.Call, *, arrays_fd: int, supply: Any) -> None:
+        """Sets up the arguments; none is made yet.
+
+        Args:
+            call: the loaded payload.
+            arrays_fd: the file that holds the concrete arrays' bytes; -1 for none.
+            supply: how arrays without data are made, as `inputs.materialize` takes it.
+        """
+        self._call = call
+        self._arrays_fd = arrays_fd
+        self._supply = supply
+        self._shared: Arguments | None = None
+        self.jit: jax_internals.JitOptions | None = None
+        self.may_be_overwritten = True  # a plain callable may write into its arguments
+        if jax_internals.is_jitted(call.fn):
+            self.jit = jax_internals.jit_options(call.fn)
+            self.may_be_overwritten = bool(self.jit.donate_argnums or self.jit.donate_argnames)
+
+    def shared(self) -> Arguments:
+        """Returns the call's arguments, made once."""
+        if self._shared is None:
+            self._shared = self.fresh()
+        return self._shared
+
+    def fresh(self) -> Arguments:
+        """Returns newly made arguments of the call."""
+        args, kwargs = inputs.materialize(self._call, self._arrays_fd, seed=_SEED, kind=self._supply)
+        if self.jit is None:
+            return args, kwargs
+        # A jitted function's numpy arguments are carried to the device here and not with every timed call. jnp.asarray
+        # would compile a program for that, which is half of the cost of a fresh worker.
+        on_device = jax.tree.map(
+            lambda leaf: jax.device_put(leaf, may_alias=False) if isinstance(leaf, np.ndarray) else leaf,
+            (args, kwargs),
+        )
+        return on_device[0], on_device[1]
+
+    def for_run(self) -> Arguments:
+        """Returns unmodified arguments for one run: fresh ones where an earlier run may have overwritten its own."""
+        return self.fresh() if self.may_be_overwritten else self.shared()
+
+    def dynamic(self, arguments: Arguments) -> Arguments:
+        """Returns the arguments without the static ones, as an executable takes them."""
+        args, kwargs = arguments
+        if self.jit is None:
+            return args, kwargs
+        static = self.jit
+        return (
+            tuple(arg for index, arg in enumerate(args) if not static.is_static_position(index, len(args))),
+            {name: arg for name, arg in kwargs.items() if name not in static.static_argnames},
+        )

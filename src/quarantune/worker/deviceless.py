@@ -1,0 +1,68 @@
+"""Compiling for an accelerator in a process that does not touch it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+
+from quarantune import jax_internals
+from quarantune.worker.failures import NeedsDeviceError
+
+_TUNED_BY_XLA = frozenset({"dot_general", "conv_general_dilated", "scaled_dot", "ragged_dot", "ragged_dot_general"})
+_CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
+
+
+@contextlib.contextmanager
+def abstract_device(target: dict[str, Any]) -> Iterator[SingleDeviceSharding]:
+    """Stands in for the accelerator while a program is compiled for it.
+
+    The abstract device keeps Pallas's lowering from asking for the local device, which would make a context on it: a
+    quarter of a second for each worker, one after another.
+
+    Args:
+        target: describes the accelerator to compile for.
+
+    Yields:
+        The sharding that the program's arguments have on the accelerator.
+    """
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    jax.config.update("jax_platforms", "cpu")
+    topology = topologies.get_topology_desc(
+        platform=target["platform"], topology_name="", topology="1x1x1", target_config=target["config_text"]
+    )
+    device = AbstractDevice(
+        device_kind=target["device_kind"], num_cores=target["num_cores"], platform=target["platform"]
+    )
+    mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device("gpu", _refuse_devices):
+        yield SingleDeviceSharding(topology.devices[0])
+
+
+def _refuse_devices(function: str) -> None:
+    raise NeedsDeviceError(f"it calls jax.{function}() while it is traced")
+
+
+def why_device_is_needed(jaxpr: Any) -> str | None:
+    """Returns why a traced program must be compiled on its device, or None where it need not.
+
+    XLA times its own choices for dots and convolutions on the device, so that without one they come out slower; a host
+    callback is bound to the process that compiled it. Neither applies inside a Pallas kernel.
+    """
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in _TUNED_BY_XLA:
+            return f"XLA tunes its {name} on the device"
+        if name in _CALLBACKS:
+            return f"its {name} belongs to the process that compiles it"
+        if name == "pallas_call":
+            continue
+        for inner in jax_internals.inner_jaxprs(equation.params):
+            if reason := why_device_is_needed(inner):
+                return reason
+    return None

@@ -1,0 +1,36 @@
+"""The errors that a config's worker raises, and the outcome that an exception stands for."""
+
+from __future__ import annotations
+
+import jax
+
+from quarantune.values.trial import Outcome
+
+
+class NeedsDeviceError(RuntimeError):
+    """The program cannot be compiled well, or at all, without its device: compile it there."""
+
+
+class WrongResultError(Exception):
+    """A config ran and returned a wrong result; the message says how it differs.
+
+    Attributes:
+        group: the position of the other config's output that it agrees with, as `Judge.check` returns it.
+    """
+
+    def __init__(self, reason: str, group: int | None = None) -> None:
+        super().__init__(reason)
+        self.group = group
+
+
+def outcome_of(error: BaseException, phase: str) -> str:
+    """Returns the outcome that an exception in `phase` stands for, or `unfit` for a program in the wrong worker."""
+    if isinstance(error, NeedsDeviceError):
+        return "unfit"
+    if isinstance(error, WrongResultError):
+        return Outcome.WRONG.value
+    # While compiling, the same status also means that a kernel wants more shared memory than there is.
+    exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    if exhausted and (phase != "compile" or "out of memory" in str(error).lower()):
+        return Outcome.DEVICE_OOM.value
+    return Outcome.ERROR.value

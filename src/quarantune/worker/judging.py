@@ -1,0 +1,212 @@
+"""Judges a config's output: against the author's reference, or against the outputs of other configs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quarantune import jax_internals
+from quarantune.measure import compare, on_device
+from quarantune.measure.elements import Tolerance
+from quarantune.measure.gradients import gradients
+from quarantune.sandbox import spool
+from quarantune.transport import binding, inputs, payload, pickling
+from quarantune.values.trial import INCOMPARABLE, Config
+from quarantune.worker.arguments import CallArguments
+from quarantune.worker.failures import WrongResultError
+
+
+class Judge:
+    """Compares the outputs of one call's configs, and their gradients where those count."""
+
+    def __init__(self, call: payload.Call, arguments: CallArguments, options: dict[str, Any]) -> None:
+        """Sets up the judge.
+
+        Args:
+            call: the loaded payload.
+            arguments: the arguments that every output was computed from.
+            options: as for `Bench`.
+        """
+        self._call = call
+        self._arguments = arguments
+        self._check_grad: bool = options["check_grad"]
+        self._tolerance = Tolerance(**options["tolerance"])
+        self._expected: dict[int, dict[str, Any]] = {}
+        # On the CPU, compiling the comparison takes a fresh worker longer than numpy takes to compare.
+        self._shortcut = None if options["platform"] in (None, "cpu") else on_device.Comparer()
+
+    def prepare(self, references: Sequence[int]) -> None:
+        """Carries the references to an accelerator, ahead of the first output; errors are left to `check`."""
+        if self._shortcut is not None:
+            for position, fd in enumerate(references):
+                with contextlib.suppress(Exception):
+                    self._shortcut.prepare(self._expected_at(position, fd)["output"], self._tolerance)
+
+    def compute_reference(self, fd: int) -> None:
+        """Writes the reference's output, and its gradients where those count, for the configs to be compared with."""
+        ref_fn = self._call.companions["ref_fn"]
+        args, kwargs = self._arguments.fresh()
+        expected = {"output": _on_host(jax.block_until_ready(ref_fn(*args, **kwargs)))}
+        if self._check_grad:
+            expected["gradients"] = _on_host(self._gradients(ref_fn, {}))
+        spool.write(fd, pickling.dumps(expected))
+
+    def shapes_differ(self, fd: int) -> str | None:
+        """Says how the output of the function's defaults differs from the reference, by shapes alone.
+
+        Args:
+            fd: the file that `compute_reference` wrote.
+
+        Returns:
+            One sentence, or None where they may agree, or where JAX cannot trace the function with its defaults.
+        """
+        if self._arguments.jit is None or "check_fn" in self._call.companions:
+            return None
+        args, kwargs = inputs.call_as_structs(self._call)
+        jitted: Any = self._call.fn
+        try:
+            output = jitted.trace(*args, **kwargs).out_info
+        except Exception:
+            return None  # its configs may do better
+        return compare.compare_shapes(output, pickling.loads(spool.read(fd))["output"])
+
+    def check(
+        self,
+        config: Config,
+        output: Any,
+        *,
+        references: Sequence[int] = (),
+        standard: int | None = None,
+        output_fd: int | None = None,
+    ) -> int | None:
+        """Judges a config's output.
+
+        Args:
+            config: the config.
+            output: the value that it returned.
+            references: descriptors of the files to compare with: the reference's, or those of other configs' outputs.
+            standard: the position of the one that is right; None where that is not known.
+            output_fd: where to keep the output for other configs if it agrees with no reference; None to keep nothing.
+
+        Returns:
+            The position of the reference that it agrees with, `len(references)` where it was kept, `INCOMPARABLE`, or
+            None where it agrees with none or was not compared.
+
+        Raises:
+            WrongResultError: the output, or a gradient, is not what it should be.
+        """
+        check_fn = self._call.companions.get("check_fn")
+        if check_fn is not None or "ref_fn" in self._call.companions:
+            self._judge(config, output, references, check_fn)
+            return None
+        if not references and output_fd is None:
+            return None
+        return self._group(config, output, references, standard, output_fd)
+
+    def _judge(
+        self, config: Config, output: Any, references: Sequence[int], check_fn: Callable[..., Any] | None
+    ) -> None:
+        """Applies the author's `check_fn`, or compares an output with that of `ref_fn`."""
+        expected = self._expected_at(0, references[0]) if references else {"output": None}
+        args, kwargs = self._arguments.fresh() if check_fn is not None else ((), {})
+        reason = compare.judge(
+            output,
+            expected["output"],
+            args,
+            kwargs,
+            tolerance=self._tolerance,
+            check_fn=check_fn,
+            shortcut=self._shortcut,
+        )
+        if reason is None and "gradients" in expected:
+            reason = self._gradients_differ(self._gradients(self._call.fn, config), expected)
+        if reason is not None:
+            raise WrongResultError(reason)
+
+    def _group(
+        self, config: Config, output: Any, references: Sequence[int], standard: int | None, output_fd: int | None
+    ) -> int | None:
+        """Finds the other config's output that this one agrees with."""
+        own = {"output": output if self._arguments.jit is not None else _arrays_alone(output)}
+        if not jax.tree.leaves(own):
+            return INCOMPARABLE
+        if self._check_grad:
+            own["gradients"] = self._gradients(self._call.fn, config)
+        wrong: str | None = None
+        group: int | None = None
+        for position in sorted(range(len(references)), key=lambda position: position != standard):
+            differs: str | None
+            try:
+                expected = self._expected_at(position, references[position])
+            except Exception as error:  # the config that wrote it may have left anything there
+                differs = f"the output to compare with cannot be read: {error!r}"
+            else:
+                differs = self._differs(own, expected)
+            if differs is None:
+                group = position
+                break
+            wrong = differs if position == standard else wrong
+        if group is None and output_fd is not None:
+            try:
+                spool.write(output_fd, pickling.dumps({name: _on_host(part) for name, part in own.items()}))
+            except TypeError as error:
+                print(f"its output cannot be compared with that of other configs: {error}")
+                return INCOMPARABLE
+            group = len(references)
+        if wrong is not None:
+            raise WrongResultError(f"it does not compute what the defaults do: {wrong}", group)
+        return group
+
+    def _differs(self, own: dict[str, Any], expected: dict[str, Any]) -> str | None:
+        reason = compare.compare(
+            own["output"], expected["output"], self._tolerance, shortcut=self._shortcut, same_dtypes=True
+        )
+        if reason is None and "gradients" in expected:
+            reason = self._gradients_differ(own["gradients"], expected)
+        return reason
+
+    def _gradients_differ(self, found: Any, expected: dict[str, Any]) -> str | None:
+        differs = compare.compare(found, expected["gradients"], self._tolerance)
+        return None if differs is None else f"its gradients differ: {differs}"
+
+    def _expected_at(self, position: int, fd: int) -> dict[str, Any]:
+        """Returns the content of a reference's file, read once; a position always stands for the same file."""
+        if position not in self._expected:
+            self._expected[position] = pickling.loads(spool.read(fd))
+        return self._expected[position]
+
+    def _gradients(self, fn: Callable[..., Any], config: Config) -> Any:
+        args, kwargs = self._arguments.shared()
+        static = self._arguments.jit or jax_internals.JitOptions()
+        positions = [index for index in range(len(args)) if static.is_static_position(index, len(args))]
+        if self._arguments.jit is not None and jax_internals.is_jitted(fn):
+            config, _ = binding.split(fn, config)  # JAX refuses compiler options under differentiation
+            fn = jax_internals.without_compiler_options(fn)
+        bound = functools.partial(fn, **config) if config else fn
+        return gradients(bound, args, kwargs, static_argnums=positions, static_argnames=static.static_argnames)
+
+
+def _arrays_alone(tree: Any) -> Any:
+    """Returns a plain callable's output with None in place of all leaves but arrays: of times, names and handles."""
+
+    def kept(leaf: Any) -> Any:
+        is_array = isinstance(leaf, (np.ndarray, jax.Array))
+        return leaf if is_array and not jnp.issubdtype(leaf.dtype, np.object_) else None
+
+    return jax.tree.map(kept, tree)
+
+
+def _on_host(tree: Any) -> Any:
+    """Returns a tree with its arrays as numpy arrays, which hold no device and can travel."""
+
+    def fetched(leaf: Any) -> Any:
+        is_plain = isinstance(leaf, jax.Array) and not payload.is_key_dtype(leaf.dtype)
+        return np.asarray(leaf) if is_plain else leaf
+
+    return jax.tree.map(fetched, tree)
