@@ -20,9 +20,9 @@ import quarantune
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
-from quarantune.transport.payload import MeshSpec
 from quarantune.values.options import Options
 from quarantune.values.settings import current
+from quarantune.values.shardings import MeshSpec
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("two_slots")]
 

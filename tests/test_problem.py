@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 from quarantune.transport import problem
+from quarantune.values import describe
 
 
 def _kernel(a: Any, b: Any = None, transpose: bool = False, BM: int = 32, BN: int = 32) -> None:
@@ -402,44 +403,45 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("name", EQUAL)
 def test_equal_static_values_have_one_description(name: str) -> None:
-    first, second = (json.dumps(problem.describe_static(value), allow_nan=False) for value in EQUAL[name])
+    first, second = (json.dumps(describe.describe_static(value), allow_nan=False) for value in EQUAL[name])
     assert first == second
     assert " at 0x" not in first
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_static_values_have_different_descriptions(name: str) -> None:
-    first, second = (json.dumps(problem.describe_static(value), allow_nan=False) for value in DIFFERENT[name])
+    first, second = (json.dumps(describe.describe_static(value), allow_nan=False) for value in DIFFERENT[name])
     assert first != second
 
 
 def test_a_cached_property_does_not_change_an_objects_description() -> None:
     plain, used = _Plain(3), _Plain(3)
     assert used.area == 9
-    assert problem.describe_static(used) == problem.describe_static(plain)
+    assert describe.describe_static(used) == describe.describe_static(plain)
 
 
 def test_a_function_found_by_its_name_is_described_by_that_alone() -> None:
     for function in (_square, jax.nn.relu, np.add):
-        assert problem.describe_static(function) == {"function": f"{function.__module__}:{function.__qualname__}"}
+        assert describe.describe_static(function) == {"function": f"{function.__module__}:{function.__qualname__}"}
 
 
 def test_an_object_known_by_its_address_alone_is_refused() -> None:
     with pytest.raises(TypeError, match=r"<unlocked .* frozen dataclass"):
-        problem.describe_static(threading.Lock())
+        describe.describe_static(threading.Lock())
 
 
 def test_an_object_that_holds_itself_can_be_described() -> None:
     loop, other = _Plain(3), _Plain(3)
     loop.width = loop  # type: ignore[assignment]
     other.width = other  # type: ignore[assignment]
-    assert problem.describe_static(loop) == problem.describe_static(other)
+    assert describe.describe_static(loop) == describe.describe_static(other)
 
 
 def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
     path = tmp_path / "describe.py"
     path.write_text(
         "import dataclasses, enum, inspect, json, jax\nfrom quarantune.transport import problem\n"
+        "from quarantune.values import describe\n"
         "class Mode(enum.Enum):\n    UP = 1\n"
         "@dataclasses.dataclass(frozen=True)\nclass Options:\n    mode: Mode\n    names: frozenset\n"
         "@jax.tree_util.register_pytree_node_class\n"
@@ -450,7 +452,7 @@ def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
         "slots = Slots(); slots.x = 5\n"
         "values = [Options(Mode.UP, frozenset('abcdef')), lambda a: a + 1, slots, {'b': 1, 'a': (2, 3)}]\n"
         "values += [lambda a: a in {'x', 'y', 'z', ('u', 1)}, jax.grad(lambda a: a in {'x', 'y', 'z'})]\n"
-        "print(json.dumps([problem.describe_static(value) for value in values]))\n"
+        "print(json.dumps([describe.describe_static(value) for value in values]))\n"
         "signature = inspect.signature(lambda a: a)\n"
         "print(problem.describe_call(signature, (), (), ([Node()],), {}).key_values)\n"
     )
@@ -477,6 +479,7 @@ SHARDED = """
 import inspect, json
 import jax, jax.numpy as jnp
 from quarantune.transport import problem
+from quarantune.values import describe
 
 def values(a):
     return problem.describe_call(inspect.signature(lambda a: a), (), (), (a,), {}).key_values["a"]

@@ -34,22 +34,22 @@ from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport import assignment as assignments
-from quarantune.transport import binding, manual_axes, payload
+from quarantune.transport import binding, manual_axes
 from quarantune.transport.manual_axes import Axes
 from quarantune.transport.problem import (
     CallDescription,
     Problem,
     as_structs,
     describe_call,
-    describe_static,
     fitted,
     is_array,
     key_part,
     named,
 )
-from quarantune.values import config_space, shown
+from quarantune.values import config_space, shardings, shown
 from quarantune.values import settings as environment
 from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, encode, freeze, text_of
+from quarantune.values.describe import describe_static
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import CacheMissError, Config, Outcome, Trial, TuningFailedError, count_outcomes
@@ -375,7 +375,7 @@ class Resolver:
             described = {**described, "communicates over": axes.sizes}
         assignment = assignments.current()
         state = jax_state.describe(describe_static, own=None if assignment is None else assignment.text)
-        if (mesh := payload.describe_context_mesh(args, kwargs)) is not None:
+        if (mesh := shardings.describe_context_mesh(args, kwargs)) is not None:
             state["mesh"] = mesh
         parts = {"call": described, "code": self._fingerprint.digest} | ({"jax": state} if state else {})
         text = cache.canonical_json(parts)

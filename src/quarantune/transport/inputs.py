@@ -18,11 +18,11 @@ from quarantune.transport.payload import (
     ArrayRef,
     ArraySpec,
     Call,
-    MeshSpec,
     dtype_from_name,
     is_key_dtype,
     restore_array,
 )
+from quarantune.values.shardings import MeshSpec
 
 KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 

@@ -18,7 +18,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from quarantune import jax_internals
 from quarantune.transport import inputs
-from quarantune.transport.payload import ArrayRef, Call, MeshSpec, sharding_of
+from quarantune.transport.payload import ArrayRef, Call
+from quarantune.values.shardings import MeshSpec, sharding_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import jax
 import ml_dtypes
@@ -22,21 +22,19 @@ from quarantune.jax_internals import state
 from quarantune.transport import unpicklable
 from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start, restore_array
 from quarantune.transport.pickling import dumps, loads, travels_by_name
+from quarantune.values.shardings import MeshSpec, ShardingSpec, context_mesh, local_sharding, sharding_of
 
 __all__ = [
     "ArrayRef",
     "ArraySpec",
     "Call",
-    "MeshSpec",
     "PackedCall",
-    "ShardingSpec",
     "dtype_from_name",
     "dumps",
     "is_key_dtype",
     "loads",
     "pack_call",
     "restore_array",
-    "sharding_of",
     "travels_by_name",
     "unpack_call",
     "write_arrays",
@@ -44,120 +42,12 @@ __all__ = [
 
 _CHUNK_BYTES = 64 << 20
 
-# --- shardings ----------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshSpec:
-    """A mesh of devices, whichever they are.
-
-    Attributes:
-        shape: the size of each axis.
-        axis_names: their names.
-        axis_types: the names of their `jax.sharding.AxisType`.
-    """
-
-    shape: tuple[int, ...]
-    axis_names: tuple[str, ...]
-    axis_types: tuple[str, ...]
-
-    @property
-    def size(self) -> int:
-        """The number of devices."""
-        return math.prod(self.shape)
-
-    @property
-    def is_manual(self) -> bool:
-        """Whether the function is called inside a `shard_map` over it."""
-        return jax.sharding.AxisType.Manual.name in self.axis_types
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardingSpec:
-    """How an array is laid out over a mesh.
-
-    Attributes:
-        mesh: the mesh.
-        partitions: for each axis of the array the mesh axes it is split over: None, a name, or several.
-    """
-
-    mesh: MeshSpec
-    partitions: tuple[str | tuple[str, ...] | None, ...]
-
-
-def sharding_of(array: Any) -> ShardingSpec | None:
-    """Returns how an array is laid out over several devices; None where it is not, or JAX does not say.
-
-    Args:
-        array: an array, a `jax.ShapeDtypeStruct`, or a tracer: of one only what is explicit is known, and inside
-            `shard_map` it is one shard, which is on one device.
-    """
-    is_tracer = isinstance(array, jax.core.Tracer)
-    sharding: Any = getattr(jax.typeof(array) if is_tracer else array, "sharding", None)
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return None
-    if is_tracer and jax.sharding.AxisType.Explicit not in sharding.mesh.axis_types:
-        return None
-    mesh = _describe_mesh(sharding.mesh)
-    return ShardingSpec(mesh=mesh, partitions=tuple(sharding.spec)) if mesh.size > 1 else None
-
-
-def _describe_mesh(mesh: Any) -> MeshSpec:
-    """Describes a mesh without its manual axes: inside `shard_map`, they are not the function's business."""
-    axes = [
-        (size, name, kind.name)
-        for (name, size), kind in zip(mesh.shape.items(), mesh.axis_types, strict=True)
-        if kind is not jax.sharding.AxisType.Manual
-    ]
-    shape, names, kinds = zip(*axes, strict=True) if axes else ((), (), ())
-    return MeshSpec(shape=shape, axis_names=names, axis_types=kinds)
-
-
-def _own_sharding(array: Any, spec: ShardingSpec | None) -> jax.sharding.NamedSharding | None:
-    """Returns how an array is laid out over devices of this process; None where it is on one, or which is not known."""
-    if spec is None:
-        return None
-    sharding: Any = None if isinstance(array, jax.core.Tracer) else array.sharding
-    if sharding is not None and isinstance(sharding.mesh, jax.sharding.Mesh):
-        return cast("jax.sharding.NamedSharding", sharding)
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:  # JAX does not say while it traces
-        return None
-    is_same = _describe_mesh(mesh) == spec.mesh
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec.partitions)) if is_same else None
-
-
-def context_mesh() -> MeshSpec | None:
-    """Returns the mesh that `jax.set_mesh` has set, without manual axes; None where it is not of several devices."""
-    mesh = _describe_mesh(jax.sharding.get_abstract_mesh())
-    return mesh if mesh.size > 1 else None
-
 
 def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> MeshSpec | None:
     """Returns the context's mesh where a trial has its devices, which it must have where it is an argument's too."""
     mesh = context_mesh()
     is_shared = any(spec.sharding is not None and spec.sharding.mesh == mesh for spec in specs)
     return mesh if mesh is not None and (is_shared or mesh.size <= devices) else None
-
-
-def describe_context_mesh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the mesh that `jax.set_mesh` has set, JSON-able, where no argument's sharding tells it.
-
-    Args:
-        args: the call's positional arguments.
-        kwargs: its keyword arguments.
-    """
-    mesh = context_mesh()
-    if mesh is None:
-        return None
-    shardings = [sharding_of(leaf) for leaf in jax.tree.leaves((args, dict(kwargs)))]
-    if any(sharding is not None and sharding.mesh == mesh for sharding in shardings):
-        return None
-    return {"shape": list(mesh.shape), "axes": list(mesh.axis_names), "types": list(mesh.axis_types)}
-
-
-# --- a whole call -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -437,7 +327,7 @@ class _ArrayPacker:
         spec = _describe(array, index=len(self.specs), offset=next_start(self.spool_bytes))
         self.specs.append(spec)
         self.sources.append(None if spec.made else array)
-        self.shardings.append(_own_sharding(array, spec.sharding))
+        self.shardings.append(local_sharding(array, spec.sharding))
         is_tracer = isinstance(array, jax.core.Tracer)
         self.varying.append(jax_internals.varying_axes(array) if is_tracer else frozenset())
         if spec.nbytes:

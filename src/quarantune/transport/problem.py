@@ -5,15 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import functools
-import hashlib
 import inspect
-import json
-import math
-import operator
 import re
-import sys
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -21,8 +14,9 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.transport import payload
+from quarantune.values import describe
 from quarantune.values.config_values import is_tagged, tagged
+from quarantune.values.shardings import MeshSpec
 
 _EMPTY = inspect.Parameter.empty
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -83,7 +77,7 @@ class Problem:
     kwargs: dict[str, Any]
     platform: str
     device_kind: str
-    manual_mesh: payload.MeshSpec | None = None
+    manual_mesh: MeshSpec | None = None
     untuned: dict[str, Any] | None = None
     default: int | None = None
 
@@ -121,7 +115,7 @@ def describe_call(
     bound.apply_defaults()
     values = {name: value for name, value in named(bound) if name not in tunable}
     key_values = {
-        name: describe_static(value) if name in static else _describe_dynamic(value, is_jitted=is_jitted)
+        name: describe.describe_static(value) if name in static else _describe_dynamic(value, is_jitted=is_jitted)
         for name, value in values.items()
     }
     leaves = [leaf for name, value in values.items() if name not in static for leaf in jax.tree_util.tree_leaves(value)]
@@ -219,7 +213,7 @@ def key_part(value: Any) -> Any:
         return {key: key_part(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [key_part(item) for item in value]
-    return _describe_plain(value).get("dtype", value) if isinstance(value, (type, np.dtype)) else value
+    return describe.describe_plain(value).get("dtype", value) if isinstance(value, (type, np.dtype)) else value
 
 
 def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -240,7 +234,7 @@ def _structs(value: Any) -> Any:
 
 def _struct(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
-        array.shape, _canonical(array.dtype), weak_type=bool(getattr(array, "weak_type", False))
+        array.shape, describe.canonical_dtype(array.dtype), weak_type=bool(getattr(array, "weak_type", False))
     )
 
 
@@ -265,10 +259,10 @@ def _describe_structure(treedef: Any) -> Any:
     kind, data = treedef.node_data()
     children = [_describe_structure(child) for child in treedef.children()]
     try:
-        described = describe_static(data)
+        described = describe.describe_static(data)
     except TypeError:
-        described = _stable_repr(data)
-    return {"type": _name_of(kind), "data": described, "children": children}
+        described = describe.stable_repr(data)
+    return {"type": describe.name_of(kind), "data": described, "children": children}
 
 
 def _is_told_by_repr(treedef: Any) -> bool:
@@ -287,45 +281,14 @@ def _is_told_by_repr(treedef: Any) -> bool:
 
 def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
     if not is_jitted and not isinstance(leaf, jax.ShapeDtypeStruct):  # JAX makes the array that a struct stands for
-        return _describe_array(leaf, leaf.dtype) if is_array(leaf) else describe_static(leaf)
+        return describe.describe_array(leaf, leaf.dtype) if is_array(leaf) else describe.describe_static(leaf)
     if is_array(leaf) or isinstance(leaf, np.generic):
-        return _describe_array(leaf, _canonical(leaf.dtype))
+        return describe.describe_array(leaf, describe.canonical_dtype(leaf.dtype))
     if isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, enum.Enum):
         kind = next(kind.__name__ for kind in (bool, int, float, complex) if isinstance(leaf, kind))
-        is_wide = kind != "bool" and _canonical(np.dtype(np.float64)) == np.float64
+        is_wide = kind != "bool" and describe.canonical_dtype(np.dtype(np.float64)) == np.float64
         return {"scalar": kind} | ({"x64": True} if is_wide else {})
-    return describe_static(leaf)
-
-
-def _describe_array(array: Any, dtype: Any) -> dict[str, Any]:
-    described: dict[str, Any] = {"shape": list(array.shape), "dtype": str(dtype)}
-    if getattr(array, "weak_type", False):
-        described["weak_type"] = True
-    sharding = _describe_sharding(array)
-    if sharding is not None:
-        described["sharding"] = sharding
-    return described
-
-
-def _describe_sharding(array: Any) -> Any:
-    """Returns how an array is laid out over devices; None where that is neither explicit nor over several."""
-    if (named := payload.sharding_of(array)) is not None:
-        mesh = dict(zip(named.mesh.axis_names, named.mesh.shape, strict=True))
-        # An explicit axis makes another program of the function, or none.
-        kinds = zip(named.mesh.axis_names, named.mesh.axis_types, strict=True)
-        explicit = [name for name, kind in kinds if kind == "Explicit"]
-        described = {"spec": _describe_spec(named.partitions), "mesh": mesh}
-        return described | ({"explicit": explicit} if explicit else {})
-    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) == 1:
-        return None
-    return {"type": type(array.sharding).__name__, "devices": len(array.sharding.device_set)}
-
-
-def _describe_spec(spec: Any) -> list[Any]:
-    axes = [list(axis) if isinstance(axis, tuple) else axis and str(axis) for axis in spec]
-    while axes and axes[-1] is None:  # P("x") and P("x", None) are one layout
-        axes.pop()
-    return axes
+    return describe.describe_static(leaf)
 
 
 def is_array(leaf: Any) -> bool:
@@ -333,217 +296,7 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
-def _canonical(dtype: Any) -> Any:
-    """Returns the dtype JAX gives an array of this one (float64 is float32 unless x64 is on)."""
-    if payload.is_key_dtype(dtype) or dtype.kind in "OSUMm" or dtype.names is not None:
-        return dtype
-    return jax.dtypes.canonicalize_dtype(dtype)
-
-
 def _devices(leaves: Iterable[Any]) -> tuple[DeviceId, ...]:
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
     devices = {device for array in arrays for device in array.devices()}
     return tuple(sorted(DeviceId(platform=d.platform, kind=d.device_kind, index=d.id) for d in devices))
-
-
-# --- static values ------------------------------------------------------------------------------------------
-
-
-def describe_static(value: Any) -> Any:
-    """Returns a JSON-able description of a value that every process gives to an equal value.
-
-    Args:
-        value: a static argument, or any other value that is part of a key.
-
-    Raises:
-        TypeError: it can neither be looked into nor pickled.
-    """
-    return _describe(value, ())
-
-
-def _describe(value: Any, outer: tuple[int, ...]) -> Any:
-    """Describes a value inside others, whose identities are `outer`."""
-    if id(value) in outer:
-        return {"inside": len(outer) - outer.index(id(value))}
-    plain = _describe_plain(value)
-    if plain is not _EMPTY:
-        return plain
-    outer = (*outer, id(value))
-    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
-        return [_describe(item, outer) for item in value]
-    if isinstance(value, Mapping):
-        items = [[_describe(key, outer), _describe(item, outer)] for key, item in value.items()]
-        return {"type": _name_of(type(value)), "items": sorted(items, key=json.dumps)}
-    if isinstance(value, (set, frozenset)):
-        return {"set": sorted((_describe(item, outer) for item in value), key=json.dumps)}
-    if isinstance(value, functools.partial):
-        parts = (value.func, value.args, value.keywords)
-        return {"partial": [_describe(part, outer) for part in parts]}
-    if isinstance(value, types.MethodType):
-        return {"method": value.__func__.__qualname__, "of": _describe(value.__self__, outer)}
-    if callable(value) and hasattr(value, "__qualname__"):
-        return _describe_function(value, outer)
-    return _describe_object(value, outer)
-
-
-def _describe_plain(value: Any) -> Any:
-    """Describes what has no parts; `_EMPTY` for anything else."""
-    if isinstance(value, enum.Enum):
-        return {"enum": f"{_name_of(type(value))}.{value.name}"}
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return _describe_plain(value.item())
-    if type(value) is float:
-        return value if math.isfinite(value) else {"float": str(value)}
-    if type(value) is complex:
-        return {"complex": str(value)}
-    if isinstance(value, (bytes, bytearray)):
-        return {"bytes": _digest(bytes(value))}
-    if isinstance(value, np.dtype):
-        return {"dtype": value.name}
-    if isinstance(value, types.ModuleType):
-        return {"module": value.__name__}
-    if isinstance(value, (np.ndarray, jax.Array)) and not value.dtype.hasobject:
-        return _describe_array(value, _canonical(value.dtype)) | {"data": _digest(np.asarray(value).tobytes())}
-    return _describe_type(value) if isinstance(value, type) else _EMPTY
-
-
-def _describe_type(value: Any) -> Any:
-    # jnp.float32, np.float32 and np.dtype("float32") are one thing to JAX.
-    if issubclass(value, np.generic):
-        return {"dtype": np.dtype(value).name}
-    return {"dtype": value.dtype.name} if isinstance(value, type(jax.numpy.float32)) else {"type": _name_of(value)}
-
-
-def _describe_function(function: Any, outer: tuple[int, ...]) -> Any:
-    """Describes a function by name, and one whose name does not tell it from others by what it is made of too."""
-    described = {"function": _name_of(function)}
-    if _is_found_by_name(function):
-        return described
-    is_wrapper = hasattr(function, "__wrapped__")
-    if isinstance(function, types.FunctionType) and not is_wrapper:
-        strictly = "<" in described["function"]
-        return described | _describe_made_of(function, outer, strictly=strictly)
-    if isinstance(function, types.BuiltinFunctionType):
-        parts: Any = _describe_inside(function.__self__, outer)
-    elif not is_wrapper:
-        return described
-    else:
-        parts = {"type": _name_of(type(function)), "wraps": _describe_inside(function.__wrapped__, outer)}
-        if isinstance(function, types.FunctionType):
-            parts |= _describe_made_of(function, outer)
-        else:
-            parts |= {"fields": _describe_inside(_own_fields(function), outer)}
-    return described | {"made_of": _digest(json.dumps(parts, sort_keys=True).encode())}
-
-
-def _describe_made_of(function: types.FunctionType, outer: tuple[int, ...], *, strictly: bool = False) -> Any:
-    parts = [[_cell(cell) for cell in function.__closure__ or ()], function.__defaults__, function.__kwdefaults__]
-    described = [_describe_inside(part, outer, strictly=strictly) for part in parts]
-    return {"code": _digest(_code(function.__code__).encode()), "bound": described}
-
-
-def _own_fields(wrapper: Any) -> dict[str, Any]:
-    """Returns what a callable object adds to what it wraps, without what `functools.wraps` copied from there."""
-    if jax_internals.is_jitted(wrapper) or getattr(type(wrapper), "__reduce__", None) is not object.__reduce__:
-        return {}
-    wrapped = wrapper.__wrapped__
-    copied = {name: getattr(wrapped, name, None) for name in functools.WRAPPER_ASSIGNMENTS} | _fields(wrapped)
-    fields = _without_caches(wrapper, _fields(wrapper))
-    return {name: item for name, item in fields.items() if item is not wrapped and copied.get(name, _EMPTY) is not item}
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return getattr(value, "__dict__", {})
-
-
-def _describe_inside(part: Any, outer: tuple[int, ...], *, strictly: bool = False) -> Any:
-    """Describes what a function keeps; unless strictly, what shows nothing of itself (a lock, say) by its type."""
-    if not strictly and type(part) in (list, tuple, dict) and id(part) not in outer:
-        items = list(part.items()) if isinstance(part, dict) else part
-        return [_describe_inside(item, (*outer, id(part))) for item in items]
-    try:
-        return _describe(part, outer)
-    except TypeError:
-        if strictly:
-            raise
-        return {"type": _name_of(type(part))}
-
-
-def _is_found_by_name(function: Any) -> bool:
-    """Returns whether the module and name of a function are those of this very object, in every process."""
-    module = getattr(function, "__module__", None)
-    if module == "__main__":  # another module in a worker
-        return False
-    try:
-        return operator.attrgetter(function.__qualname__)(sys.modules[str(module)]) is function
-    except (AttributeError, KeyError, TypeError):
-        return False
-
-
-def _cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return "<empty>"
-
-
-def _code(code: types.CodeType) -> str:
-    """Returns what a code object does, without where it stands."""
-    constants = [_constant(item) for item in code.co_consts]
-    return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
-
-
-def _constant(item: Any) -> str:
-    """Returns a constant's repr, in which a set has an order that every process gives it."""
-    if isinstance(item, types.CodeType):
-        return _code(item)
-    if isinstance(item, frozenset):
-        return f"frozenset({', '.join(sorted(map(_constant, item)))})"
-    if isinstance(item, tuple):
-        return f"({', '.join(map(_constant, item))}{',' * (len(item) == 1)})"
-    return repr(item)
-
-
-def _describe_object(value: Any, outer: tuple[int, ...]) -> Any:
-    """Describes an object by its fields, or by what pickle would take to build it again, or by its repr."""
-    name = _name_of(type(value))
-    if dataclasses.is_dataclass(value):
-        fields = [field.name for field in dataclasses.fields(value) if field.compare]
-        return {"type": name, "fields": {field: _describe(getattr(value, field), outer) for field in fields}}
-    if isinstance(value, np.ndarray):
-        return {"type": name, "shape": list(value.shape), "items": _describe(value.tolist(), outer)}
-    try:
-        build, arguments, *state = value.__reduce_ex__(4)
-    except (TypeError, ValueError):  # cannot be pickled, or is a name
-        return {"type": name, "repr": _stable_repr(value)}
-    parts = [list(part) if isinstance(part, Iterator) else part for part in state]
-    parts = [_without_caches(value, part) for part in parts]
-    return {"type": name, "build": [_describe(part, outer) for part in (build, arguments, *parts)]}
-
-
-def _without_caches(value: Any, state: Any) -> Any:
-    if not isinstance(state, dict):
-        return state
-    cached = functools.cached_property
-    return {key: item for key, item in state.items() if not isinstance(getattr(type(value), key, None), cached)}
-
-
-def _stable_repr(value: Any) -> str:
-    text = repr(value)
-    if _ADDRESS.search(text):
-        raise TypeError(
-            f"{text} has neither a pickle nor a repr that another process would agree on, so results for it "
-            f"cannot be remembered. Pass a value with a repr of its own (a frozen dataclass, say)."
-        )
-    return text
-
-
-def _name_of(thing: Any) -> str:
-    qualname = getattr(thing, "__qualname__", None) or type(thing).__qualname__
-    return f"{getattr(thing, '__module__', None)}:{qualname}"
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:16]

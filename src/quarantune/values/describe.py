@@ -1,0 +1,286 @@
+"""Describes values so that every process gives equal values equal descriptions: the values in the key of a call.
+
+A description is JSON-able. A value that has no such description raises `TypeError`, because a result for it could never
+be found again. The fingerprint of a function has a describer of its own (`cache.described`), which must never raise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import json
+import math
+import operator
+import re
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quarantune.values.shardings import sharding_of
+
+_EMPTY = inspect.Parameter.empty
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+
+
+def describe_static(value: Any) -> Any:
+    """Returns a JSON-able description of a value that is the same for equal values in every process.
+
+    Args:
+        value: a static argument, or any other value that is part of a key.
+
+    Raises:
+        TypeError: the value has neither fields, nor a pickle, nor a repr that is the same in every process.
+    """
+    return _describe(value, ())
+
+
+def _describe(value: Any, outer: tuple[int, ...]) -> Any:
+    """Describes a value inside others, whose identities are `outer`."""
+    if id(value) in outer:
+        return {"inside": len(outer) - outer.index(id(value))}
+    plain = describe_plain(value)
+    if plain is not _EMPTY:
+        return plain
+    outer = (*outer, id(value))
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return [_describe(item, outer) for item in value]
+    if isinstance(value, Mapping):
+        items = [[_describe(key, outer), _describe(item, outer)] for key, item in value.items()]
+        return {"type": name_of(type(value)), "items": sorted(items, key=json.dumps)}
+    if isinstance(value, (set, frozenset)):
+        return {"set": sorted((_describe(item, outer) for item in value), key=json.dumps)}
+    if isinstance(value, functools.partial):
+        parts = (value.func, value.args, value.keywords)
+        return {"partial": [_describe(part, outer) for part in parts]}
+    if isinstance(value, types.MethodType):
+        return {"method": value.__func__.__qualname__, "of": _describe(value.__self__, outer)}
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _describe_function(value, outer)
+    return _describe_object(value, outer)
+
+
+def describe_plain(value: Any) -> Any:
+    """Describes a value without parts; returns `_EMPTY` for any other value."""
+    if isinstance(value, enum.Enum):
+        return {"enum": f"{name_of(type(value))}.{value.name}"}
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        return describe_plain(value.item())
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": str(value)}
+    if type(value) is complex:
+        return {"complex": str(value)}
+    if isinstance(value, (bytes, bytearray)):
+        return {"bytes": _digest(bytes(value))}
+    if isinstance(value, np.dtype):
+        return {"dtype": value.name}
+    if isinstance(value, types.ModuleType):
+        return {"module": value.__name__}
+    if isinstance(value, (np.ndarray, jax.Array)) and not value.dtype.hasobject:
+        return describe_array(value, canonical_dtype(value.dtype)) | {"data": _digest(np.asarray(value).tobytes())}
+    return _describe_type(value) if isinstance(value, type) else _EMPTY
+
+
+def _describe_type(value: Any) -> Any:
+    # jnp.float32, np.float32 and np.dtype("float32") are one thing to JAX.
+    if issubclass(value, np.generic):
+        return {"dtype": np.dtype(value).name}
+    return {"dtype": value.dtype.name} if isinstance(value, type(jax.numpy.float32)) else {"type": name_of(value)}
+
+
+def _describe_function(function: Any, outer: tuple[int, ...]) -> Any:
+    """Describes a function by its name, and by its code and bound values too if other functions have that name."""
+    described = {"function": name_of(function)}
+    if _is_found_by_name(function):
+        return described
+    is_wrapper = hasattr(function, "__wrapped__")
+    if isinstance(function, types.FunctionType) and not is_wrapper:
+        strictly = "<" in described["function"]
+        return described | _describe_made_of(function, outer, strictly=strictly)
+    if isinstance(function, types.BuiltinFunctionType):
+        parts: Any = _describe_inside(function.__self__, outer)
+    elif not is_wrapper:
+        return described
+    else:
+        parts = {"type": name_of(type(function)), "wraps": _describe_inside(function.__wrapped__, outer)}
+        if isinstance(function, types.FunctionType):
+            parts |= _describe_made_of(function, outer)
+        else:
+            parts |= {"fields": _describe_inside(_own_fields(function), outer)}
+    return described | {"made_of": _digest(json.dumps(parts, sort_keys=True).encode())}
+
+
+def _describe_made_of(function: types.FunctionType, outer: tuple[int, ...], *, strictly: bool = False) -> Any:
+    parts = [[_cell(cell) for cell in function.__closure__ or ()], function.__defaults__, function.__kwdefaults__]
+    described = [_describe_inside(part, outer, strictly=strictly) for part in parts]
+    return {"code": _digest(_code(function.__code__).encode()), "bound": described}
+
+
+def _own_fields(wrapper: Any) -> dict[str, Any]:
+    """Returns the attributes that a callable wrapper adds, without those that `functools.wraps` copied to it."""
+    if isinstance(wrapper, jax.stages.Wrapped) or getattr(type(wrapper), "__reduce__", None) is not object.__reduce__:
+        return {}
+    wrapped = wrapper.__wrapped__
+    copied = {name: getattr(wrapped, name, None) for name in functools.WRAPPER_ASSIGNMENTS} | _fields(wrapped)
+    fields = _without_caches(wrapper, _fields(wrapper))
+    return {name: item for name, item in fields.items() if item is not wrapped and copied.get(name, _EMPTY) is not item}
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})
+
+
+def _describe_inside(part: Any, outer: tuple[int, ...], *, strictly: bool = False) -> Any:
+    """Describes a value that a function keeps.
+
+    Args:
+        part: the value.
+        outer: the identities of the values that hold it.
+        strictly: whether to raise if the value has no description (a lock, say); otherwise its type stands for it.
+    """
+    if not strictly and type(part) in (list, tuple, dict) and id(part) not in outer:
+        items = list(part.items()) if isinstance(part, dict) else part
+        return [_describe_inside(item, (*outer, id(part))) for item in items]
+    try:
+        return _describe(part, outer)
+    except TypeError:
+        if strictly:
+            raise
+        return {"type": name_of(type(part))}
+
+
+def _is_found_by_name(function: Any) -> bool:
+    """Returns whether every process finds this very function by its module and name."""
+    module = getattr(function, "__module__", None)
+    if module == "__main__":  # another module in a worker
+        return False
+    try:
+        return operator.attrgetter(function.__qualname__)(sys.modules[str(module)]) is function
+    except (AttributeError, KeyError, TypeError):
+        return False
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return "<empty>"
+
+
+def _code(code: types.CodeType) -> str:
+    """Returns the content of a code object as text, without its file and line numbers."""
+    constants = [_constant(item) for item in code.co_consts]
+    return repr((code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars))
+
+
+def _constant(item: Any) -> str:
+    """Returns a constant's repr, with sets in the same order in every process."""
+    if isinstance(item, types.CodeType):
+        return _code(item)
+    if isinstance(item, frozenset):
+        return f"frozenset({', '.join(sorted(map(_constant, item)))})"
+    if isinstance(item, tuple):
+        return f"({', '.join(map(_constant, item))}{',' * (len(item) == 1)})"
+    return repr(item)
+
+
+def _describe_object(value: Any, outer: tuple[int, ...]) -> Any:
+    """Describes an object by its dataclass fields, else by the parts that pickle would save, else by its repr."""
+    name = name_of(type(value))
+    if dataclasses.is_dataclass(value):
+        fields = [field.name for field in dataclasses.fields(value) if field.compare]
+        return {"type": name, "fields": {field: _describe(getattr(value, field), outer) for field in fields}}
+    if isinstance(value, np.ndarray):
+        return {"type": name, "shape": list(value.shape), "items": _describe(value.tolist(), outer)}
+    try:
+        build, arguments, *state = value.__reduce_ex__(4)
+    except (TypeError, ValueError):  # cannot be pickled, or is a name
+        return {"type": name, "repr": stable_repr(value)}
+    parts = [list(part) if isinstance(part, Iterator) else part for part in state]
+    parts = [_without_caches(value, part) for part in parts]
+    return {"type": name, "build": [_describe(part, outer) for part in (build, arguments, *parts)]}
+
+
+def _without_caches(value: Any, state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    cached = functools.cached_property
+    return {key: item for key, item in state.items() if not isinstance(getattr(type(value), key, None), cached)}
+
+
+def stable_repr(value: Any) -> str:
+    """Returns the repr of a value.
+
+    Raises:
+        TypeError: the repr holds an address, which differs from process to process.
+    """
+    text = repr(value)
+    if _ADDRESS.search(text):
+        raise TypeError(
+            f"{text} has neither a pickle nor a repr that is the same in every process, so results for it "
+            f"cannot be remembered. Pass a value with a repr of its own (a frozen dataclass, say)."
+        )
+    return text
+
+
+def name_of(thing: Any) -> str:
+    """Returns `module:qualname` of a class or function, or of an object's class."""
+    qualname = getattr(thing, "__qualname__", None) or type(thing).__qualname__
+    return f"{getattr(thing, '__module__', None)}:{qualname}"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def describe_array(array: Any, dtype: Any) -> dict[str, Any]:
+    """Returns a JSON-able description of an array without its elements.
+
+    Args:
+        array: the array, or whatever stands for it.
+        dtype: its dtype as the function sees it.
+    """
+    described: dict[str, Any] = {"shape": list(array.shape), "dtype": str(dtype)}
+    if getattr(array, "weak_type", False):
+        described["weak_type"] = True
+    sharding = _describe_sharding(array)
+    if sharding is not None:
+        described["sharding"] = sharding
+    return described
+
+
+def _describe_sharding(array: Any) -> Any:
+    """Describes how an array is laid out over several devices; returns None for an array on one device."""
+    if (named := sharding_of(array)) is not None:
+        mesh = dict(zip(named.mesh.axis_names, named.mesh.shape, strict=True))
+        # With explicit axes the function is another program, or fails to trace.
+        kinds = zip(named.mesh.axis_names, named.mesh.axis_types, strict=True)
+        explicit = [name for name, kind in kinds if kind == "Explicit"]
+        described = {"spec": _describe_spec(named.partitions), "mesh": mesh}
+        return described | ({"explicit": explicit} if explicit else {})
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) == 1:
+        return None
+    return {"type": type(array.sharding).__name__, "devices": len(array.sharding.device_set)}
+
+
+def _describe_spec(spec: Any) -> list[Any]:
+    axes = [list(axis) if isinstance(axis, tuple) else axis and str(axis) for axis in spec]
+    while axes and axes[-1] is None:  # P("x") and P("x", None) are one layout
+        axes.pop()
+    return axes
+
+
+def canonical_dtype(dtype: Any) -> Any:
+    """Returns the dtype JAX gives an array of this one (float64 is float32 unless x64 is on)."""
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype.kind in "OSUMm" or dtype.names is not None:
+        return dtype
+    return jax.dtypes.canonicalize_dtype(dtype)
