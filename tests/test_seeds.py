@@ -1,4 +1,4 @@
-"""What five other autotuners document runs here, with no more changed than names, as the README's table has them."""
+"""What five other autotuners document runs here, with no more changed than names, as docs/coming-from.md lists them."""
 
 from __future__ import annotations
 

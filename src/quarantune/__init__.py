@@ -1,4 +1,4 @@
-"""quarantune: an autotuner for JAX kernels that tries every config in a process of its own."""
+"""An autotuner for JAX and Pallas kernels that compiles and runs every config in a worker process."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics, compute_elementwise_metrics, compute_gemm_metrics
     from quarantune.spaces import filter_valid_configs, generate_configs, get_default_config
 
-_LATER = {
+_LAZY = {
     "CacheWarning": "cache",
     "CacheWriteError": "cache",
     "TuningCache": "cache",
@@ -39,7 +39,7 @@ _LATER = {
     "generate_configs": "spaces",
     "get_default_config": "spaces",
 }
-"""Imported with their first use: beside JAX, importing this package is to cost little."""
+"""The packages of names that are imported on first use, which keeps the import of this package quick."""
 
 __all__ = [
     "AutoTuner",
@@ -77,6 +77,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(importlib.import_module(f"quarantune.{_LATER[name]}"), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"quarantune.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
