@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import importlib
 import os
+import re
 import sys
 import tempfile
 import time
@@ -68,13 +71,16 @@ def _describe(pid: int) -> str:
 
 
 @pytest.fixture
-def quiet_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Gives the test a TMPDIR that nobody else writes to, and starts the template."""
-    directory = tmp_path / "tmp"
-    directory.mkdir()
-    monkeypatch.setenv("TMPDIR", str(directory))
-    monkeypatch.setattr(tempfile, "tempdir", str(directory))
-    template.shared()
+    with contextlib.suppress(ImportError):  # sets environment variables, once, where there is a GPU plugin
+        importlib.import_module("jax.experimental.mosaic.gpu")
+    # Not in `tmp_path`, which is too long for the socket of a multiprocessing server.
+    with tempfile.TemporaryDirectory(prefix="q-", ignore_cleanup_errors=True) as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        template.shared()
+        yield
 
 
 @contextlib.contextmanager
@@ -83,7 +89,8 @@ def nothing_is_left() -> Iterator[None]:
 
     The template must run before, as it is allowed to stay.
     """
-    assert running_templates(), "start the template first: it may stay, and would look like a leftover"
+    # The environment of a process that has just begun to run another program is empty for a moment.
+    assert eventually(running_templates), "start the template first: it may stay, and would look like a leftover"
     before, place = _belongings(), _place()
     yield
     assert not strays()
@@ -98,11 +105,20 @@ def _place() -> dict[str, object]:
 
 def _belongings() -> dict[str, object]:
     return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
+        "descriptors": descriptors(),
         "threads": len(os.listdir("/proc/self/task")),
         "/dev/shm": shared_memory(),
         "TMPDIR": _names(Path(tempfile.gettempdir())),
     }
+
+
+def descriptors() -> dict[str, int]:
+    """Returns how many descriptors of each kind this process holds."""
+    kinds: collections.Counter[str] = collections.Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of the listing itself is closed by now
+            kinds[re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{fd}"))] += 1
+    return dict(sorted(kinds.items()))
 
 
 def shared_memory() -> list[str]:
