@@ -1687,6 +1687,21 @@ def test_the_defaults_are_measured_before_all_that_are_compared_with_them(
     assert {(other.task["references"], other.task["standard"]) for other in others} == {(1, 0)}
 
 
+def test_a_worker_that_dies_after_its_sweep_leaves_no_output_file_open(reference: Reference) -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do != "measure":
+            return None
+        if worker.task["checked"]:
+            return [(0.2, measured(worker))]
+        first_run = {"run_ms": 1.0, "own_ms": 1.0, "is_disturbed": False, "group": 0}
+        return [(0.2, worker.says("checked", "check", **first_run))]
+
+    clock = Clock()
+    sandbox = FakeSandbox(clock, act, kill_s=100.0)
+    result = run(plan_for(Route.TOGETHER), 2, clock=clock, sandbox=sandbox, reference=reference)
+    assert result.outcomes == ["ok"] * 2  # and `run` has counted descriptors
+
+
 @EVERY_WAY
 def test_defaults_that_are_lost_come_first_again_however_many_wait(
     route: Route, exclusive: bool, reference: Reference

@@ -307,6 +307,8 @@ class Scheduler:
                 state.lease.release()
             for job in jobs:
                 _close_executable(job)
+            for worker in self._workers.values():  # a retired one may take its time to die
+                _close_output(worker)
         return self._leftovers
 
     def compare(self, configs: Mapping[int, Config]) -> finals.Final:
