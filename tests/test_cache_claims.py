@@ -232,7 +232,7 @@ def test_a_waiter_that_was_slower_does_not_take_the_fresh_claim_of_the_quicker(
 
 def test_a_directory_that_cannot_be_written_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "f.trials").write_text("")
-    with pytest.raises(CacheWriteError, match="other jobs cannot be told"):
+    with pytest.raises(CacheWriteError, match="other jobs cannot see"):
         Claim(tmp_path, "f", "cpu", "key").try_acquire()
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from quarantune import device_table
+from quarantune.device_table import DevicePeaks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,27 +45,13 @@ class KernelMetrics:
         return ", ".join(parts)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DevicePeaks:
-    """What a device's vendor says it can do at most.
-
-    Attributes:
-        gbps: memory bandwidth in 10^9 bytes per second.
-        tflops: matrix arithmetic in 10^12 operations per second, without sparsity, by dtype; `float8` for every 8-bit
-            float, and for `float32` on NVIDIA the TF32 rate, as JAX's default precision multiplies with it.
-    """
-
-    gbps: float
-    tflops: Mapping[str, float]
-
-
 def device_peaks(kind: str) -> DevicePeaks | None:
     """Returns the peaks of a kind of device, None for one not in the table.
 
     Args:
         kind: named exactly as JAX's `device_kind` does.
     """
-    return _PEAKS.get(kind)
+    return device_table.peaks_of(kind)
 
 
 def from_counts(
@@ -247,55 +235,3 @@ def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
 def _family(dtype: np.dtype[Any]) -> str:
     """Returns what the table calls a dtype."""
     return "float8" if dtype.name.startswith("float8") else dtype.name
-
-
-# Dense rates: where a datasheet gives only those "with sparsity", half of them.
-# NVIDIA's H100, H200, A100, L4 and L40S datasheets; for GeForce its "Ada GPU Architecture" whitepaper, at FP32
-# accumulation.
-_HOPPER_SXM = {"float64": 67.0, "float32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9, "int8": 1978.9}
-_HOPPER_PCIE = {
-    "float64": 51.0,
-    "float32": 378.0,
-    "bfloat16": 756.0,
-    "float16": 756.0,
-    "float8": 1513.0,
-    "int8": 1513.0,
-}
-_HOPPER_NVL = {"float64": 60.0, "float32": 417.5, "bfloat16": 835.5, "float16": 835.5, "float8": 1670.5, "int8": 1670.5}
-_A100 = {"float64": 19.5, "float32": 156.0, "bfloat16": 312.0, "float16": 312.0, "int8": 624.0}
-_L4 = {"float32": 60.0, "bfloat16": 121.0, "float16": 121.0, "float8": 242.5, "int8": 242.5}
-_L40S = {"float32": 183.0, "bfloat16": 362.0, "float16": 362.0, "float8": 733.0, "int8": 733.0}
-_RTX_4090 = {"float32": 82.6, "bfloat16": 165.2, "float16": 165.2, "float8": 330.3, "int8": 660.6}
-# "AMD Instinct MI300X Accelerator" and "MI325X" data sheets.
-_CDNA3 = {"float64": 163.4, "float32": 163.4, "bfloat16": 1307.4, "float16": 1307.4, "float8": 2614.9, "int8": 2614.9}
-_MI300X = DevicePeaks(gbps=5300.0, tflops=_CDNA3)
-# Google's Cloud TPU documentation, "System architecture" of each version, per chip: from v4 on, JAX's device is a chip.
-_TPU_V5E = DevicePeaks(gbps=819.0, tflops={"bfloat16": 197.0, "int8": 393.0})
-_TPU_V5P = DevicePeaks(gbps=2765.0, tflops={"bfloat16": 459.0})
-_TPU_V6E = DevicePeaks(gbps=1638.0, tflops={"bfloat16": 918.0, "int8": 1836.0})
-
-_PEAKS: Mapping[str, DevicePeaks] = {
-    "NVIDIA H100 80GB HBM3": DevicePeaks(gbps=3350.0, tflops=_HOPPER_SXM),
-    "NVIDIA H100 PCIe": DevicePeaks(gbps=2000.0, tflops=_HOPPER_PCIE),
-    "NVIDIA H100 NVL": DevicePeaks(gbps=3900.0, tflops=_HOPPER_NVL),
-    "NVIDIA H200": DevicePeaks(gbps=4800.0, tflops=_HOPPER_SXM),
-    "NVIDIA H200 NVL": DevicePeaks(gbps=4800.0, tflops=_HOPPER_NVL),
-    "NVIDIA A100-SXM4-40GB": DevicePeaks(gbps=1555.0, tflops=_A100),
-    "NVIDIA A100-SXM4-80GB": DevicePeaks(gbps=2039.0, tflops=_A100),
-    "NVIDIA A100-PCIE-40GB": DevicePeaks(gbps=1555.0, tflops=_A100),
-    "NVIDIA A100 80GB PCIe": DevicePeaks(gbps=1935.0, tflops=_A100),
-    "NVIDIA L4": DevicePeaks(gbps=300.0, tflops=_L4),
-    "NVIDIA L40S": DevicePeaks(gbps=864.0, tflops=_L40S),
-    "NVIDIA GeForce RTX 4090": DevicePeaks(gbps=1008.0, tflops=_RTX_4090),
-    "AMD Instinct MI300X": _MI300X,
-    "AMD Instinct MI300X OAM": _MI300X,
-    "AMD Instinct MI325X": DevicePeaks(gbps=6000.0, tflops=_CDNA3),
-    "TPU v4": DevicePeaks(gbps=1200.0, tflops={"bfloat16": 275.0, "int8": 275.0}),
-    "TPU v5 lite": _TPU_V5E,
-    "TPU v5e": _TPU_V5E,
-    "TPU v5": _TPU_V5P,
-    "TPU v5p": _TPU_V5P,
-    "TPU v6 lite": _TPU_V6E,
-    "TPU v6e": _TPU_V6E,
-}
-"""By exact kind, so that a slice of a device (`... MIG 1g.10gb`) or a relative of it does not pass for the whole."""

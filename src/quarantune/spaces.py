@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from quarantune import device_table
+from quarantune.device_table import DeviceLimits
 from quarantune.values.config_space import Configs, expand
 from quarantune.values.trial import Config
 
@@ -132,23 +133,6 @@ def filter_valid_configs(
     ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DeviceLimits:
-    """The most that one block (a workgroup, a program instance) may use; None where nothing is known to limit it.
-
-    Attributes:
-        shared_memory_per_block_bytes: on-chip memory that the kernel manages: shared memory, LDS, or a TPU core's VMEM.
-        registers_per_block: 32-bit registers of all its threads together.
-        registers_per_thread: 32-bit registers of one thread.
-        threads_per_block: threads.
-    """
-
-    shared_memory_per_block_bytes: int | None = None
-    registers_per_block: int | None = None
-    registers_per_thread: int | None = None
-    threads_per_block: int | None = None
-
-
 def device_limits(kind: str | None = None) -> DeviceLimits:
     """Returns the limits of a kind of device; all None for one not in the table, such as a CPU.
 
@@ -163,9 +147,7 @@ def device_limits(kind: str | None = None) -> DeviceLimits:
         from quarantune.devices import discovery  # It imports JAX, which the rest of this module does without.
 
         _, kind = discovery.platform_and_kind(None)
-    # A slice of a GPU has fewer multiprocessors, each as big as ever.
-    whole, _, _ = kind.partition(" MIG ")
-    return _LIMITS.get(whole, DeviceLimits())
+    return device_table.limits_of(kind)
 
 
 def fits_shared_memory(bytes_needed: int, *, device_kind: str | None = None) -> bool:
@@ -233,70 +215,3 @@ def divides(value: int, by: int) -> bool:
 
 def _at_most(value: int, limit: int | None) -> bool:
     return limit is None or value <= limit
-
-
-def _cuda(shared_memory_kib: int) -> DeviceLimits:
-    return DeviceLimits(
-        shared_memory_per_block_bytes=shared_memory_kib * 1024,
-        registers_per_block=65536,
-        registers_per_thread=255,
-        threads_per_block=1024,
-    )
-
-
-def _tpu(vmem_mib: int) -> DeviceLimits:
-    return DeviceLimits(shared_memory_per_block_bytes=vmem_mib * 1024 * 1024)
-
-
-# NVIDIA's "CUDA C++ Programming Guide", technical specifications per compute capability. A block gets 48 KiB of shared
-# memory without asking; these are what it gets for asking, as compilers do.
-_TURING = _cuda(64)
-_AMPERE_DATA_CENTRE = _cuda(163)
-_AMPERE_AND_ADA = _cuda(99)
-_HOPPER = _cuda(227)
-_BLACKWELL_DATA_CENTRE = _cuda(227)
-_BLACKWELL_GEFORCE = _cuda(99)
-# AMD's "GPU specifications" for ROCm (64 KiB of LDS and 512 KiB of vector registers in a compute unit) and the CDNA3
-# instruction set (512 vector registers a lane).
-_CDNA3 = DeviceLimits(
-    shared_memory_per_block_bytes=64 * 1024,
-    registers_per_block=512 * 1024 // 4,
-    registers_per_thread=512,
-    threads_per_block=1024,
-)
-# JAX's "TPU Hardware Reference". The compiler lets a kernel have less of it unless told otherwise.
-_TPU_V4, _TPU_V5E, _TPU_V5P, _TPU_V6E = _tpu(16), _tpu(128), _tpu(64), _tpu(128)
-
-_LIMITS: Mapping[str, DeviceLimits] = {
-    "Tesla T4": _TURING,
-    "NVIDIA A100-SXM4-40GB": _AMPERE_DATA_CENTRE,
-    "NVIDIA A100-SXM4-80GB": _AMPERE_DATA_CENTRE,
-    "NVIDIA A100-PCIE-40GB": _AMPERE_DATA_CENTRE,
-    "NVIDIA A100 80GB PCIe": _AMPERE_DATA_CENTRE,
-    "NVIDIA A10": _AMPERE_AND_ADA,
-    "NVIDIA A10G": _AMPERE_AND_ADA,
-    "NVIDIA GeForce RTX 3090": _AMPERE_AND_ADA,
-    "NVIDIA L4": _AMPERE_AND_ADA,
-    "NVIDIA L40": _AMPERE_AND_ADA,
-    "NVIDIA L40S": _AMPERE_AND_ADA,
-    "NVIDIA GeForce RTX 4090": _AMPERE_AND_ADA,
-    "NVIDIA H100 80GB HBM3": _HOPPER,
-    "NVIDIA H100 PCIe": _HOPPER,
-    "NVIDIA H100 NVL": _HOPPER,
-    "NVIDIA H200": _HOPPER,
-    "NVIDIA H200 NVL": _HOPPER,
-    "NVIDIA GH200 480GB": _HOPPER,
-    "NVIDIA B200": _BLACKWELL_DATA_CENTRE,
-    "NVIDIA GB200": _BLACKWELL_DATA_CENTRE,
-    "NVIDIA GeForce RTX 5090": _BLACKWELL_GEFORCE,
-    "AMD Instinct MI300X": _CDNA3,
-    "AMD Instinct MI300X OAM": _CDNA3,
-    "AMD Instinct MI325X": _CDNA3,
-    "TPU v4": _TPU_V4,
-    "TPU v5 lite": _TPU_V5E,
-    "TPU v5e": _TPU_V5E,
-    "TPU v5": _TPU_V5P,
-    "TPU v5p": _TPU_V5P,
-    "TPU v6 lite": _TPU_V6E,
-    "TPU v6e": _TPU_V6E,
-}

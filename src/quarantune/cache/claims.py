@@ -1,4 +1,4 @@
-"""Single flight: one job tunes a problem, the others see who, and take over when it dies or falls silent."""
+"""Claims: one job tunes a problem while the others wait for it; one of them takes over when it dies or falls silent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
-from quarantune.cache.file_lease import NO_FLOCK
+from quarantune.cache.file_lease import open_lock, try_flock, unchanged_s
 from quarantune.cache.journal import problem_hash, trials_directory
 from quarantune.cache.owners import Owner, boot_id
 
@@ -29,15 +29,15 @@ _serial = itertools.count()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Holder:
-    """Who holds a claim, as its file says.
+    """The holder of a claim, read from the claim's file.
 
     Attributes:
-        token: unlike that of any other claim ever made.
-        host_name: its machine, for people.
-        owner: its process.
-        boot: its kernel.
+        token: different for every claim ever made.
+        host_name: the holder's machine, for people.
+        owner: the holder's process.
+        boot: the boot id of the holder's kernel.
         locked: whether it also holds the lock, which its kernel releases when it dies.
-        worst_case_s: it means to show life at least this often.
+        worst_case_s: the holder refreshes its claim at least this often, in seconds.
     """
 
     token: str
@@ -48,24 +48,24 @@ class Holder:
     worst_case_s: float
 
     def __str__(self) -> str:
-        """Returns the holder for a person to read."""
+        """Returns the holder as people read it."""
         return f"process {self.owner.pid} on {self.host_name}"
 
 
 class Claim:
     """The right to tune one problem.
 
-    The claim is a file that says who holds it, made in one step that fails if there is one. It has lost its
-    meaning when its holder is dead, known by the lock on a side file, which the kernel releases with the
-    process, or by the process being gone; or when it has not been refreshed for longer than the worst case
-    its holder stated, which also serves hosts that cannot see each other's processes or locks. Should a
-    holder thought dead go on, two jobs measure the same trials, and nothing is lost.
+    The claim is a file that names its holder, made in one step that fails if there is one already. It is stale when
+    its holder is dead: when the kernel has released the lock on a side file, or the process is gone. It is also stale
+    when it has not been refreshed for longer than the worst case that its holder stated, which works between hosts
+    that cannot see each other's processes or locks. Should a holder taken for dead go on, two jobs measure the same
+    trials, and nothing is lost.
 
     Use it as a context manager to release it, or let it die with the process.
     """
 
     def __init__(self, directory: Path, name: str, device: str, key: str, *, worst_case_s: float = 60.0) -> None:
-        """Names a claim; nothing is touched on disk until `try_acquire`.
+        """Names a claim; the disk is not touched until `try_acquire`.
 
         Args:
             directory: the cache directory.
@@ -99,11 +99,11 @@ class Claim:
         return self._fd is not None
 
     def try_acquire(self) -> bool:
-        """Takes the claim if nobody has it, or if whoever has it is dead or silent for too long; never waits.
+        """Takes the claim if nobody has it, or if its holder is dead or silent for too long; never waits.
 
         Raises:
-            CacheWriteError: the directory cannot be written to, so that nobody can be told; the message says
-                why.
+            CacheWriteError: the directory cannot be written to, so that other jobs cannot see the claim; the message
+                says why.
         """
         if self.held:
             return True
@@ -117,12 +117,12 @@ class Claim:
                     self._unlock()
         except OSError as error:
             raise CacheWriteError(
-                f"other jobs cannot be told what is being tuned: {str(self._path)!r} cannot be written "
+                f"other jobs cannot see that this call is being tuned: {str(self._path)!r} cannot be written "
                 f"({error.strerror}); make the directory writable, or set QUARANTUNE_CACHE_DIR to one that is"
             ) from error
 
     def refresh(self, *, worst_case_s: float | None = None) -> bool:
-        """Shows the others that the holder lives; takes microseconds, so call it whenever something happened.
+        """Shows the others that the holder lives; takes microseconds, so call it whenever something has happened.
 
         Args:
             worst_case_s: a new bound on the seconds until the next call; None leaves it as it is.
@@ -153,15 +153,15 @@ class Claim:
         self._unlock()
 
     def leave_failure(self, about: Mapping[str, Any]) -> None:
-        """Tells those who wait for this claim that there will be no answer; to be called before `release`.
+        """Leaves a record for the jobs that wait for this claim, saying that there is no answer; before `release`.
 
         Args:
-            about: JSON-able data for them.
+            about: JSON-able data for those jobs.
         """
         if self._fd is None:
             return
         draft = self._failure_path.with_name(f"{self._failure_path.name}.{os.getpid()}-{next(_serial)}.tmp")
-        with contextlib.suppress(OSError):  # then each of them finds out for itself
+        with contextlib.suppress(OSError):  # without it, each of them finds out for itself
             try:
                 draft.write_text(json.dumps({"token": self._token, "about": dict(about)}))
                 os.replace(draft, self._failure_path)
@@ -169,7 +169,7 @@ class Claim:
                 draft.unlink(missing_ok=True)
 
     def failure(self, tokens: Container[str]) -> dict[str, Any] | None:
-        """Returns what a holder said who ended without an answer, if it was one of these."""
+        """Returns the record that a holder left instead of an answer, if its token is one of these; else None."""
         try:
             data = content.read_bounded(self._failure_path, largest_bytes=content.LARGEST_FAILURE_BYTES)
             record = content.decode(data)
@@ -180,20 +180,18 @@ class Claim:
         return record["about"] if isinstance(token := record.get("token"), str) and token in tokens else None
 
     def holder(self) -> Holder | None:
-        """Returns who holds the claim, dead or alive, or None."""
+        """Returns the holder of the claim, dead or alive, or None."""
         return _read_holder(self._path)
 
     def silent_s(self) -> float | None:
         """Returns the seconds since the claim was last refreshed; None if there is none."""
         try:
-            # Both times come from the filesystem's clock, so that hosts need not agree on the time.
-            os.utime(self._lock_path)
-            return self._lock_path.stat().st_mtime - self._path.lstat().st_mtime
+            return unchanged_s(self._path, clock=self._lock_path)
         except OSError:
             return None
 
     def is_stale(self) -> bool:
-        """Returns whether the claim is held by somebody who is dead, or has been silent for too long."""
+        """Returns whether the claim's holder is dead or has been silent for too long."""
         return self._is_stale(lock_is_free=False)
 
     def _is_stale(self, *, lock_is_free: bool) -> bool:
@@ -209,15 +207,15 @@ class Claim:
 
     def _take(self, *, locked: bool | None) -> bool:
         if not os.path.lexists(self._path):
-            # Somebody may be between the lock and the claim. At our next look it is there, or its process hangs.
+            # Another process may have the lock and not yet the claim. At our next look it has both, or it hangs.
             self._gave_way = locked is False and not self._gave_way
             return not self._gave_way and self._create()
         holder = self.holder()
         return self._is_stale(lock_is_free=bool(locked)) and self._remove(holder) and self._create()
 
     def _create(self) -> bool:
-        # Made in one step that fails if it is there; what it says is written, and later changed, through the
-        # same descriptor, so that a holder which was taken for dead cannot write into its successor's claim.
+        # Made in one step that fails if it is there. Its content is written, and later changed, through the same
+        # descriptor, so that a holder that was taken for dead cannot write into its successor's claim.
         try:
             fd = content.open_shared(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
         except FileExistsError:
@@ -263,7 +261,7 @@ class Claim:
             return True
         mistaken = _read_holder(grave) != expected
         if mistaken:
-            # Another waiter was quicker, and this is its fresh claim: it goes back.
+            # Another waiter was quicker, and this is its fresh claim: put it back.
             with contextlib.suppress(OSError):
                 os.link(grave, self._path)
         if not mistaken and expected is None and not _is_unfinished(grave):
@@ -275,31 +273,24 @@ class Claim:
         return not mistaken
 
     def _try_lock(self) -> bool | None:
-        """Returns whether the lock was free and is now ours; None where locks do nothing."""
-        self._lock_fd = self._open_lock()
-        rival_fd = self._open_lock()
+        """Returns whether the lock was free and is now ours; None where locks have no effect."""
+        self._lock_fd = open_lock(self._lock_path)
+        rival_fd = open_lock(self._lock_path)
         try:
-            if not _flock(self._lock_fd):
-                return False
+            if not (granted := try_flock(self._lock_fd)):
+                return granted
             # A second descriptor must now be refused; a filesystem that grants it has locks in name only.
-            self._locked = not _flock(rival_fd)
+            self._locked = try_flock(rival_fd) is False
             return self._locked or None
-        except OSError as error:
-            if error.errno not in NO_FLOCK:
-                raise
-            return None
         finally:
             os.close(rival_fd)
-
-    def _open_lock(self) -> int:
-        return content.open_shared(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
 
     def _unlock(self) -> None:
         self._locked = False
         if self._lock_fd is not None:
             fd, self._lock_fd = self._lock_fd, None
             with contextlib.suppress(OSError):
-                # By name, not by closing alone: a forked child may still hold the same lock open.
+                # Closing alone is not enough: a forked child may still hold the same lock open.
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
@@ -314,14 +305,14 @@ def wait(
 ) -> T | Claim:
     """Waits until another job has the answer, or this one must find it.
 
-    A signal interrupts it as it does any sleep. Its length is bounded by the holders' own worst cases.
+    A signal interrupts the wait as it does any sleep. The holders' stated worst cases bound its length.
 
     Args:
         claim: the claim on the problem.
         done: looks for the answer; None while there is none.
-        on_wait: told at every look who holds the claim, and for how many seconds we have waited.
-        failed: given what a holder we waited for has left instead of an answer, returns what stands for the answer;
-            None to find it out anew.
+        on_wait: called at every look with the holder of the claim and the seconds waited until now.
+        failed: takes the record that a holder left instead of an answer, and returns a substitute for the answer;
+            None to tune anew.
         poll_s: seconds between two looks.
 
     Returns:
@@ -366,7 +357,7 @@ def _read_holder(path: Path) -> Holder | None:
 
 
 def _is_unfinished(path: Path) -> bool:
-    """Returns whether a claim is one whose holder died while it made it."""
+    """Returns whether a claim's holder died while writing it."""
     try:
         content.decode(content.read_bounded(path, largest_bytes=content.LARGEST_CLAIM_BYTES))
     except ValueError:
@@ -374,11 +365,3 @@ def _is_unfinished(path: Path) -> bool:
     except OSError:
         pass
     return False
-
-
-def _flock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -1,4 +1,10 @@
-"""One writer at a time to one shared file, also where locks do nothing: side locks and announcements."""
+"""Exclusion between processes by files: one writer at a time to a shared file, also where locks have no effect.
+
+Two mechanisms keep processes apart, here and in `claims`. A lock on a side file, which the kernel releases when its
+holder dies. And, since on some shared filesystems locks have no effect or bind one host only, a file that names its
+owner: it counts until its owner is dead for certain, or until the file has not changed for so long that the owner must
+be.
+"""
 
 from __future__ import annotations
 
@@ -19,25 +25,24 @@ from quarantune.cache.errors import CacheWriteError
 from quarantune.cache.owners import Owner
 
 _STALE_S = 30.0
-"""An announcement that has not changed for this long no longer counts; a turn takes milliseconds."""
-NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
-"""What filesystems say that have no locks."""
+"""An announcement that has not changed for this long no longer counts; a lease is held for milliseconds."""
+_NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
+"""The errors of filesystems without locks."""
 _ANNOUNCEMENT = re.compile(r"(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp")
 _serial = itertools.count()
 
 
-class TurnLostError(Exception):
-    """Another writer took this turn for abandoned and withdrew it: nothing was written, take another."""
+class LeaseLostError(Exception):
+    """Another writer took this lease for abandoned and withdrew it: nothing was written; acquire another."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Turn:
-    """The right to replace one file, for as long as `take_turn` is open.
+class FileLease:
+    """The right to replace one file, for as long as the block of `acquire` is open.
 
     Attributes:
         target: the file.
-        announcement: the temporary file that the new content goes through; to others it says that a writer is
-            at work.
+        announcement: the temporary file for the new content; its existence announces a writer to all others.
     """
 
     target: Path
@@ -47,8 +52,8 @@ class Turn:
         """Makes `content` the file's content, all of it or none, safe from a crash of the machine.
 
         Raises:
-            TurnLostError: the turn was withdrawn by another writer; nothing was written.
-            OSError: the disk or the directory would not have it; nothing was written.
+            LeaseLostError: another writer withdrew the lease; nothing was written.
+            OSError: the disk or the directory refused; nothing was written.
         """
         with self._unless_withdrawn():
             fd = os.open(self.announcement, os.O_WRONLY | os.O_CLOEXEC)
@@ -66,27 +71,26 @@ class Turn:
         except FileNotFoundError:
             if not self.target.parent.is_dir():
                 raise
-            raise TurnLostError from None
+            raise LeaseLostError from None
 
 
 @contextlib.contextmanager
-def take_turn(target: Path, *, timeout_s: float) -> Iterator[Turn]:
-    """Waits for this writer's turn at a file.
+def acquire(target: Path, *, timeout_s: float) -> Iterator[FileLease]:
+    """Waits until no other writer holds the lease on a file.
 
-    Two things keep writers apart. A lock on a side file that is never removed, so that they queue. And, since
-    on some shared filesystems a lock is silently none or binds one host only, an announcement: a writer
-    creates its temporary file first, then looks whether any other writer's is there, and backs off if so; it
-    reads only when it has found itself alone. Of two writers one created its file before the other looked, so
-    at most one goes on, by nothing but the directory's own order. A writer that died is known by its process
-    being gone, or by its file not having changed for 30 s; its announcement is removed, and should it live
-    after all, its replacement then fails for want of that file, and it starts over.
+    Writers queue on the lock of a side file that is never removed. In case that lock has no effect, a writer also
+    announces itself: it creates its temporary file first, then looks for those of other writers, and backs off if
+    there is one; it reads only when it has found itself alone. Of two writers one created its file before the other
+    looked, so at most one goes on, which relies only on the order of operations in a directory. The announcement of a
+    writer whose process is gone, or that has not changed for 30 s, is removed. Should that writer live after all, its
+    replacement fails for want of that file, and it starts over.
 
     Args:
-        target: the file; its directory is made if it is not there.
-        timeout_s: longest wait in seconds.
+        target: the file; its directory is made if necessary.
+        timeout_s: the longest wait in seconds.
 
     Yields:
-        The turn, over when the block ends.
+        The lease, released when the block ends.
 
     Raises:
         CacheWriteError: the wait was too long.
@@ -97,7 +101,7 @@ def take_turn(target: Path, *, timeout_s: float) -> Iterator[Turn]:
     with side_lock(target.with_name(f".{target.name}.lock"), timeout_s=timeout_s):
         announcement = _announce(target, deadline=deadline, timeout_s=timeout_s)
         try:
-            yield Turn(target, announcement)
+            yield FileLease(target, announcement)
         finally:
             with contextlib.suppress(OSError):
                 announcement.unlink(missing_ok=True)
@@ -105,13 +109,13 @@ def take_turn(target: Path, *, timeout_s: float) -> Iterator[Turn]:
 
 @contextlib.contextmanager
 def side_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
-    """Holds the lock on a side file; where the filesystem has none, the existence of a file beside it.
+    """Holds the lock on a side file; on a filesystem without locks, the existence of a file beside it.
 
     Raises:
         CacheWriteError: the wait was too long.
         OSError: the lock file cannot be opened.
     """
-    import filelock  # Only writers need it, and it takes longer to import than a look-up takes.
+    import filelock  # Only writers need it, and importing it takes longer than a look-up.
 
     lock: filelock.BaseFileLock
     if _has_flock(path):
@@ -130,32 +134,73 @@ def side_lock(path: Path, *, timeout_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # What the lock protected is done: failing to let go of it must not look like failing to do it.
+        # The work under the lock is done: an error while releasing it must not look like a failure of that work.
         with contextlib.suppress(OSError):
             lock.release()
 
 
-def _has_flock(path: Path) -> bool:
-    fd = content.open_shared(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+def open_lock(path: Path) -> int:
+    """Opens the side file of a lock, made if necessary, and returns the descriptor."""
+    return content.open_shared(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+
+
+def try_flock(fd: int, *, shared: bool = False) -> bool | None:
+    """Locks a file if nobody else has, without waiting.
+
+    Args:
+        fd: the file.
+        shared: whether others may hold a shared lock at the same time.
+
+    Returns:
+        Whether the lock was granted; None where the filesystem has no locks.
+    """
     try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     except OSError as error:
-        return error.errno not in NO_FLOCK
-    finally:
-        os.close(fd)
+        if error.errno in _NO_FLOCK:
+            return None
+        raise
     return True
 
 
-def _drop_if_abandoned(soft_path: Path, *, clock: Path) -> None:
-    # filelock breaks a soft lock whose owner died on this host. One of another host it cannot judge; by age
-    # it can go too, as the announcements keep writers apart even if its owner lives.
+def unchanged_s(path: Path, *, clock: Path) -> float:
+    """Returns for how many seconds a file has not changed.
+
+    Both times are the filesystem's, so that the clocks of different hosts need not agree.
+
+    Args:
+        path: the file; of a symbolic link its own time counts.
+        clock: a file of ours beside it, whose time is set to now.
+
+    Raises:
+        OSError: one of the two is not there.
+    """
     os.utime(clock)
+    return clock.stat().st_mtime - path.lstat().st_mtime
+
+
+def _has_flock(path: Path) -> bool:
+    fd = open_lock(path)
+    try:
+        return try_flock(fd, shared=True) is not None
+    except OSError:
+        return True  # filelock meets the same error
+    finally:
+        os.close(fd)
+
+
+def _drop_if_abandoned(soft_path: Path, *, clock: Path) -> None:
+    # filelock breaks a soft lock whose owner died on this host, and cannot judge one of another host. By its age, such
+    # a lock may go too, because the announcements keep writers apart even if its owner lives.
     with contextlib.suppress(FileNotFoundError):
-        if clock.stat().st_mtime - soft_path.stat().st_mtime > _STALE_S:
+        if unchanged_s(soft_path, clock=clock) > _STALE_S:
             soft_path.unlink()
 
 
 def _announce(target: Path, *, deadline: float, timeout_s: float) -> Path:
+    """Creates this writer's announcement once no other writer's is there, and returns it."""
     owner = Owner.this_process()
     for attempt in itertools.count():
         token = f"{owner.host}-{owner.pid}-{owner.started}-{next(_serial)}"
@@ -181,7 +226,8 @@ def _announce(target: Path, *, deadline: float, timeout_s: float) -> Path:
 
 
 def _other_writer(target: Path, own: Path) -> str | None:
-    # Both times come from the filesystem's clock, so that hosts need not agree on the time.
+    """Returns the announcement of another live writer, or None; removes those of dead ones."""
+    # As in `unchanged_s`, with the time at which our own announcement was made.
     now = own.stat().st_mtime
     prefix = f".{target.name}."
     for name in os.listdir(target.parent):
@@ -193,7 +239,7 @@ def _other_writer(target: Path, own: Path) -> str | None:
         with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
             if not owner.is_dead() and abs(now - other.lstat().st_mtime) < _STALE_S:
                 return name
-            other.unlink()  # a directory by that name announces nothing
+            other.unlink()  # unlinking a directory fails: one with that name announces nothing
     return None
 
 

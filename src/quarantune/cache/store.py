@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from quarantune.cache import content
+from quarantune.cache import content, file_lease
 from quarantune.cache.errors import CacheWriteError, report_once
-from quarantune.cache.file_lease import TurnLostError, take_turn
+from quarantune.cache.file_lease import LeaseLostError
 from quarantune.cache.keys import plain, safe_name
 
 SCHEMA = 1
@@ -26,14 +26,14 @@ _SET_ASIDE_TIMEOUT_S = 2.0
 
 
 class Store:
-    """Files of entries in one directory.
+    """The files of entries in one directory.
 
-    Every method takes a function's name as it is; `safe_name` makes the file's name of it. Reading takes no
-    lock and never raises: what cannot be read is reported once and counts as empty.
+    Every method takes a function's unmodified name; `safe_name` turns it into the name of a file. Reading takes no
+    lock and never raises: an unreadable file is reported once and counts as empty.
 
-    What a write guarantees: when it returns, the entry is in the file and on the disk, and later writers have
-    it in what they read. It is read back before it counts, and repeated if another writer has overwritten it
-    in spite of everything. A crash at any instant leaves the old file or the new one.
+    When a write returns, the entry is in the file and on the disk, and later writers read it. A write is read back
+    before it counts, and repeated if another writer has overwritten it nevertheless. A crash at any instant leaves the
+    old file or the new one.
     """
 
     def __init__(self, directory: Path, *, lock_timeout_s: float = 60.0) -> None:
@@ -41,7 +41,7 @@ class Store:
 
         Args:
             directory: where the files are.
-            lock_timeout_s: longest wait for other writers of the same file, in seconds.
+            lock_timeout_s: the longest wait for other writers of the same file, in seconds.
         """
         self.directory = directory
         self._lock_timeout_s = lock_timeout_s
@@ -58,7 +58,7 @@ class Store:
         return []
 
     def read(self, name: str) -> Contents:
-        """Returns everything a function's file holds; empty if it has none that can be used."""
+        """Returns all entries in a function's file; none if there is no usable file."""
         path = self.path(name)
         try:
             return _load(path)
@@ -75,18 +75,18 @@ class Store:
         return self.read(name).get(device, {}).get(key)
 
     def put(self, name: str, device: str, key: str, entry: Mapping[str, Any]) -> None:
-        """Saves one entry, in place of any before it.
+        """Saves one entry, in place of any earlier one.
 
         Args:
             name: the function.
             device: the kind of device.
             key: the key of the problem.
-            entry: JSON-able data; `schema` is filled in if it is not there.
+            entry: JSON-able data; `schema` is filled in if it is missing.
 
         Raises:
             CacheWriteError: it could not be saved; the message says why.
             ValueError: the entry holds NaN or infinity.
-            TypeError: the entry holds what JSON cannot.
+            TypeError: the entry holds a value that JSON cannot.
         """
         self.merge(name, {device: {key: dict(entry)}})
 
@@ -102,12 +102,12 @@ class Store:
         Args:
             name: the function.
             contents: the entries, by device and key.
-            prefer: given the entry that is there and the one offered, returns which to keep.
+            prefer: takes the present entry and the offered one, and returns the one to keep.
 
         Raises:
             CacheWriteError: they could not be saved; the message says why.
             ValueError: an entry holds NaN or infinity.
-            TypeError: an entry holds what JSON cannot.
+            TypeError: an entry holds a value that JSON cannot.
         """
         offered: Contents = {
             device: {key: plain({"schema": SCHEMA} | dict(entry)) for key, entry in entries.items()}
@@ -159,12 +159,12 @@ class Store:
         """
         path = self.path(name)
         if os.path.lexists(path):
-            with _typed_errors(path), take_turn(path, timeout_s=self._lock_timeout_s):
+            with _typed_errors(path), file_lease.acquire(path, timeout_s=self._lock_timeout_s):
                 self._load_or_set_aside(path)
                 path.unlink(missing_ok=True)
 
     def problems(self, name: str) -> list[str]:
-        """Returns what keeps a function's file, or entries in it, from being used, a sentence each; changes nothing."""
+        """Returns a sentence for each fault of a function's file and its entries; changes nothing."""
         try:
             _load(self.path(name))
         except OSError as error:
@@ -185,7 +185,7 @@ class Store:
         deadline = time.monotonic() + self._lock_timeout_s
         with _typed_errors(path):
             while True:
-                with contextlib.suppress(TurnLostError):
+                with contextlib.suppress(LeaseLostError):
                     if self._write_once(path, change, is_there):
                         return
                 if time.monotonic() > deadline:
@@ -197,11 +197,11 @@ class Store:
     def _write_once(
         self, path: Path, change: Callable[[Contents], Any], is_there: Callable[[Contents, Any], bool]
     ) -> bool:
-        with take_turn(path, timeout_s=self._lock_timeout_s) as turn:
+        with file_lease.acquire(path, timeout_s=self._lock_timeout_s) as lease:
             contents = self._load_or_set_aside(path)
             wanted = change(contents)
             written = _encode(contents)
-            turn.replace(written)
+            lease.replace(written)
             with contextlib.suppress(FileNotFoundError, _DamagedError):
                 found = content.read_bounded(path, largest_bytes=content.LARGEST_ENTRIES_BYTES)
                 return found == written or is_there(_decode(found, path), wanted)
@@ -217,24 +217,23 @@ class Store:
             return error.usable
 
     def _read_damaged(self, path: Path, usable: Contents) -> Contents:
-        # Only in a turn of our own is it sure that the file moved aside is the damaged one and not its
-        # successor.
+        # Only under our own lease is the file that is moved aside certain to be the damaged one, not its successor.
         try:
             with (
                 _typed_errors(path),
-                take_turn(path, timeout_s=min(self._lock_timeout_s, _SET_ASIDE_TIMEOUT_S)) as turn,
+                file_lease.acquire(path, timeout_s=min(self._lock_timeout_s, _SET_ASIDE_TIMEOUT_S)) as lease,
             ):
                 found = self._load_or_set_aside(path)
                 if found:
-                    turn.replace(_encode(found))
+                    lease.replace(_encode(found))
                 return found
-        except (CacheWriteError, TurnLostError) as error:
+        except (CacheWriteError, LeaseLostError) as error:
             report_once(f"{str(path)!r} is damaged and could not be set aside: {error}")
             return usable
 
 
 def _set_aside(path: Path, aside: Path, *, keep: bool) -> None:
-    """Gives a file that cannot be used another name; with `keep` its own stays until what is usable replaces it."""
+    """Renames a damaged file; with `keep` it also keeps its name, until its usable entries replace it."""
     if keep:
         with contextlib.suppress(OSError):
             os.link(path, aside)
@@ -243,11 +242,11 @@ def _set_aside(path: Path, aside: Path, *, keep: bool) -> None:
 
 
 class _DamagedError(Exception):
-    """The file holds what is no entry of ours.
+    """The file holds something other than valid entries.
 
     Attributes:
-        usable: the entries that it holds besides.
-        faults: what is wrong with the others, a sentence each.
+        usable: its valid entries.
+        faults: a sentence about each of the others.
     """
 
     def __init__(self, message: str, *, usable: Contents | None = None, faults: Sequence[str] = ()) -> None:
@@ -269,7 +268,7 @@ def _load(path: Path) -> Contents:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except OSError as error:
-            # A network filesystem says ESTALE when the file is replaced while it is read.
+            # A network filesystem reports ESTALE when the file is replaced while it is read.
             if error.errno != errno.ESTALE or not attempts_left:
                 raise
     raise AssertionError("unreachable")
@@ -312,7 +311,7 @@ def _is_contents(value: Any) -> bool:
 
 
 def _encode(contents: Contents) -> bytes:
-    # One line for each entry: a person can read and grep it, and the fast encoder does the work.
+    # One line for each entry: people can read and grep it, and the fast encoder can be used for each.
     encode = json.JSONEncoder(allow_nan=False).encode
     devices = (
         f"{encode(device)}: {{\n"

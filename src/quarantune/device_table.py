@@ -1,0 +1,165 @@
+"""Limits and peaks of devices, by the kind that JAX reports: one table for `spaces` and `metrics`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceLimits:
+    """The most that one block (a workgroup, a program instance) may use; None where nothing is known to limit it.
+
+    Attributes:
+        shared_memory_per_block_bytes: on-chip memory that the kernel manages: shared memory, LDS, or a TPU core's VMEM.
+        registers_per_block: 32-bit registers of all its threads together.
+        registers_per_thread: 32-bit registers of one thread.
+        threads_per_block: threads.
+    """
+
+    shared_memory_per_block_bytes: int | None = None
+    registers_per_block: int | None = None
+    registers_per_thread: int | None = None
+    threads_per_block: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DevicePeaks:
+    """The most that a device can do, by its vendor's data sheet.
+
+    Attributes:
+        gbps: memory bandwidth in 10^9 bytes per second.
+        tflops: matrix arithmetic in 10^12 operations per second, without sparsity, by dtype; `float8` for every 8-bit
+            float, and for `float32` on NVIDIA the TF32 rate, as JAX's default precision multiplies with it.
+    """
+
+    gbps: float
+    tflops: Mapping[str, float]
+
+
+class _Row(NamedTuple):
+    """One row of the table; `peaks` is None where no vendor's figures are in it."""
+
+    limits: DeviceLimits
+    peaks: DevicePeaks | None = None
+
+
+def limits_of(kind: str) -> DeviceLimits:
+    """Returns the limits of a kind of device; all None for one that is not in the table.
+
+    Args:
+        kind: named as JAX's `device_kind` does. A slice of a GPU (`... MIG 1g.10gb`) has the limits of the whole: it
+            has fewer multiprocessors, each as big as ever.
+    """
+    whole, _, _ = kind.partition(" MIG ")
+    return _TABLE[whole].limits if whole in _TABLE else DeviceLimits()
+
+
+def peaks_of(kind: str) -> DevicePeaks | None:
+    """Returns the peaks of a kind of device, None where the table has none.
+
+    Args:
+        kind: named exactly as JAX's `device_kind` does, so that neither a slice of a device nor a relative of it passes
+            for the whole.
+    """
+    return _TABLE[kind].peaks if kind in _TABLE else None
+
+
+def _cuda(shared_memory_kib: int) -> DeviceLimits:
+    return DeviceLimits(
+        shared_memory_per_block_bytes=shared_memory_kib * 1024,
+        registers_per_block=65536,
+        registers_per_thread=255,
+        threads_per_block=1024,
+    )
+
+
+def _tpu(vmem_mib: int) -> DeviceLimits:
+    return DeviceLimits(shared_memory_per_block_bytes=vmem_mib * 1024 * 1024)
+
+
+# NVIDIA's "CUDA C++ Programming Guide", technical specifications per compute capability. A block gets 48 KiB of shared
+# memory without asking; these are what it gets for asking, as compilers do.
+_TURING = _cuda(64)
+_AMPERE_DATA_CENTRE = _cuda(163)
+_AMPERE_AND_ADA = _cuda(99)
+_HOPPER = _cuda(227)
+_BLACKWELL_DATA_CENTRE = _cuda(227)
+_BLACKWELL_GEFORCE = _cuda(99)
+# AMD's "GPU specifications" for ROCm (64 KiB of LDS and 512 KiB of vector registers in a compute unit) and the CDNA3
+# instruction set (512 vector registers a lane).
+_CDNA3_LIMITS = DeviceLimits(
+    shared_memory_per_block_bytes=64 * 1024,
+    registers_per_block=512 * 1024 // 4,
+    registers_per_thread=512,
+    threads_per_block=1024,
+)
+# JAX's "TPU Hardware Reference". The compiler lets a kernel have less of it unless it is given another limit.
+_TPU_V4_LIMITS, _TPU_V5E_LIMITS, _TPU_V5P_LIMITS, _TPU_V6E_LIMITS = _tpu(16), _tpu(128), _tpu(64), _tpu(128)
+
+# Dense rates: where a datasheet gives only those "with sparsity", half of them.
+# NVIDIA's H100, H200, A100, L4 and L40S datasheets; for GeForce its "Ada GPU Architecture" whitepaper, at FP32
+# accumulation.
+_HOPPER_SXM = {"float64": 67.0, "float32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9, "int8": 1978.9}
+_HOPPER_PCIE = {
+    "float64": 51.0,
+    "float32": 378.0,
+    "bfloat16": 756.0,
+    "float16": 756.0,
+    "float8": 1513.0,
+    "int8": 1513.0,
+}
+_HOPPER_NVL = {"float64": 60.0, "float32": 417.5, "bfloat16": 835.5, "float16": 835.5, "float8": 1670.5, "int8": 1670.5}
+_A100 = {"float64": 19.5, "float32": 156.0, "bfloat16": 312.0, "float16": 312.0, "int8": 624.0}
+_L4 = {"float32": 60.0, "bfloat16": 121.0, "float16": 121.0, "float8": 242.5, "int8": 242.5}
+_L40S = {"float32": 183.0, "bfloat16": 362.0, "float16": 362.0, "float8": 733.0, "int8": 733.0}
+_RTX_4090 = {"float32": 82.6, "bfloat16": 165.2, "float16": 165.2, "float8": 330.3, "int8": 660.6}
+# "AMD Instinct MI300X Accelerator" and "MI325X" data sheets.
+_CDNA3_TFLOPS = {
+    "float64": 163.4,
+    "float32": 163.4,
+    "bfloat16": 1307.4,
+    "float16": 1307.4,
+    "float8": 2614.9,
+    "int8": 2614.9,
+}
+_MI300X = DevicePeaks(gbps=5300.0, tflops=_CDNA3_TFLOPS)
+# Google's Cloud TPU documentation, "System architecture" of each version, per chip: from v4 on, JAX's device is a chip.
+_TPU_V5E = DevicePeaks(gbps=819.0, tflops={"bfloat16": 197.0, "int8": 393.0})
+_TPU_V5P = DevicePeaks(gbps=2765.0, tflops={"bfloat16": 459.0})
+_TPU_V6E = DevicePeaks(gbps=1638.0, tflops={"bfloat16": 918.0, "int8": 1836.0})
+
+_TABLE: Mapping[str, _Row] = {
+    "Tesla T4": _Row(_TURING),
+    "NVIDIA A100-SXM4-40GB": _Row(_AMPERE_DATA_CENTRE, DevicePeaks(gbps=1555.0, tflops=_A100)),
+    "NVIDIA A100-SXM4-80GB": _Row(_AMPERE_DATA_CENTRE, DevicePeaks(gbps=2039.0, tflops=_A100)),
+    "NVIDIA A100-PCIE-40GB": _Row(_AMPERE_DATA_CENTRE, DevicePeaks(gbps=1555.0, tflops=_A100)),
+    "NVIDIA A100 80GB PCIe": _Row(_AMPERE_DATA_CENTRE, DevicePeaks(gbps=1935.0, tflops=_A100)),
+    "NVIDIA A10": _Row(_AMPERE_AND_ADA),
+    "NVIDIA A10G": _Row(_AMPERE_AND_ADA),
+    "NVIDIA GeForce RTX 3090": _Row(_AMPERE_AND_ADA),
+    "NVIDIA L4": _Row(_AMPERE_AND_ADA, DevicePeaks(gbps=300.0, tflops=_L4)),
+    "NVIDIA L40": _Row(_AMPERE_AND_ADA),
+    "NVIDIA L40S": _Row(_AMPERE_AND_ADA, DevicePeaks(gbps=864.0, tflops=_L40S)),
+    "NVIDIA GeForce RTX 4090": _Row(_AMPERE_AND_ADA, DevicePeaks(gbps=1008.0, tflops=_RTX_4090)),
+    "NVIDIA H100 80GB HBM3": _Row(_HOPPER, DevicePeaks(gbps=3350.0, tflops=_HOPPER_SXM)),
+    "NVIDIA H100 PCIe": _Row(_HOPPER, DevicePeaks(gbps=2000.0, tflops=_HOPPER_PCIE)),
+    "NVIDIA H100 NVL": _Row(_HOPPER, DevicePeaks(gbps=3900.0, tflops=_HOPPER_NVL)),
+    "NVIDIA H200": _Row(_HOPPER, DevicePeaks(gbps=4800.0, tflops=_HOPPER_SXM)),
+    "NVIDIA H200 NVL": _Row(_HOPPER, DevicePeaks(gbps=4800.0, tflops=_HOPPER_NVL)),
+    "NVIDIA GH200 480GB": _Row(_HOPPER),
+    "NVIDIA B200": _Row(_BLACKWELL_DATA_CENTRE),
+    "NVIDIA GB200": _Row(_BLACKWELL_DATA_CENTRE),
+    "NVIDIA GeForce RTX 5090": _Row(_BLACKWELL_GEFORCE),
+    "AMD Instinct MI300X": _Row(_CDNA3_LIMITS, _MI300X),
+    "AMD Instinct MI300X OAM": _Row(_CDNA3_LIMITS, _MI300X),
+    "AMD Instinct MI325X": _Row(_CDNA3_LIMITS, DevicePeaks(gbps=6000.0, tflops=_CDNA3_TFLOPS)),
+    "TPU v4": _Row(_TPU_V4_LIMITS, DevicePeaks(gbps=1200.0, tflops={"bfloat16": 275.0, "int8": 275.0})),
+    "TPU v5 lite": _Row(_TPU_V5E_LIMITS, _TPU_V5E),
+    "TPU v5e": _Row(_TPU_V5E_LIMITS, _TPU_V5E),
+    "TPU v5": _Row(_TPU_V5P_LIMITS, _TPU_V5P),
+    "TPU v5p": _Row(_TPU_V5P_LIMITS, _TPU_V5P),
+    "TPU v6 lite": _Row(_TPU_V6E_LIMITS, _TPU_V6E),
+    "TPU v6e": _Row(_TPU_V6E_LIMITS, _TPU_V6E),
+}
