@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from quarantune.cache import Fingerprint, fingerprint
-from quarantune.cache.fingerprint import _code_text
+from quarantune.cache.described import code_text
 
 BASE = """
 import functools
@@ -152,9 +152,9 @@ def generator(x):
     scope = load(tmp_path, source)
     names = ("recursive", "nested", "static", "coroutine", "generator")
     kinds = ("def ", "async def ", "@staticmethod")
-    assert [name for name in names if not _code_text(scope[name]).startswith(kinds)] == []
+    assert [name for name in names if not code_text(scope[name]).startswith(kinds)] == []
     # A private name compiles to another one outside its class: compared in vain, and the compiled code counts.
-    assert not _code_text(scope["method"]).startswith(kinds)
+    assert not code_text(scope["method"]).startswith(kinds)
 
 
 def test_the_fingerprint_covers_functions_without_source() -> None:

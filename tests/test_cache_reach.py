@@ -54,7 +54,34 @@ FILES = {
         def unreached(x):
             return x / 17
         """,
+    "rules.py": """
+        import functools
+        import jax
+        FACTOR = 2.0
+        def scaled(g):
+            return g * FACTOR
+        @jax.custom_vjp
+        def op(x):
+            return x * 23
+        def op_fwd(x):
+            return op(x), x + 29
+        def op_bwd(x, g):
+            return (scaled(g) * 31,)
+        op.defvjp(op_fwd, op_bwd)
+        @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+        def whole(x, n):
+            return x * n
+        @whole.defjvp
+        def whole_jvp(n, primals, tangents):
+            return whole(*primals, n), tangents[0] * 41
+        @jax.custom_jvp
+        def each(x):
+            return x * 43
+        each.defjvps(lambda t, out, x: t * 47)
+        """,
     "main_module.py": """
+        import jax
+        import rules
         import functools
         import deep as renamed
         import config
@@ -97,6 +124,16 @@ FILES = {
             def own(self, x):
                 return x ** 19
         run = Tuned.run
+        def trained(x):
+            return rules.op(x) + rules.whole(x, 3) + rules.each(x)
+        jitted = jax.jit(rules.op)
+        @jax.jit
+        @jax.custom_vjp
+        def own(x):
+            return x * 53
+        own.__wrapped__.defvjp(lambda x: (own(x), x * 59), lambda x, g: (g * 61,))
+        def library(x):
+            return jax.nn.relu(x)
         """,
 }
 
@@ -153,6 +190,15 @@ def change(tmp_path: Path, name: str, patch: pytest.MonkeyPatch, module: str, ol
         ("bound", "deep", "OFFSET = 1", "OFFSET = 2", "global:deep.OFFSET"),
         ("closing", "deep", "OFFSET = 1", "OFFSET = 2", "global:deep.OFFSET"),
         ("run", "main_module", "x ** 19", "x ** 20", "helper:Tuned.own"),
+        ("trained", "rules", "x * 23", "x * 24", "global:rules.op"),
+        ("trained", "rules", "x + 29", "x + 30", "rule:op.fwd"),
+        ("trained", "rules", "* 31", "* 32", "rule:op.bwd"),
+        ("trained", "rules", "FACTOR = 2.0", "FACTOR = 3.0", "global:rules.FACTOR"),
+        ("trained", "rules", "* 41", "* 42", "rule:whole.jvp"),
+        ("trained", "rules", "t * 47", "t * 48", "rule:each.jvp0"),
+        ("jitted", "rules", "* 31", "* 32", "rule:op.bwd"),
+        ("own", "main_module", "x * 59", "x * 60", "rule:own.fwd"),
+        ("own", "main_module", "g * 61", "g * 62", "rule:own.bwd"),
     ],
 )
 def test_an_edit_of_what_a_function_reaches_in_another_module_is_seen(
@@ -176,6 +222,10 @@ def test_an_edit_beside_what_a_function_reaches_is_not_a_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, old: str, new: str
 ) -> None:
     assert change(tmp_path, name, monkeypatch, module, old, new) == []
+
+
+def test_derivative_rules_of_libraries_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not any(part.startswith("rule:") for part in fingerprint_of(tmp_path, "library", monkeypatch).parts)
 
 
 def test_the_code_of_installed_packages_counts_by_its_version_alone(

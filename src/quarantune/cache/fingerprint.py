@@ -1,30 +1,19 @@
-"""What a tuned result depends on, as short hashes part by part: code, closure, defaults, helpers, options."""
+"""Fingerprints: a short hash for each part that a tuned result depends on, such as code, closure, helpers, options."""
 
 from __future__ import annotations
-import __future__
 
-import ast
-import collections
-import contextlib
 import dataclasses
 import dis
 import enum
 import functools
-import hashlib
 import inspect
-import logging
-import operator
-import re
-import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quarantune.cache import reach
+from quarantune import jax_internals
+from quarantune.cache import described, reach
 from quarantune.cache.keys import canonical_json, short_hash
-
-_LARGEST_HASHED_BYTES = 1 << 24
-"""Larger arrays count by shape and dtype alone: hashing model weights would cost more than it tells."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +21,7 @@ class Fingerprint:
     """The parts that a tuned result depends on.
 
     Attributes:
-        parts: a short hash for each part: `code`, `defaults`, `closure:x`, `helper:f`, `global:X`,
+        parts: a short hash for each part: `code`, `defaults`, `closure:x`, `helper:f`, `global:X`, `rule:f.bwd`,
             `option:o`.
     """
 
@@ -44,7 +33,7 @@ class Fingerprint:
         return short_hash(canonical_json(self.parts))
 
     def differences(self, other: Fingerprint | Mapping[str, str]) -> list[str]:
-        """Returns the names of the parts that differ, or that only one of the two has."""
+        """Returns the names of the parts that differ, or that only one of the two fingerprints has."""
         theirs = other.parts if isinstance(other, Fingerprint) else other
         return sorted(name for name in self.parts.keys() | theirs.keys() if self.parts.get(name) != theirs.get(name))
 
@@ -54,37 +43,38 @@ def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = N
 
     It covers the function's code, its defaults and closure by value, and, transitively, the functions, classes
     and constants of the user's own modules that its code names: as globals, as attributes of modules
-    (`kernels.body`), and as methods. Of an installed package only the name counts, as its version is recorded
-    beside the fingerprint, and so it is with a module that the function imports itself. Comments, docstrings,
-    whitespace, the decorators of `fn` itself and its place in the file do not count. It is the same in every
-    process. Values count as they are now: take it once, before the function has run.
+    (`kernels.body`), and as methods. The derivative rules of `jax.custom_vjp` and `jax.custom_jvp` functions are
+    covered too. An installed package, or a module imported inside the function, counts by name only; the versions of
+    packages are recorded beside the fingerprint. Comments, docstrings, whitespace, the decorators of `fn` itself and
+    its place in the file do not count. The fingerprint is the same in every process. Values count as they are at the
+    time: take the fingerprint once, before the function has run.
 
     Args:
         fn: the function or other callable, wrapped or not.
-        options: the options, by name; functions among them count as `fn` does, and by their decorators too.
+        options: the options, by name. A function among them is covered as `fn` is, and its decorators count.
     """
-    described = {f"option:{name}": _hash(_describe_option(value)) for name, value in (options or {}).items()}
-    return Fingerprint(parts=_Walk(fn).parts | described)
+    option_parts = {f"option:{name}": _hash(_describe_option(value)) for name, value in (options or {}).items()}
+    return Fingerprint(parts=_Walk(fn).parts | option_parts)
 
 
 def _describe_option(value: Any) -> Any:
-    described = _describe(value)
+    description = described.describe(value)
     function = _root_function(value) if callable(value) else None
     if function is None or reach.is_library_file(function.__code__.co_filename):
-        return described
-    return [described, _Walk(value).parts]
+        return description
+    return [description, _Walk(value).parts]
 
 
 def _root_function(fn: Any) -> types.FunctionType | None:
-    """Returns the Python function that runs where `fn` is called, or None."""
-    return _plain_function(fn) or _plain_function(inspect.getattr_static(type(fn), "__call__", None))
+    """Returns the Python function that a call of `fn` runs, or None."""
+    return described.plain_function(fn) or described.plain_function(inspect.getattr_static(type(fn), "__call__", None))
 
 
 class _Walk:
-    """Collects the parts of one callable, and of what it reaches in the user's own code.
+    """Collects the parts of one callable, and of the user's own code that it reaches.
 
-    What is in the callable's own module is a `helper` or `class` by its plain name; what is in another of the
-    user's modules goes by that module's name too.
+    Functions and classes of the callable's own module are parts by their plain names (`helper:f`, `class:C`). Names
+    from another of the user's modules start with the name of that module.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -93,32 +83,38 @@ class _Walk:
         self._followed: set[int] = set()
         function = _root_function(fn)
         self._module = function.__globals__ if function else {}
+        self._visit_rules(fn)
         if function is None:
-            self.parts["code"] = _hash(_describe(fn))
+            self.parts["code"] = _hash(described.describe(fn))
             return
-        if (wrapping := _describe_wrapping(fn)) is not None:
+        if (wrapping := described.describe_wrapping(fn)) is not None:
             self.parts["bound"] = _hash(wrapping)
         self._seen.add(id(function))
-        self.parts["code"] = _hash(_code_text(function, with_decorators=False))
-        self.parts["defaults"] = _hash(_describe_defaults(function))
+        self.parts["code"] = _hash(described.code_text(function, with_decorators=False))
+        self.parts["defaults"] = _hash(described.describe_defaults(function))
         self._follow_bound(fn)
         self._visit_surroundings("closure", function, owner=_owner(fn))
 
     def _visit(self, kind: str, name: str, value: Any) -> None:
-        function = _plain_function(value)
+        self._visit_rules(value)
+        function = described.plain_function(value)
         if function is not None and function.__globals__ is self._module:
             self._visit_helper(f"helper:{name}", value, function)
         elif isinstance(value, type) and value.__module__ == self._module.get("__name__"):
             self._visit_class(value)
         else:
-            self.parts[f"{kind}:{name}"] = _hash(_describe(value))
+            self.parts[f"{kind}:{name}"] = _hash(described.describe(value))
             self._follow(value)
 
     def _visit_helper(self, part: str, value: Any, function: types.FunctionType) -> None:
         if id(function) in self._seen:
             return
         self._seen.add(id(function))
-        description = [_code_text(function), _describe_defaults(function), _describe_wrapping(value)]
+        description = [
+            described.code_text(function),
+            described.describe_defaults(function),
+            described.describe_wrapping(value),
+        ]
         self.parts[part] = _hash(description)
         self._follow_bound(value)
         self._visit_surroundings(f"{part}:closure", function, owner=_owner(value))
@@ -129,13 +125,13 @@ class _Walk:
         self._seen.add(id(cls))
         is_own = cls.__module__ == self._module.get("__name__")
         label = cls.__qualname__ if is_own else f"{cls.__module__}.{cls.__qualname__}"
-        self.parts[f"class:{label}"] = _hash([_type_name(base) for base in cls.__mro__])
+        self.parts[f"class:{label}"] = _hash([described.type_name(base) for base in cls.__mro__])
         for name, member in vars(cls).items():
             if name not in _CLASS_MACHINERY and (is_own or _is_written_out(member)):
                 self._visit("class", f"{label}.{name}", getattr(member, "fget", None) or member)
         if issubclass(cls, enum.Enum) and not is_own:
             values = {name: member.value for name, member in cls.__members__.items()}
-            self.parts[f"class:{label}.values"] = _hash(_describe(values))
+            self.parts[f"class:{label}.values"] = _hash(described.describe(values))
         for base in cls.__mro__[1:]:
             if reach.is_users_class(base):
                 self._visit_class(base)
@@ -145,11 +141,11 @@ class _Walk:
         prefix = "" if is_own else f"{function.__module__}."
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._follow(default)
-        free = dict(_closure(function))
+        free = dict(described.closure_of(function))
         for name, value in free.items():
             if is_own:
                 self._visit(kind, name, value)
-            else:  # a description of the function has them by value
+            else:  # their values are in the description of the function
                 self._follow(value)
         for name in sorted(set(_global_names(function.__code__))):
             if name in function.__globals__:
@@ -162,7 +158,7 @@ class _Walk:
                 self._visit_chain("global", scope.get(chain.root, reach.NOTHING), chain.path, function)
 
     def _visit_chain(self, kind: str, value: Any, path: tuple[str, ...], function: types.FunctionType) -> None:
-        """Visits what a dotted name stands for, where its root is a module, a class or an object of the user's own."""
+        """Visits the objects that a dotted name stands for, if its root is a module, class or object of the user's."""
         for name in path:
             if isinstance(value, types.ModuleType):
                 if reach.is_library(value.__name__):
@@ -180,18 +176,35 @@ class _Walk:
                     self._visit("class", f"{label}.{name}", getattr(found, "fget", None) or found)
             value = found
         if isinstance(value, types.ModuleType) and not reach.is_library(value.__name__):
-            # Under another name, or handed on: any name in the code may be one of its attributes.
+            # The module has another name or is passed on: any name in the code may be one of its attributes.
             for name in sorted(reach.names(function.__code__) & vars(value).keys()):
                 self._visit_chain(kind, value, (name,), function)
         elif callable(value) and not isinstance(value, (type, types.FunctionType)):
             self._visit_chain("class", value, ("__call__",), function)
 
+    def _visit_rules(self, value: Any) -> None:
+        """Visits the user's own derivative rules of a function, in whatever is wrapped around it."""
+        for _ in range(described.MOST_LAYERS):
+            rules = {} if id(value) in self._seen else jax_internals.derivative_rules(value)
+            if rules:
+                self._seen.add(id(value))
+            for name, rule in rules.items():
+                if _is_users(rule):
+                    part = f"rule:{getattr(value, '__qualname__', '')}.{name}"
+                    same = sum(other.partition("#")[0] == part for other in self.parts)
+                    self.parts[f"{part}#{same}" if same else part] = _hash(described.describe(rule))
+                    self._follow(rule)
+            value = described.wrapped_by(value)
+            if value is None:
+                return
+
     def _is_own(self, cls: type) -> bool:
         return cls.__module__ == self._module.get("__name__")
 
     def _follow(self, value: Any, depth: int = 0) -> None:
-        """Visits what a value that has been described reaches in turn, which no description of it shows."""
-        function = _plain_function(value)
+        """Visits the code that a described value reaches in turn, which its description does not show."""
+        self._visit_rules(value)
+        function = described.plain_function(value)
         if function is not None:
             self._follow_bound(value)
             if id(function) not in self._followed and not reach.is_library_file(function.__code__.co_filename):
@@ -202,11 +215,11 @@ class _Walk:
                 self._visit_class(value)
         elif type(value) in (list, tuple, dict) and depth < _DEEPEST_FOLLOWED:
             for item in value.values() if isinstance(value, dict) else value:
-                if not isinstance(item, _LITERALS):
+                if not isinstance(item, described.LITERALS):
                     self._follow(item, depth + 1)
 
     def _follow_bound(self, value: Any) -> None:
-        """Follows the arguments that partials have bound."""
+        """Follows the arguments bound by partials."""
         while isinstance(value, functools.partial):
             for item in (*value.args, *value.keywords.values()):
                 self._follow(item)
@@ -217,22 +230,30 @@ _DEEPEST_FOLLOWED = 8
 
 
 def _owner(fn: Any) -> type | None:
-    """Returns the class whose method runs where `fn` is called, or None."""
+    """Returns the class whose method a call of `fn` runs, or None."""
     if isinstance(fn, types.MethodType):
         return fn.__self__ if isinstance(fn.__self__, type) else type(fn.__self__)
     if isinstance(fn, functools.partial):
         return _owner(fn.func)
-    function = _plain_function(fn)
+    function = described.plain_function(fn)
     if function is None:
         return type(fn)
     return reach.defining_class(function)
 
 
+def _is_users(fn: Any) -> bool:
+    """Returns whether a callable is the user's own code."""
+    function = described.plain_function(fn)
+    if function is None:
+        return reach.is_users_class(type(fn))
+    return not reach.is_library_file(function.__code__.co_filename)
+
+
 def _is_written_out(member: Any) -> bool:
-    """Returns whether a class's member is what its author wrote: functions, classes and constants, not machinery."""
-    if isinstance(member, (type, property, *_LITERALS)):
+    """Returns whether a member of a class was written by its author: a function, class or constant."""
+    if isinstance(member, (type, property, *described.LITERALS)):
         return True
-    return _plain_function(member) is not None
+    return described.plain_function(member) is not None
 
 
 _CLASS_MACHINERY = frozenset(
@@ -241,242 +262,12 @@ _CLASS_MACHINERY = frozenset(
 )
 
 
-def _plain_function(value: Any) -> types.FunctionType | None:
-    """Returns the Python function inside jit wrappers, decorators, methods and partials, or None."""
-    # Bounded, as an odd object may have any attribute, which has any attribute, and so on.
-    for _ in range(32):
-        inner = _inside(value)
-        if inner is None:
-            return value if isinstance(value, types.FunctionType) else None
-        value = inner
-    return None
-
-
-def _inside(value: Any) -> Any:
-    if isinstance(value, (types.MethodType, staticmethod, classmethod)):
-        return value.__func__
-    if isinstance(value, functools.partial):
-        return value.func
-    try:
-        return None if isinstance(value, type) else getattr(value, "__wrapped__", None)
-    except Exception:
-        return None
-
-
-def _describe_wrapping(value: Any) -> Any:
-    """Returns what the layers around a plain function add to it."""
-    if isinstance(value, functools.partial):
-        return ["partial", _describe(value.args), _describe(value.keywords), _describe_wrapping(value.func)]
-    if isinstance(value, types.MethodType):
-        return ["method", _describe_instance(value.__self__)]
-    if isinstance(value, types.FunctionType):
-        is_wrapper = hasattr(value, "__wrapped__") and not reach.is_library_file(value.__code__.co_filename)
-        return ["function", _code_text(value)] if is_wrapper else None
-    if isinstance(value, (staticmethod, classmethod)):
-        return _describe_wrapping(value.__func__)
-    # A jit wrapper's options are in the decorator's text; its type is its version's affair.
-    return None if _plain_function(value) else ["callable", _describe_instance(value)]
-
-
-def _describe_instance(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Describes what a method is bound to, or an object that is called: by its fields where its repr tells nothing."""
-    described, seen = _describe(value), {} if seen is None else seen
-    if described != [_type_name(type(value)), ""]:
-        return described
-    if id(value) in seen:  # each once, as there may be very many ways to one
-        return [*described, list(seen).index(id(value))]
-    seen[id(value)] = value
-    try:
-        state = value.__getstate__()
-        # A dict, or with slots a pair of them.
-        parts = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]
-        fields = {name: field for part in parts for name, field in part.items() if not _is_cached(value, name)}
-        return [*described, [[name, _describe_instance(fields[name], seen)] for name in sorted(fields)]]
-    except Exception:
-        return described
-
-
-def _is_cached(value: Any, name: str) -> bool:
-    return isinstance(getattr(type(value), name, None), functools.cached_property)
-
-
-def _describe_defaults(function: types.FunctionType) -> Any:
-    return _describe([function.__defaults__, function.__kwdefaults__])
-
-
-def _closure(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        # A cell is empty while the variable has not been assigned yet.
-        with contextlib.suppress(ValueError):
-            yield name, cell.cell_contents
-
-
 def _global_names(code: types.CodeType) -> Iterator[str]:
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             yield instruction.argval
-    for nested in _nested(code):
+    for nested in described.nested_code(code):
         yield from _global_names(nested)
-
-
-def _nested(code: types.CodeType) -> list[types.CodeType]:
-    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-
-
-def _code_text(function: types.FunctionType, *, with_decorators: bool = True) -> str:
-    """Returns a text for what a function's code does.
-
-    The source, normalised, is the same for all versions of Python. It counts only if it compiles to what is
-    loaded: a file edited since then shows the wrong one, and the lines of a lambda may show several. Else it
-        is the compiled code.
-    """
-    with contextlib.suppress(Exception):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-        if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_source_of(definition, function):
-            if not with_decorators:
-                definition.decorator_list = []
-            return ast.unparse(_WithoutDocstrings().visit(definition))
-    return canonical_json(_describe_code(function.__code__))
-
-
-def _is_source_of(definition: ast.FunctionDef | ast.AsyncFunctionDef, function: types.FunctionType) -> bool:
-    code = function.__code__
-    # Inside a shell whose parameters are the free variables, the definition compiles as it did where it
-    # stands.
-    shell = ast.parse(f"def shell({', '.join(code.co_freevars)}): pass")
-    body: list[ast.stmt] = [definition]
-    if definition.name not in code.co_freevars:
-        body.insert(0, ast.Global(names=[definition.name]))
-    shell.body[0].body = body  # type: ignore[attr-defined]
-    compiled = compile(
-        ast.fix_missing_locations(shell), "shell", "exec", flags=code.co_flags & _FUTURES, dont_inherit=True
-    )
-    candidates = [found for found in _nested(_nested(compiled)[0]) if found.co_name == code.co_name]
-    return _describe_code(code) in [_describe_code(found) for found in candidates]
-
-
-_FUTURES = functools.reduce(
-    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
-)
-
-
-def _describe_code(code: types.CodeType) -> Any:
-    constants = list(code.co_consts)
-    if constants and isinstance(constants[0], str) and constants[0] and code.co_flags & inspect.CO_NEWLOCALS:
-        constants[0] = None  # The docstring's place.
-    return [
-        hashlib.sha256(code.co_code).hexdigest(),
-        [_describe(constant) for constant in constants],
-        [list(names) for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)],
-        [code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount],
-    ]
-
-
-class _WithoutDocstrings(ast.NodeTransformer):
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        super().generic_visit(node)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and ast.get_docstring(node):
-            node.body = node.body[1:] or [ast.Pass()]
-        return node
-
-
-def _describe(value: Any, inside: tuple[int, ...] = ()) -> Any:
-    """Returns a value as JSON-able data: the same in every process, and different for different values.
-
-    Never raises; an object that shows nothing of itself but its address counts by its type.
-    """
-    if id(value) in inside:
-        return ["cycle", len(inside) - inside.index(id(value))]
-    try:
-        return _describe_parts(value, (*inside, id(value)))
-    except Exception:
-        return ["object", _type_name(type(value))]
-
-
-def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
-    kind = _type_name(type(value))
-    if isinstance(value, enum.Enum):
-        return [kind, value.name]
-    if isinstance(value, _LITERALS):
-        return [kind, repr(value)]
-    if isinstance(value, types.CodeType):
-        return [kind, _describe_code(value)]
-    if isinstance(value, (list, tuple)):
-        return [kind, [_describe(item, inside) for item in value]]
-    if isinstance(value, (set, frozenset)):
-        return [kind, sorted(canonical_json(_describe(item, inside)) for item in value)]
-    if isinstance(value, Mapping):
-        pairs = [[_describe(key, inside), _describe(item, inside)] for key, item in value.items()]
-        return [kind, sorted(pairs, key=canonical_json)]
-    if isinstance(value, type):
-        return ["class", _type_name(value)]
-    if isinstance(value, types.ModuleType):
-        return ["module", value.__name__]
-    if isinstance(value, logging.Logger):
-        return ["logger", value.name]
-    if all(hasattr(value, name) for name in ("dtype", "shape", "__array__")):
-        return [kind, *_describe_array(value)]
-    function = _plain_function(value)
-    if function is not None:
-        return ["function", *_describe_function(function, inside), _describe_wrapping(value)]
-    if dataclasses.is_dataclass(value):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return [kind, _describe(fields, inside)]
-    if _holds_set(value):  # a repr shows it in an order of this process
-        return [kind, _describe(_state(value), inside)]
-    text = repr(value)
-    return [kind, "" if _ADDRESS.search(text) else text]
-
-
-def _state(value: Any) -> Any:
-    """Returns what an object would be built from again, or None."""
-    try:
-        _, arguments, *state = value.__reduce_ex__(4)
-    except Exception:
-        return None
-    return [arguments, *[list(part) if isinstance(part, Iterator) else part for part in state]]
-
-
-def _holds_set(value: Any, outer: tuple[int, ...] = ()) -> bool:
-    if isinstance(value, (set, frozenset)):
-        return len(value) > 1
-    if id(value) in outer or isinstance(value, (type, types.FunctionType, types.ModuleType, *_LITERALS)):
-        return False
-    outer = (*outer, id(value))
-    if isinstance(value, (list, tuple)):
-        return any(_holds_set(item, outer) for item in value)
-    if isinstance(value, Mapping):
-        return any(_holds_set(item, outer) for pair in value.items() for item in pair)
-    if isinstance(value, (types.SimpleNamespace, collections.deque)) or reach.is_users_class(type(value)):
-        return _holds_set(_state(value), outer)
-    return False
-
-
-_LITERALS = (type(None), bool, int, float, complex, str, bytes, type(...))
-_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{6,}")
-
-
-def _describe_array(value: Any) -> list[Any]:
-    description = [str(value.dtype), [int(size) for size in value.shape]]
-    # Asking a tracer for its elements raises, and an array of objects holds addresses.
-    with contextlib.suppress(Exception):
-        if value.nbytes <= _LARGEST_HASHED_BYTES and value.dtype.kind != "O":
-            description.append(hashlib.sha256(value.__array__().tobytes()).hexdigest())
-    return description
-
-
-def _describe_function(function: types.FunctionType, inside: tuple[int, ...]) -> list[Any]:
-    name = f"{function.__module__}.{function.__qualname__}"
-    if reach.is_library_file(function.__code__.co_filename):
-        # The code of libraries is their versions' affair, which entries record beside the fingerprint.
-        return [name]
-    closure = [[name, _describe(value, inside)] for name, value in _closure(function)]
-    defaults = [_describe(function.__defaults__, inside), _describe(function.__kwdefaults__, inside)]
-    return [_code_text(function), closure, defaults]
-
-
-def _type_name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _hash(description: Any) -> str:
