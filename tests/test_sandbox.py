@@ -26,7 +26,7 @@ import quarantune
 from quarantune.devices.device import Device, cheap_context, visible_devices
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
-from quarantune.sandbox import pool, spool, template
+from quarantune.sandbox import pool, spool, template, template_watch
 from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
 from quarantune.sweep import routes
 from quarantune.transport import payload
@@ -446,7 +446,7 @@ def test_a_sandbox_knows_its_template_however_quickly_that_is_ready(load: Callab
     act = load(WORKLOAD).act
     for _ in range(20):
         with sandbox_for(act) as sandbox:
-            assert sandbox._sweep_pid == sweep_template().pid
+            assert sandbox.template_pid == sweep_template().pid
 
 
 @METHODS
@@ -518,8 +518,8 @@ def test_a_payload_that_cannot_be_loaded_says_how_and_the_next_sweep_is_fine(
         sandbox_for(module.act, load_timeout_s=0.5 if outcome == "timeout" else PATIENCE_S),
     ):
         pass
-    assert caught.value.report.get("outcome", "error") == outcome
-    assert "loading" in caught.value.report["log"]
+    assert caught.value.report.outcome.value == outcome
+    assert "loading" in caught.value.report.log
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         assert run(sandbox, do="nothing").types == ["compiled", "measured"]
 
@@ -685,8 +685,8 @@ def test_a_template_that_cannot_be_woken_is_replaced(
 ) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         with monkeypatch.context() as patch:
-            patch.setattr(Sandbox, "_wake_templates", lambda self: None)
-            patch.setattr(pool, "_SILENT_CHECKS", 10)
+            patch.setattr(template_watch, "wake", lambda pids: None)
+            patch.setattr(template_watch, "SILENT_CHECKS", 10)
             if seems == "silent":  # it is stopped all the same: nothing else makes a sound template silent
                 patch.setattr(machine, "activity", lambda pid: ("S", 0))
             sweep_template().suspend()

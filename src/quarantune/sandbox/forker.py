@@ -1,8 +1,7 @@
-"""The loop inside a template: starts workers by fork or spawn, reaps them, and is the janitor of all they leave behind.
+"""The loop inside a template: starts workers by fork or spawn, reaps them, and kills the processes they leave behind.
 
-The template runs it, and so does each sweep's template, which is a fork of the template that has loaded a sweep's
-payload. It runs single-threaded and without an initialised JAX backend, because only such a process can be forked
-safely.
+The process's template runs this loop, and so does each sweep's template, a fork of it that has loaded the sweep's
+payload. The loop is single-threaded and initialises no JAX backend, because only such a process can be forked safely.
 """
 
 from __future__ import annotations
@@ -10,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib
-import json
 import os
 import selectors
 import signal
@@ -19,32 +16,42 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import NoReturn
 
-from quarantune.sandbox import contain, spawning, wire
-from quarantune.sandbox.wire import Connection, Message
-
-_WORKER = "quarantune.worker.main"
-
-
-def _worker() -> Any:
-    """Returns what a worker does, by its dotted name: the sandbox holds processes and knows nothing of trials."""
-    return importlib.import_module(_WORKER)
+from quarantune.sandbox import contain, spawning, wire, worker_program
+from quarantune.sandbox.messages import (
+    ORDERS,
+    ChildEvent,
+    Exited,
+    Import,
+    Kill,
+    Loaded,
+    LoadFailed,
+    Open,
+    Order,
+    SpawnedWorkerOptions,
+    Started,
+    StartSweep,
+    StartWorker,
+    TemplateOptions,
+)
+from quarantune.sandbox.wire import Connection
+from quarantune.sandbox.worker_program import Shared
 
 
 @dataclasses.dataclass(eq=False)
 class _Client:
-    """A sweep's connection to this template, with what its workers share."""
+    """A sweep's connection to this template, with the data that its workers share."""
 
     connection: Connection
     payload_fd: int = -1
     arrays_fd: int = -1
-    environ: dict[str, str] | None = None
+    environ: Mapping[str, str] | None = None
     cwd: str | None = None
-    call: Any = None
+    call: object | None = None
     children: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Process id of each child, by the number the sweep gave it."""
+    """Process id of each child, by the number that the sweep gave it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +62,22 @@ class _Child:
 
 
 class Forker:
-    """Serves sweeps until its lifeline breaks."""
+    """Serves sweeps until the process that it must not outlive ends."""
 
     def __init__(self, lifeline_pid: int) -> None:
-        """Args: lifeline_pid: the process this one must not outlive."""
+        """Watches children and the lifeline.
+
+        Args:
+            lifeline_pid: the process that this one must not outlive.
+        """
         self._selector = selectors.DefaultSelector()
         self._clients: list[_Client] = []
         self._children: dict[int, _Child] = {}
         self._wakeup, self._wakeup_write = socket.socketpair()
         for end in (self._wakeup, self._wakeup_write):
             end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the wake-up descriptor is written
-        # The module of a sweep's function may have blocked it as it was loaded.
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up descriptor
+        # The module of a sweep's function may have blocked the signal while it was loaded.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         signal.set_wakeup_fd(self._wakeup_write.fileno(), warn_on_full_buffer=False)
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._reap)
@@ -77,11 +88,11 @@ class Forker:
             self._end()
 
     def serve(self, client: _Client) -> NoReturn:
-        """Serves `client`, and those it opens, until it goes."""
+        """Serves `client`, and the clients that it opens, until it disconnects."""
         self._add(client)
         while True:
             for key, _ in self._selector.select():
-                # An earlier event of this round may have closed what this one is about.
+                # An earlier event of this round may have closed the object of this one.
                 if key.fileobj in self._selector.get_map():
                     key.data()
 
@@ -93,13 +104,13 @@ class Forker:
 
     def _read(self, client: _Client) -> None:
         try:
-            for message, fds in client.connection.receive():
-                self._obey(client, message, fds)
+            for order, fds in client.connection.receive_messages(*ORDERS):
+                self._obey(client, order, fds)
         except wire.WireError:
             self._drop(client)
 
     def _drop(self, client: _Client) -> None:
-        """The sweep ended or its process died: nothing of it may stay."""
+        """Kills all children of a sweep that ended or whose process died."""
         if client is self._clients[0]:
             self._end()
         if client not in self._clients:
@@ -117,78 +128,79 @@ class Forker:
         contain.kill_orphans(())
         os._exit(0)
 
-    def _tell(self, client: _Client, message: Message) -> None:
+    def _report(self, client: _Client, event: ChildEvent) -> None:
         if client not in self._clients:
             return
         try:
-            client.connection.send(message)
+            client.connection.send_message(event)
         except wire.WireError:
             self._drop(client)
 
     # Orders
 
-    def _obey(self, client: _Client, message: Message, fds: list[int]) -> None:
-        match message["op"]:
-            case "open":
-                self._add(_client_of(message, fds))
-            case "sweep":
-                self._start_sweep(client, message, fds)
-            case "worker":
+    def _obey(self, client: _Client, order: Order, fds: list[int]) -> None:
+        match order:
+            case Open():
+                self._add(_new_client(order, fds))
+            case StartSweep():
+                self._start_sweep(client, order, fds)
+            case StartWorker():
                 try:
-                    self._start_worker(client, message, fds)
+                    self._start_worker(client, order, fds)
                 except OSError:  # no more processes, or an environment too large for one
                     traceback.print_exc()
                     wire.close_all(fds)
-                    self._tell(client, {"event": "exit", "number": message["number"], "status": None})
-            case "kill":
-                if (pid := client.children.get(message["number"])) is not None:
+                    self._report(client, Exited(order.number, None))
+            case Kill():
+                if (pid := client.children.get(order.number)) is not None:
                     contain.kill_tree(pid)
-            case "import":
-                spawning.import_modules(message["modules"])
+            case Import():
+                spawning.import_modules(order.modules)
                 prepare_to_fork()
 
-    def _start_sweep(self, client: _Client, message: Message, fds: list[int]) -> None:
+    def _start_sweep(self, client: _Client, order: StartSweep, fds: list[int]) -> None:
         def run() -> NoReturn:
-            served = _client_of(message, fds)
+            served = _new_client(order, fds)
             contain.contain_worker(parent=parent, log_fd=fds[3])
             os.close(fds[3])
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("0")
-            self._forget_everything()
-            _serve_sweep(served, parent, plugins=message["plugins"])
+            self._close_in_fork()
+            _serve_sweep(served, parent, loads_plugins=order.loads_plugins)
 
         parent = os.getpid()
-        number = message["number"]
-        self._fork(client, number, run)
-        self._tell(client, {"event": "started", "number": number, "pid": client.children[number]})
+        self._fork(client, order.number, run)
+        self._report(client, Started(order.number, client.children[order.number]))
         wire.close_all(fds)
 
-    def _start_worker(self, client: _Client, message: Message, fds: list[int]) -> None:
-        shared = _worker().Shared(
-            payload_fd=client.payload_fd, arrays_fd=client.arrays_fd, call=client.call, cwd=client.cwd
-        )
-        environ = {**(client.environ or os.environ), **message["environ"]}
-        connection_fd, log_fd, *task_fds = fds
-        if message["method"] == "spawn":
-            self._spawn(client, message, shared, environ, fds)
+    def _start_worker(self, client: _Client, order: StartWorker, fds: list[int]) -> None:
+        environ = {**(client.environ or os.environ), **order.environ}
+        if order.method == "spawn":
+            self._spawn(client, order, environ, fds)
         else:
-
-            def run() -> NoReturn:
-                contain.contain_worker(parent=parent, log_fd=log_fd)
-                os.close(log_fd)
-                self._forget_everything()
-                gc.enable()
-                os.environ.clear()
-                os.environ.update(environ)
-                connection = Connection(socket.socket(fileno=connection_fd))
-                _worker().main(connection, shared, message["task"], task_fds)
-                raise AssertionError("the main of a worker never returns")
-
-            parent = os.getpid()
-            self._fork(client, message["number"], run)
-        number = message["number"]
-        self._tell(client, {"event": "started", "number": number, "pid": client.children[number]})
+            self._fork(client, order.number, self._worker_main(client, order, environ, fds))
+        self._report(client, Started(order.number, client.children[order.number]))
         wire.close_all(fds)
+
+    def _worker_main(
+        self, client: _Client, order: StartWorker, environ: dict[str, str], fds: list[int]
+    ) -> Callable[[], NoReturn]:
+        """Returns the main function of a forked worker."""
+        parent = os.getpid()
+        connection_fd, log_fd, *task_fds = fds
+
+        def run() -> NoReturn:
+            contain.contain_worker(parent=parent, log_fd=log_fd)
+            os.close(log_fd)
+            self._close_in_fork()
+            gc.enable()
+            os.environ.clear()
+            os.environ.update(environ)
+            connection = Connection(socket.socket(fileno=connection_fd))
+            shared = Shared(payload_fd=client.payload_fd, arrays_fd=client.arrays_fd, call=client.call, cwd=client.cwd)
+            worker_program.load().main(connection, shared, order.task, task_fds)
+
+        return run
 
     def _fork(self, client: _Client, number: int, run: Callable[[], NoReturn]) -> None:
         pid = os.fork()
@@ -201,37 +213,30 @@ class Forker:
                 os._exit(1)
         self._watch(client, number, pid)
 
-    def _spawn(self, client: _Client, message: Message, shared: Any, environ: dict[str, str], fds: list[int]) -> None:
+    def _spawn(self, client: _Client, order: StartWorker, environ: dict[str, str], fds: list[int]) -> None:
         connection_fd, log_fd, *task_fds = fds
-        keep = [fd for fd in (connection_fd, log_fd, *task_fds, shared.payload_fd, shared.arrays_fd) if fd >= 0]
+        options = SpawnedWorkerOptions(
+            parent_pid=os.getpid(),
+            connection_fd=connection_fd,
+            log_fd=log_fd,
+            task_fds=tuple(task_fds),
+            payload_fd=client.payload_fd,
+            arrays_fd=client.arrays_fd,
+            cwd=client.cwd,
+            task=order.task,
+        )
         process = spawning.start(
-            "worker",
-            {},
-            stdin=subprocess.PIPE,
+            options,
+            stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,
-            pass_fds=keep,
+            pass_fds=[fd for fd in (*fds, client.payload_fd, client.arrays_fd) if fd >= 0],
             env=environ,
-            cwd=shared.cwd,
+            cwd=client.cwd,
             start_new_session=True,
         )
-        assert process.stdin is not None
-        about = {
-            "parent": os.getpid(),
-            "connection_fd": connection_fd,
-            "log_fd": log_fd,
-            "task_fds": task_fds,
-            "payload_fd": shared.payload_fd,
-            "arrays_fd": shared.arrays_fd,
-            "cwd": shared.cwd,
-            "task": message["task"],
-        }
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(about).encode())
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
         process.returncode = 0  # reaped here, with the other children, and not by Popen
-        self._watch(client, message["number"], process.pid)
+        self._watch(client, order.number, process.pid)
 
     # Children
 
@@ -245,24 +250,16 @@ class Forker:
         for child in list(self._children.values()):
             pid, status = os.waitpid(child.pid, os.WNOHANG)
             if pid:
-                self._bury(child, status)
+                self._on_child_exit(child, status)
 
-    def _bury(self, child: _Child, status: int) -> None:
+    def _on_child_exit(self, child: _Child, wait_status: int) -> None:
         del self._children[child.pid]
         child.client.children.pop(child.number, None)
         orphans = contain.kill_orphans(self._children.keys())
-        self._tell(
-            child.client,
-            {
-                "event": "exit",
-                "number": child.number,
-                "status": os.waitstatus_to_exitcode(status),
-                "orphans": orphans,
-            },
-        )
+        self._report(child.client, Exited(child.number, os.waitstatus_to_exitcode(wait_status), orphans))
 
-    def _forget_everything(self) -> None:
-        """Closes, in a fork, what belongs to the process it was forked from."""
+    def _close_in_fork(self) -> None:
+        """Closes, in a fork, the descriptors that belong to the process it was forked from."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._wakeup, self._wakeup_write):
@@ -277,7 +274,8 @@ class Forker:
 def _watch_process(pid: int) -> int:
     """Returns a descriptor that becomes readable when a process ends; -1 where the system has none.
 
-    The connection's end tells of most deaths; not of one whose forked children hold copies of the connection.
+    The end of the connection reveals most deaths, but not that of a process whose forked children hold copies of the
+    connection.
     """
     try:
         return os.pidfd_open(pid)
@@ -285,55 +283,68 @@ def _watch_process(pid: int) -> int:
         return -1
 
 
-def _client_of(message: Message, fds: list[int]) -> _Client:
+def _new_client(order: Open | StartSweep, fds: list[int]) -> _Client:
     return _Client(
         connection=Connection(socket.socket(fileno=fds[0])),
         payload_fd=fds[1],
         arrays_fd=fds[2],
-        environ=message["environ"],
-        cwd=message["cwd"],
+        environ=order.environ,
+        cwd=order.cwd,
     )
 
 
-def _serve_sweep(client: _Client, parent: int, *, plugins: bool) -> NoReturn:
-    """Loads the payload and serves its sweep, or says why neither is possible."""
+def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> NoReturn:
+    """Loads the payload and serves its sweep, or reports why it cannot and exits."""
+    from quarantune import jax_internals
+
     os.environ.clear()
     os.environ.update(client.environ or {})
+    program = worker_program.load()
     try:
-        client.call = _worker().load_call(client.payload_fd, client.cwd)
-        if plugins:
-            _worker().load_plugins()  # in the environment that the function's modules may have changed
+        client.call = program.load_call(client.payload_fd, client.cwd)
+        if loads_plugins:
+            # In the environment that the function's modules may have changed. Every fork uses the plugins, and none of
+            # them is initialised here, because a process that has done that must not be forked.
+            jax_internals.load_plugins()
     except BaseException as error:
-        client.connection.send({"event": "load_failed", **_worker().describe_error(error)})
+        described = program.describe_error(error)
+        client.connection.send_message(
+            LoadFailed(described["message"], error=described["error"], traceback=described["traceback"])
+        )
         os._exit(0)
-    spoiled = _worker().why_fork_is_unsafe()
-    client.connection.send({"event": "loaded", "spoiled": spoiled})
-    if spoiled:
+    hazard = _fork_hazard()
+    client.connection.send_message(Loaded(hazard))
+    if hazard:
         os._exit(0)
     prepare_to_fork()
     Forker(parent).serve(client)
 
 
-def prepare_to_fork() -> None:
-    """Keeps the garbage collector of forks from touching, and so copying, pages that they share.
+def _fork_hazard() -> str | None:
+    """Returns why this process must not be forked; None where forking is safe."""
+    from quarantune import jax_internals
 
-    A template collects none itself: it makes next to none, and looking for it costs more than it is worth.
+    if jax_internals.backends_initialized():
+        return "a JAX backend was initialised while the function was loaded"
+    if len(os.listdir("/proc/self/task")) > 1:
+        return "a thread was started while the function was loaded"
+    return None
+
+
+def prepare_to_fork() -> None:
+    """Prevents the garbage collector of forks from touching, and so copying, the pages they share.
+
+    A template itself never collects: it makes hardly any garbage, and looking for it costs more than it frees.
     """
     gc.disable()
     gc.freeze()
 
 
-def run_template(options: dict[str, Any]) -> NoReturn:
-    """The template's main: imports JAX, then serves its owner.
-
-    Args:
-        options: `fd` of the owner's connection, `owner` process id, `argv` of the owner.
-    """
+def run_template(options: TemplateOptions) -> NoReturn:
+    """Runs the process's template: imports JAX, then serves the owner."""
     contain.adopt_orphans()
-    sys.argv = options["argv"]
-    importlib.import_module("jax")
-    importlib.import_module("quarantune.worker.bench")
-    _worker()
+    sys.argv = list(options.argv)
+    worker_program.preload()
     prepare_to_fork()
-    owner = Connection(socket.socket(fileno=options["fd"]))
-    Forker(options["owner"]).serve(_Client(connection=owner))
+    owner = Connection(socket.socket(fileno=options.connection_fd))
+    Forker(options.owner_pid).serve(_Client(connection=owner))

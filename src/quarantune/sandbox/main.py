@@ -1,38 +1,47 @@
-"""Where a freshly started interpreter of ours begins."""
+"""The entry point of every freshly started interpreter of the sandbox."""
 
 from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
 import socket
-import sys
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from quarantune.sandbox.messages import SpawnedWorkerOptions
 
 
-def run(options: dict[str, Any]) -> NoReturn:
-    """Runs the role named in `options`."""
-    from quarantune.sandbox import contain
+def run(frame: object) -> NoReturn:
+    """Runs the template or the worker that `frame` describes.
+
+    Args:
+        frame: `TemplateOptions` or `SpawnedWorkerOptions` as encoded by the codec.
+    """
+    from quarantune.sandbox import codec, contain
+    from quarantune.sandbox.messages import ROLE_OPTIONS, SpawnedWorkerOptions, TemplateOptions
 
     contain.reset_signals()
-    if options["role"] == "template":
-        from quarantune.sandbox import forker
+    match codec.decode(frame, *ROLE_OPTIONS):
+        case TemplateOptions() as options:
+            from quarantune.sandbox import forker
 
-        forker.run_template(options)
-    _run_spawned_worker(json.load(sys.stdin))
+            forker.run_template(options)
+        case SpawnedWorkerOptions() as options:
+            _run_spawned_worker(options)
 
 
-def _run_spawned_worker(about: dict[str, Any]) -> NoReturn:
-    from quarantune.sandbox import contain
+def _run_spawned_worker(options: SpawnedWorkerOptions) -> NoReturn:
+    from quarantune.sandbox import contain, worker_program
     from quarantune.sandbox.wire import Connection
 
-    main: Any = importlib.import_module("quarantune.worker.main")
-    contain.contain_worker(parent=about["parent"], log_fd=about["log_fd"])
-    os.close(about["log_fd"])
-    shared = main.Shared(payload_fd=about["payload_fd"], arrays_fd=about["arrays_fd"], call=None, cwd=about["cwd"])
-    connection = Connection(socket.socket(fileno=about["connection_fd"]))
+    program = worker_program.load()
+    contain.contain_worker(parent=options.parent_pid, log_fd=options.log_fd)
+    os.close(options.log_fd)
+    shared = worker_program.Shared(
+        payload_fd=options.payload_fd, arrays_fd=options.arrays_fd, call=None, cwd=options.cwd
+    )
+    connection = Connection(socket.socket(fileno=options.connection_fd))
     importlib.import_module("jax")
     gc.enable()
-    main.main(connection, shared, about["task"], about["task_fds"])
-    raise AssertionError("the main of a worker never returns")
+    program.main(connection, shared, options.task, list(options.task_fds))

@@ -1,4 +1,4 @@
-"""How a fresh interpreter of ours is started, with the caller's import path and nothing of its `__main__`."""
+"""Starts fresh interpreters with the caller's import path, but without running the caller's `__main__`."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from quarantune.host import origins
-from quarantune.sandbox import spool
+from quarantune.sandbox import codec, spool
+from quarantune.sandbox.messages import RoleOptions
 
 # Collecting garbage while JAX is imported costs a third of that time and finds none. The import path is set before
 # anything is imported that is not in Python's own library.
 _BOOTSTRAP = (
     "import sys, gc, json, os; gc.disable(); o = json.loads(os.pread(int(sys.argv[1]), int(sys.argv[2]), 0)); "
-    "os.close(int(sys.argv[1])); sys.path[:] = o['path']; from quarantune.sandbox import main; main.run(o)"
+    "os.close(int(sys.argv[1])); sys.path[:] = o['path']; from quarantune.sandbox import main; main.run(o['options'])"
 )
 
 
 _IMPORTABLE = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "quarantune", "absl")
-"""Packages whose modules are imported before they are needed: importing these has no effect but time."""
+"""Packages whose modules may be imported ahead of their use, because importing them has no side effects."""
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Imports modules that will be needed here or in a fork; one that cannot be imported is no harm."""
+    """Imports modules that will be needed here or in a fork, and ignores those that cannot be imported."""
     for name in names:
         if name.partition(".")[0] in _IMPORTABLE and name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
 
 
-def start(role: str, options: Mapping[str, Any], *, pass_fds: Sequence[int], **popen: Any) -> subprocess.Popen[bytes]:
-    """Starts a process of ours.
+def start(options: RoleOptions, *, pass_fds: Sequence[int], **popen: Any) -> subprocess.Popen[bytes]:
+    """Starts a fresh interpreter as a template or as a worker.
 
     `-c` and an explicit path, because `multiprocessing`'s spawn would run the caller's `__main__` again; `-P`, because
-    `-c` would put the working directory first on the path. The options are in a nameless file, because a command line
-    has room for 128 KiB.
+    `-c` would put the working directory first on the path. The options travel in an anonymous file, because a command
+    line holds at most 128 KiB.
 
     Args:
-        role: `template` or `worker`.
-        options: JSON-able data for its main.
-        pass_fds: descriptors that it is to have.
+        options: for `sandbox.main`, which chooses the role by their type.
+        pass_fds: descriptors that the process inherits.
         **popen: as for `subprocess.Popen`.
 
     Raises:
         RuntimeError: there is no interpreter to start, as in an embedded Python.
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
     if not sys.executable:
         raise RuntimeError(
             "sys.executable is empty, so no worker can be started: set sys.executable to a Python interpreter "
             "or set QUARANTUNE_ISOLATION=none"
         )
-    data = json.dumps({"role": role, "path": origins.startup_path(), **options}).encode()
+    data = json.dumps({"path": origins.startup_path(), "options": codec.encode(options)}).encode()
     fd = spool.create("options", size_bytes=len(data))
     try:
         spool.write(fd, data)
@@ -67,7 +67,7 @@ def start(role: str, options: Mapping[str, Any], *, pass_fds: Sequence[int], **p
 
 
 def _flags() -> list[str]:
-    """Returns the interpreter's flags that decide what the caller's own imports find, or do."""
+    """Returns the flags of this interpreter that affect which modules imports find, and how they run."""
     isolated = "-I" if sys.flags.isolated else "-E" if sys.flags.ignore_environment else ""
     user = "-s" if sys.flags.no_user_site and not sys.flags.isolated else ""
     return [flag for flag in ("-" + "O" * sys.flags.optimize, isolated, user) if len(flag) > 1]

@@ -1,4 +1,4 @@
-"""The owner's handle on its template process: started once, lazily, and kept while the owner lives."""
+"""The handle on this process's template, which is started once, on first use, and kept while this process lives."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from collections.abc import Mapping
 
 from quarantune.host import locks
 from quarantune.sandbox import habitat, spawning, spool, wire
+from quarantune.sandbox.messages import Open, TemplateOptions
 from quarantune.sandbox.wire import Connection
 from quarantune.values.trial import SandboxError
 
 MARK = "QUARANTUNE_SANDBOX"
-"""Set in the environment of everything that runs in a sandbox, to the owner's own token."""
+"""Environment variable of every process in a sandbox; its value is the token of that process's template."""
 _EXIT_WAIT_S = 2.0
 
 
 def is_inside() -> bool:
-    """Returns whether this process runs in a sandbox, where tuning must not start another."""
+    """Returns whether this process runs in a sandbox, where tuning must not start another sandbox."""
     return MARK in os.environ
 
 
@@ -32,7 +33,7 @@ class Template:
     def __init__(self) -> None:
         self.habitat = habitat.current()
         self.users = 0
-        """How many sandboxes have a connection to it."""
+        """Number of sandboxes that are connected to this template."""
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._sending = locks.new()  # sweeps of several threads share this connection
         with contextlib.ExitStack() as undo:
@@ -42,8 +43,11 @@ class Template:
                 self._log_fd = spool.create_log()
                 undo.callback(os.close, self._log_fd)
                 self._process = spawning.start(
-                    "template",
-                    {"fd": theirs.fileno(), "owner": os.getpid(), "argv": [str(word) for word in sys.argv]},
+                    TemplateOptions(
+                        connection_fd=theirs.fileno(),
+                        owner_pid=os.getpid(),
+                        argv=tuple(str(word) for word in sys.argv),
+                    ),
                     stdin=subprocess.DEVNULL,
                     stdout=self._log_fd,
                     stderr=self._log_fd,
@@ -56,7 +60,7 @@ class Template:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The template's process id."""
         return self._process.pid
 
     @property
@@ -65,12 +69,16 @@ class Template:
         return self._process.poll() is None
 
     def open(self, *, payload_fd: int, arrays_fd: int, environ: Mapping[str, str], cwd: str | None) -> Connection:
-        """Returns a connection of a sweep's own to the template."""
+        """Returns a new connection to the template, for one sweep.
+
+        Raises:
+            SandboxError: the template died.
+        """
         connection, theirs = wire.connection_pair()
         try:
             with self._sending:
-                self._connection.send(
-                    {"op": "open", "environ": dict(environ), "cwd": cwd},
+                self._connection.send_message(
+                    Open(environ=environ, cwd=cwd),
                     [theirs.fileno(), payload_fd, arrays_fd],
                 )
         except wire.WireError as error:
@@ -84,21 +92,21 @@ class Template:
         return connection
 
     def await_end(self) -> None:
-        """Waits for the end of a process whose connection broke: a dying one closes its descriptors first."""
+        """Waits, within a bound, until a template whose connection broke has exited."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_WAIT_S)
 
     def log(self) -> str:
-        """Returns the end of what the template itself printed."""
+        """Returns the end of the template's own output."""
         return spool.read_log(self._log_fd, last_bytes=4000)
 
     def close(self) -> None:
-        """Lets the template end, and waits until it has."""
+        """Ends the template and waits, within a bound, until it has exited."""
         self._connection.hang_up()
         try:
             self._process.wait(_EXIT_WAIT_S)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # it may be another user's than we are now
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # its user may be another by now
                 self._process.kill()
                 self._process.wait(_EXIT_WAIT_S)
         kill_marked(self.token)
@@ -106,15 +114,15 @@ class Template:
             os.close(self._log_fd)
 
     def disown(self) -> None:
-        """Lets go of the template in a process that was forked from its owner."""
+        """Closes the handle in a fork of the process that owns the template."""
         self._connection.close()
         with contextlib.suppress(OSError):
             os.close(self._log_fd)
-        self._process.returncode = 0  # not our child: there is nothing to wait for
+        self._process.returncode = 0  # not a child of this process, so there is nothing to wait for
 
 
 def kill_marked(token: str) -> None:
-    """Kills what still carries a dead template's mark: its orphans, which no janitor is left to find."""
+    """Kills the orphans of a dead template, found by its token in their environment."""
     import psutil
 
     for process in psutil.process_iter():
@@ -126,14 +134,16 @@ def kill_marked(token: str) -> None:
 _lock = locks.new()
 _template: Template | None = None
 _outdated: list[Template] = []
-"""Templates that were replaced while a sweep still used them."""
+"""Templates that were replaced while a sweep still used them; closed with the last such sweep."""
 
 
 def shared() -> Template:
-    """Returns the process's template, started if there is none, the last one died, or a new one would not be like it.
+    """Returns this process's template, and starts one where none runs or where the running one is out of date.
+
+    A template is out of date once a new one would inherit another habitat from this process.
 
     Raises:
-        SandboxError: it cannot be started.
+        SandboxError: no template can be started.
     """
     global _template
     with _lock:
@@ -153,7 +163,7 @@ def shared() -> Template:
 
 
 def leave(template: Template) -> None:
-    """Says that a sandbox is done with a template."""
+    """Ends a sandbox's use of a template, which is closed if it is out of date and nothing else uses it."""
     with _lock:
         template.users -= 1
         _close_unused()
@@ -166,7 +176,7 @@ def _close_unused() -> None:
 
 
 def discard(template: Template) -> None:
-    """Ends a template that does not answer any more, if nobody else has: it may be dying still, and not yet dead."""
+    """Ends a template that no longer answers, unless another thread has; the process may not have exited yet."""
     global _template
     with _lock:
         if _template is template:
@@ -175,7 +185,7 @@ def discard(template: Template) -> None:
 
 
 def close_shared() -> None:
-    """Ends the process's template, if it runs; the next sweep starts another."""
+    """Ends this process's templates; the next sweep starts another."""
     if _template is not None:
         discard(_template)
     with _lock:

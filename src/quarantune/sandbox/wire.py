@@ -1,8 +1,7 @@
 """The wire between the scheduler, the templates and the workers: checksummed JSON frames, with descriptors beside them.
 
-A frame is a magic word, a length, a CRC-32 and that many bytes of JSON. Nothing is ever unpickled. What does not parse
-is
-damage: a config can write anything into any descriptor it finds, this connection included.
+A frame is a magic word, a length, a CRC-32 and that many bytes of JSON. Nothing is ever unpickled. Bytes that do not
+parse are damage: a config can write anything to any descriptor it finds, this connection included.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ import struct
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+from quarantune.sandbox import codec
 
 Message: TypeAlias = dict[str, Any]
 
@@ -28,6 +29,9 @@ _READ_BYTES = 1 << 16
 _MAX_FDS = 16
 FRAME_DEADLINE_S = 10.0
 """A frame whose first byte came this long ago and whose last has not is damage."""
+
+
+_Expected = TypeVar("_Expected")
 
 
 class WireError(RuntimeError):
@@ -61,6 +65,10 @@ class Decoder:
         """Raises the `WireError` that the last bytes fed gave cause to, if they held whole messages before it."""
         if self._damage is not None:
             raise self._damage
+
+    def reject(self, damage: WireError) -> None:
+        """Makes every further `feed` and `check` raise `damage`, found in a message that was returned."""
+        self._damage = damage
 
     @property
     def is_partial(self) -> bool:
@@ -189,6 +197,35 @@ class Connection:
             self._note_partial(is_new=bool(paired))
             if paired or self._socket.getblocking():
                 return paired
+
+    def send_message(self, message: object, fds: Sequence[int] = (), *, within_s: float = 0.0) -> None:
+        """Sends a message dataclass; arguments and exceptions are those of `send`."""
+        self.send(codec.encode(message), fds, within_s=within_s)
+
+    def receive_messages(self, *expected: type[_Expected]) -> list[tuple[_Expected, list[int]]]:
+        """Returns the messages that have arrived, decoded, each with its descriptors.
+
+        Args:
+            *expected: the message classes that may arrive here.
+
+        Raises:
+            WireClosedError: the other end is closed.
+            WireError: the stream is damaged, or a frame holds none of the expected messages. Messages before the
+                damage are returned first, and the next call raises.
+        """
+        frames = self.receive()
+        received: list[tuple[_Expected, list[int]]] = []
+        for position, (frame, fds) in enumerate(frames):
+            try:
+                received.append((codec.decode(frame, *expected), fds))
+            except codec.DamageError as error:
+                close_all([fd for _, unused in frames[position:] for fd in unused])
+                damage = WireError(str(error))
+                self._decoder.reject(damage)
+                if not received:
+                    raise damage from error
+                break
+        return received
 
     def _note_partial(self, *, is_new: bool) -> None:
         """Starts the unfinished frame's clock, which no further byte of the same frame sets back."""

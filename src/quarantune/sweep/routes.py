@@ -20,6 +20,7 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.measure import finals
 from quarantune.sandbox import pool, spool
+from quarantune.sandbox.messages import LoadFailed
 from quarantune.scheduler.loop import MEMORY_SHARE, ErrandError, Leftovers, Plan, Scheduler
 from quarantune.scheduler.reference import UNTUNED, Reference, unlike
 from quarantune.sweep.events import SweepEvents
@@ -244,14 +245,14 @@ class Routes:
             return self._limits.configs_per_worker
         return 1 if self._on_cpu else _CONFIGS_PER_ACCELERATOR_WORKER
 
-    def _fail_all(self, configs: dict[int, Config], report: dict[str, Any]) -> None:
-        """The function itself cannot be loaded, which is every config's end."""
-        text = f"{report['error']}: {report['message']}" if report["error"] else report["message"]
-        log = "\n".join(part for part in (report["traceback"], report.get("log", "")) if part)
+    def _fail_all(self, configs: dict[int, Config], report: LoadFailed) -> None:
+        """Ends every config, because the function itself cannot be loaded."""
+        text = f"{report.error}: {report.text}" if report.error else report.text
+        log = "\n".join(part for part in (report.traceback, report.log) if part)
         for index, config in configs.items():
             trial = Trial(
                 config=config,
-                outcome=Outcome(report.get("outcome", "error")),
+                outcome=report.outcome,
                 phase=Phase.LOAD,
                 message=text,
                 log_tail=log,

@@ -7,14 +7,14 @@ config.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from quarantune.sandbox import spool, wire
 from quarantune.sandbox.wire import Connection, Message
+from quarantune.sandbox.worker_program import Shared
 
 if TYPE_CHECKING:
     from quarantune.transport import payload
@@ -23,23 +23,6 @@ if TYPE_CHECKING:
 
 _MESSAGE_CHARS = 4000
 _TRACEBACK_LINES = 12
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """What all workers of a sweep have in common.
-
-    Attributes:
-        payload_fd: holds the pickled call; -1 for a worker that needs none.
-        arrays_fd: holds the call's array data; -1 where there is none.
-        call: the payload already loaded by the template this worker is a fork of; None where it must load it itself.
-        cwd: the caller's working directory.
-    """
-
-    payload_fd: int
-    arrays_fd: int
-    call: payload.Call | None
-    cwd: str | None
 
 
 def main(connection: Connection, shared: Shared, task: Message, fds: list[int]) -> NoReturn:
@@ -109,7 +92,7 @@ class Worker:
         if task["do"] == "probe":
             return {"type": "probed", **probe(task["platforms"])}
         if self._bench is None:
-            call = self._shared.call
+            call = cast("payload.Call | None", self._shared.call)
             if call is None:
                 self._enter("load")
                 call = load_call(self._shared.payload_fd, self._shared.cwd)
@@ -240,24 +223,6 @@ def load_call(payload_fd: int, cwd: str | None) -> payload.Call:
     if cwd is not None:
         os.chdir(cwd)
     return payload.unpack_call(spool.read(payload_fd))
-
-
-def load_plugins() -> None:
-    """Loads what JAX has for devices, once for all forks, and touches none: a fork of a process that has cannot."""
-    from quarantune import jax_internals
-
-    jax_internals.load_plugins()
-
-
-def why_fork_is_unsafe() -> str | None:
-    """Returns why this process must not be forked, or None where it may be."""
-    from quarantune import jax_internals
-
-    if jax_internals.backends_initialized():
-        return "a JAX backend was initialised while the function was loaded"
-    if len(os.listdir("/proc/self/task")) > 1:
-        return "a thread was started while the function was loaded"
-    return None
 
 
 def describe_error(error: BaseException) -> Message:

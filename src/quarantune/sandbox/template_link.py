@@ -1,0 +1,346 @@
+"""The connections of one sandbox to the templates that start its workers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import logging
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from quarantune.sandbox import spawning, spool, template, template_watch, wire
+from quarantune.sandbox.messages import (
+    CHILD_EVENTS,
+    ChildEvent,
+    Exited,
+    Import,
+    Kill,
+    Loaded,
+    LoadFailed,
+    Order,
+    StartSweep,
+)
+from quarantune.sandbox.sweep_load import SweepLoad
+from quarantune.sandbox.wire import Connection
+from quarantune.values.trial import SandboxError
+
+_logger = logging.getLogger("quarantune")
+
+SWEEP = 0
+"""The number of the sweep's template among the children of the process's template; workers count from 1."""
+_CLOSE_WAIT_S = 0.7
+_SEND_WAIT_S = 5.0
+"""The longest wait for a template to read an order: it forks one worker after another."""
+_MAX_DEATHS = 3
+
+
+class LinkState(enum.Enum):
+    """State of the link: the template that starts the workers.
+
+    CLOSED: none.
+    CLEAN: the process's template; each worker loads the payload itself.
+    LOADED: the sweep's template, which has loaded the payload.
+    """
+
+    CLOSED = "closed"
+    CLEAN = "clean"
+    LOADED = "loaded"
+
+
+class LoadError(Exception):
+    """The payload could not be loaded.
+
+    Attributes:
+        report: the failure, with the end of the loading process's output.
+    """
+
+    def __init__(self, report: LoadFailed) -> None:
+        super().__init__(report.text)
+        self.report = report
+
+
+class TemplateLink:
+    """Sends orders to the templates, reports the exits of their children, and replaces templates that die.
+
+    A sweep's template that dies is replaced by the process's template, and a process's template by a new one.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        *,
+        payload_fd: int,
+        arrays_fd: int,
+        environ: Mapping[str, str],
+        loads_plugins: bool,
+        on_lost: Callable[[], None],
+    ) -> None:
+        """Prepares a closed link.
+
+        Args:
+            selector: watches each connection, with the connection as its data.
+            payload_fd: the pickled call.
+            arrays_fd: its arrays' bytes.
+            environ: environment variables that all processes get in addition to the caller's.
+            loads_plugins: whether workers need JAX's plugins for devices other than the CPU.
+            on_lost: called when a template has died, and its workers with it, before it is replaced.
+        """
+        self._selector = selector
+        self._payload_fd = payload_fd
+        self._arrays_fd = arrays_fd
+        self._extra_environ = dict(environ)
+        self._environ: dict[str, str] = {}
+        self._loads_plugins = loads_plugins
+        self._on_lost = on_lost
+        self._template: template.Template | None = None
+        self._used: template.Template | None = None
+        self._process_link: Connection | None = None
+        self._sweep_link: Connection | None = None
+        self._sweep_pid: int | None = None
+        self._sweep_log_fd = -1
+        self._deaths = 0
+        self._watch = template_watch.TemplateWatch()
+
+    @property
+    def state(self) -> LinkState:
+        """The template that starts the workers."""
+        if self._sweep_link is not None:
+            return LinkState.LOADED
+        return LinkState.CLOSED if self._process_link is None else LinkState.CLEAN
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the templates, beginning with the one that starts the workers."""
+        process_pid = None if self._template is None else self._template.pid
+        return [pid for pid in (self._sweep_pid, process_pid) if pid is not None]
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the process's template has exited without being replaced yet."""
+        return self._template is not None and not self._template.is_alive
+
+    # Opening and closing
+
+    def connect(self) -> None:
+        """Connects to the process's template, and starts one if necessary.
+
+        Raises:
+            SandboxError: no template can be started.
+        """
+        self._leave_template()
+        self._template = template.shared()
+        self._environ = {
+            **os.environ,
+            # A worker shares the device with the caller, who may hold most of its memory.
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            template.MARK: self._template.token,
+            **self._extra_environ,
+        }
+        self._process_link = self._template.open(
+            payload_fd=self._payload_fd, arrays_fd=self._arrays_fd, environ=self._environ, cwd=_cwd()
+        )
+        self._used = self._template
+        self._selector.register(self._process_link, selectors.EVENT_READ, self._process_link)
+
+    def disconnect(self) -> None:
+        """Undoes `connect`, so that it can be repeated after the template has died."""
+        if self._process_link is not None:
+            self._drop(self._process_link)
+            self._process_link = None
+        self._close_log()
+
+    def load(self, timeout_s: float, modules: Sequence[str]) -> None:
+        """Starts a sweep's template and waits until it has loaded the payload.
+
+        The link stays `CLEAN` where loading made that process unsafe to fork.
+
+        Args:
+            timeout_s: the deadline for loading.
+            modules: imported by this process meanwhile.
+
+        Raises:
+            LoadError: the payload cannot be loaded.
+            SandboxError: the process's template died or does not answer.
+        """
+        assert self._template is not None
+        assert self._process_link is not None
+        sweep_link = self._order_sweep(self._process_link)
+        spawning.import_modules(modules)  # while the templates start, which takes longer
+        load = SweepLoad(self._template, self._process_link, sweep_link, number=SWEEP, timeout_s=timeout_s)
+        try:
+            report = load.wait()
+        except (SandboxError, OSError):
+            sweep_link.hang_up()
+            raise
+        match report:
+            case Loaded(fork_hazard=None):
+                self._sweep_link, self._sweep_pid = sweep_link, load.pid
+                self._selector.register(sweep_link, selectors.EVENT_READ, sweep_link)
+            case Loaded():
+                sweep_link.hang_up()
+            case LoadFailed():
+                sweep_link.hang_up()
+                log = spool.read_log(self._sweep_log_fd, last_bytes=4000)
+                raise LoadError(dataclasses.replace(report, log=log))
+
+    def _order_sweep(self, process_link: Connection) -> Connection:
+        """Orders a sweep's template and returns the connection to it."""
+        self._sweep_log_fd = spool.create_log()
+        sweep_link, theirs = wire.connection_pair()
+        order = StartSweep(number=SWEEP, environ=self._environ, cwd=_cwd(), loads_plugins=self._loads_plugins)
+        fds = [theirs.fileno(), self._payload_fd, self._arrays_fd, self._sweep_log_fd]
+        try:
+            process_link.send_message(order, fds, within_s=_SEND_WAIT_S)
+        except wire.WireError as error:
+            sweep_link.hang_up()
+            raise SandboxError("the template process died") from error
+        finally:
+            theirs.close()
+        return sweep_link
+
+    def close(self, workers: Sequence[int]) -> None:
+        """Kills the sweep's template and every worker, and waits, within a bound, until they are gone.
+
+        Args:
+            workers: the workers that may still run.
+        """
+        self.wake()
+        if self._sweep_link is not None:
+            self._sweep_link.hang_up()  # its template kills its workers and exits
+        try:
+            if self._process_link is not None:
+                running = {SWEEP} if self.state is LinkState.LOADED else set(workers)
+                for number in running - {SWEEP}:
+                    self._process_link.send_message(Kill(number))
+                self._await_exits(self._process_link, running)
+        except wire.WireError:
+            pass
+
+    def release(self) -> None:
+        """Closes all connections; the templates kill what this sandbox still has there."""
+        for connection in (self._sweep_link, self._process_link):
+            if connection is not None:
+                connection.hang_up()
+        self._sweep_link = self._process_link = None
+        self._leave_template()
+        self._close_log()
+
+    def _await_exits(self, process_link: Connection, numbers: set[int]) -> None:
+        deadline = time.monotonic() + _CLOSE_WAIT_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(process_link, selectors.EVENT_READ)
+            while numbers and (left_s := deadline - time.monotonic()) > 0:
+                selector.select(left_s)
+                for event, _ in process_link.receive_messages(*CHILD_EVENTS):
+                    if isinstance(event, Exited):
+                        numbers.discard(event.number)
+
+    def _leave_template(self) -> None:
+        used, self._used = self._used, None
+        if used is not None:
+            template.leave(used)
+
+    def _close_log(self) -> None:
+        if self._sweep_log_fd >= 0:
+            wire.close_all([self._sweep_log_fd])
+            self._sweep_log_fd = -1
+
+    # Orders and events
+
+    def order(self, order: Order, fds: Sequence[int] = ()) -> None:
+        """Sends an order to the template that starts the workers.
+
+        Raises:
+            SandboxError: the link is closed, or templates keep dying.
+        """
+        connection = self._sweep_link or self._process_link
+        if connection is None:
+            raise SandboxError("the sandbox is not open")
+        self._send(connection, order, fds)
+
+    def share_modules(self, names: Sequence[str]) -> None:
+        """Orders every template to import modules."""
+        for connection in (self._process_link, self._sweep_link):
+            if connection is not None and connection in (self._process_link, self._sweep_link):  # not replaced since
+                self._send(connection, Import(tuple(names)))
+
+    def _send(self, connection: Connection, order: Order, fds: Sequence[int] = ()) -> None:
+        try:
+            connection.send_message(order, fds, within_s=_SEND_WAIT_S)
+        except wire.WireError:
+            self._replace(connection)
+
+    def read(self, connection: Connection) -> list[ChildEvent]:
+        """Returns the events about workers that have arrived from a template.
+
+        Args:
+            connection: the data of a ready selector key; one that was replaced meanwhile has no events.
+        """
+        if connection is not self._sweep_link and connection is not self._process_link:
+            return []
+        try:
+            received = connection.receive_messages(*CHILD_EVENTS)
+        except wire.WireError:
+            self._replace(connection)
+            return []
+        return [event for event, _ in received if event.number != SWEEP]
+
+    # Templates that stop, hang or die
+
+    def wake(self) -> None:
+        """Wakes templates that a config may have stopped."""
+        template_watch.wake(self.pids)
+
+    def check(self, *, awaits_start: bool) -> None:
+        """Wakes templates that were stopped, and kills one that does not answer, so that it is replaced.
+
+        Args:
+            awaits_start: whether a worker was ordered whose process is not known to run yet.
+        """
+        unresponsive = self._watch.check(self.pids, awaits_start=awaits_start)
+        if unresponsive is not None:
+            _logger.warning(
+                "template process %d %s, so another one takes its place", unresponsive.pid, unresponsive.reason
+            )
+            with contextlib.suppress(OSError):
+                os.kill(unresponsive.pid, signal.SIGKILL)  # it is replaced once its connection ends
+
+    def on_sound(self) -> None:
+        """Forgives earlier deaths: a template whose worker sends messages is sound, so a config killed the others."""
+        self._deaths = 0
+
+    def _replace(self, lost: Connection) -> None:
+        """Goes on with another template after the one at the end of `lost` has died, and its workers with it."""
+        self._on_lost()
+        self._deaths += 1
+        if self._deaths > _MAX_DEATHS:
+            raise SandboxError(f"the template process died {self._deaths} times in one sweep")
+        if self._sweep_link is not None:
+            self._drop(self._sweep_link)
+            self._sweep_link = self._sweep_pid = None
+        assert self._template is not None
+        assert self._process_link is not None
+        if lost is not self._process_link:
+            # The process's template starts the workers from now on. It also kills a sweep's template that still runs.
+            with contextlib.suppress(wire.WireError):
+                self._process_link.send_message(Kill(SWEEP))
+        else:
+            self._drop(lost)
+            self._process_link = None
+            template.discard(self._template)
+            self.connect()
+
+    def _drop(self, connection: Connection) -> None:
+        self._selector.unregister(connection)
+        connection.hang_up()
+
+
+def _cwd() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None  # the caller's directory is gone, so workers stay where the template is

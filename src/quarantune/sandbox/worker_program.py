@@ -1,0 +1,59 @@
+"""The program that every worker runs, known here only by its dotted name and its interface.
+
+The sandbox holds processes and knows nothing of trials, so it never imports the `worker` package: a template imports
+the program by name before it starts workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import NoReturn, Protocol, cast
+
+from quarantune.sandbox.wire import Connection, Message
+
+_WORKER_MAIN = "quarantune.worker.main"
+_MEASURING = "quarantune.worker.bench"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """Data that all workers of a sweep have in common.
+
+    Attributes:
+        payload_fd: holds the pickled call; -1 for a worker that needs none.
+        arrays_fd: holds the call's array data; -1 where there is none.
+        call: the payload as the template has loaded it; None where the worker must load it itself.
+        cwd: the caller's working directory; None where it no longer exists.
+    """
+
+    payload_fd: int
+    arrays_fd: int
+    call: object | None
+    cwd: str | None
+
+
+class WorkerProgram(Protocol):
+    """The functions of `quarantune.worker.main` that a template calls."""
+
+    def main(self, connection: Connection, shared: Shared, task: Message, fds: list[int]) -> NoReturn:
+        """Runs a worker from its first task to the end of its process."""
+
+    def load_call(self, payload_fd: int, cwd: str | None) -> object:
+        """Loads a sweep's payload."""
+
+    def describe_error(self, error: BaseException) -> Mapping[str, str]:
+        """Returns `error`, `message` and `traceback` of an exception; never raises."""
+
+
+def load() -> WorkerProgram:
+    """Imports the worker's program, or returns it where it is imported already."""
+    return cast("WorkerProgram", importlib.import_module(_WORKER_MAIN))
+
+
+def preload() -> None:
+    """Imports JAX and everything that a worker needs, so that forks of this process have it."""
+    importlib.import_module("jax")
+    importlib.import_module(_MEASURING)
+    load()
