@@ -1,4 +1,4 @@
-"""Tunes the chunk sizes of blockwise attention in plain JAX, where they decide what stays in the caches."""
+"""Tunes the chunk sizes of blockwise attention in plain JAX, which decide how well the CPU's caches are used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import quarantune
 @quarantune.autotune({"q_chunk": [16, 128, 1024], "k_chunk": [16, 128, 1024]})
 @functools.partial(jax.jit, static_argnames=["q_chunk", "k_chunk"])
 def attention(q, k, v, q_chunk: int = 128, k_chunk: int = 128):
-    """Attends q to k and v, all (heads, length, depth), without ever holding the length x length scores."""
+    """Attends q to k and v, all (heads, length, depth), without storing the length x length scores."""
     heads, length, depth = q.shape
 
     def chunks(x, size):
@@ -24,7 +24,7 @@ def attention(q, k, v, q_chunk: int = 128, k_chunk: int = 128):
 
     def attend(q_block):
         def fold(state, block):
-            """Folds a block of keys into the softmax so far: its maximum, denominator and weighted sum."""
+            """Adds a block of keys to the running softmax: its maximum, denominator and weighted sum."""
             peak, denominator, total = state
             k_block, v_block = block
             scores = jnp.einsum("hqd,hkd->hqk", q_block, k_block) / depth**0.5
@@ -44,13 +44,13 @@ def attention(q, k, v, q_chunk: int = 128, k_chunk: int = 128):
 
 
 def direct_attention(q, k, v):
-    """The formula as it is written in a textbook."""
+    """Computes attention by the textbook formula."""
     scores = jnp.einsum("hqd,hkd->hqk", q, k) / q.shape[-1] ** 0.5
     return jnp.einsum("hqk,hkd->hqd", jax.nn.softmax(scores), v)
 
 
 def main() -> None:
-    """Tunes, prints what every config came to, and checks the winner."""
+    """Tunes, prints the outcome of every config, and checks the winner."""
     q, k, v = (jax.random.normal(jax.random.key(seed), (4, 1024, 64)) for seed in range(3))
 
     print(attention.tune(q, k, v).table())

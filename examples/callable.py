@@ -1,4 +1,4 @@
-"""Tunes a plain numpy function, no JAX in it: nearest neighbours, some rows at a time, by one of two formulas."""
+"""Tunes a plain numpy function without JAX: nearest neighbours in blocks of rows, by one of two formulas."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def nearest(points: np.ndarray, queries: np.ndarray, *, rows: int, formula: str)
 
 
 def one_by_one(points: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """Returns the same without any tricks: what every config must agree with."""
+    """Returns the same, computed for one query at a time, as the expected output."""
     return np.array([np.linalg.norm(points - query, axis=1).min() for query in queries], points.dtype)
 
 
 def main() -> None:
-    """Tunes, prints what every config came to, and checks the winner."""
+    """Tunes, prints the outcome of every config, and checks the winner."""
     rng = np.random.default_rng(0)
     points, queries = (rng.normal(size=(1000, 8)).astype(np.float32) for _ in range(2))
 

@@ -1,6 +1,6 @@
-"""Tunes two Pallas kernels, an RMSNorm and a matmul, inside the function that calls them, by the time of the whole.
+"""Tunes two Pallas kernels, an RMSNorm and a matmul, by the time of the function that calls both.
 
-What is best for a kernel alone need not be best beside another: the one leaves the caches as the other finds them.
+The best config of a kernel alone need not be the best beside another kernel, because kernels share the device's caches.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def project(x, w, *, interpret: bool, BM: int = 32, BN: int = 32):
 @quarantune.contextual_autotune(n_warmup=1, n_repeat=5)
 @functools.partial(jax.jit, static_argnames=["interpret"])
 def layer(x, scale, w, *, interpret: bool):
-    """The function that counts: its two kernels are tuned in it, first `normalize`, then `project` beside its best."""
+    """Calls both kernels: `normalize` is tuned first, then `project` together with the best config of `normalize`."""
     return x + jax.nn.silu(project(normalize(x, scale, interpret=interpret), w, interpret=interpret))
 
 
 def main() -> None:
-    """Tunes, prints what each kernel's configs came to within the layer, and checks the winner."""
+    """Tunes, prints the outcome of each kernel's configs within the layer, and checks the winners."""
     interpret = jax.default_backend() == "cpu"
     m, n = (256, 256) if interpret else (4096, 128)
     x, w = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(m, n), (n, n)]))

@@ -1,4 +1,4 @@
-"""Tunes an fp8 matmul with a scale per matrix: Pallas, interpreted on a CPU, compiled on a GPU with fp8."""
+"""Tunes a Pallas fp8 matmul with one scale per matrix: interpreted on a CPU, compiled on a GPU that supports fp8."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.experimental.pallas import triton
 
 import quarantune
 
-BK = 128  # a tile's row is then 128 bytes, as wide as all banks of a GPU's shared memory together
+BK = 128  # one row of a tile is then 128 bytes, the width of all shared-memory banks of a GPU together
 
 
 def tile(a_ref, b_ref, a_scale_ref, b_scale_ref, out_ref, *, via: str) -> None:
@@ -30,19 +30,19 @@ def tile(a_ref, b_ref, a_scale_ref, b_scale_ref, out_ref, *, via: str) -> None:
 
 
 def reference(a, b, a_scale, b_scale, *, interpret: bool = False):
-    """The product in plain JAX and float32, which the kernel must agree with."""
+    """Returns the product computed in float32 by plain JAX, as the expected output."""
     wide = jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32).T, precision="highest")
     return (wide * (a_scale * b_scale)).astype(jnp.bfloat16)
 
 
-# float16 holds every float8_e4m3fn, so that either may be multiplied. Which is faster, the device decides: on
-# Hopper, Triton makes float16 of fp8 in any case, but without the warp-group instructions that float16 gets.
-# Warps are the GPU's: interpreted, configs that differ in nothing else are one program, run once.
+# float16 represents every float8_e4m3fn value, so the kernel may multiply in either type. The faster one depends on the
+# device: on Hopper, Triton converts fp8 to float16 anyway, but without the warp-group instructions it uses for float16.
+# Warps only matter on a GPU. Interpreted configs that differ only in warps are the same program and run once.
 SPACE = {"BM": [64, 128], "BN": [64, 128], "via": ["float8_e4m3fn", "float16"], "warps": [4, 8]}
 
 
-# The products are exact in float32, so that only their sums and the bfloat16 output are rounded, the latter
-# by up to 2**-8 of itself. These tolerances leave room for that: not one element may be beyond them.
+# The products are exact in float32; only their sums and the bfloat16 output are rounded, the output by up to 2**-8 of
+# its value. The tolerances allow for that rounding, and no element may exceed them.
 @quarantune.autotune(SPACE, ref_fn=reference, rtol=2e-2, atol=1e-2, max_mismatched_ratio=0.0)
 @functools.partial(jax.jit, static_argnames=["interpret", *SPACE])
 def fp8_matmul(
@@ -57,7 +57,7 @@ def fp8_matmul(
     via: str = "float8_e4m3fn",
     warps: int = 4,
 ):
-    """Returns (a * a_scale) @ (b * b_scale).T in bfloat16; `b` is (n, k), as the tensor cores want fp8."""
+    """Returns (a * a_scale) @ (b * b_scale).T in bfloat16; `b` is (n, k), the layout that tensor cores need for fp8."""
     (m, k), n = a.shape, b.shape[0]
     scalar = pl.BlockSpec((), lambda i, j: ())
     return pl.pallas_call(
@@ -77,13 +77,13 @@ def fp8_matmul(
 
 
 def quantize(x):
-    """Returns x in fp8, its largest element as the largest number there is, and the scale that undoes it."""
+    """Returns x in fp8, scaled so that its largest element is the largest fp8 number, and the inverse scale."""
     scale = jnp.max(jnp.abs(x)) / float(jnp.finfo(jnp.float8_e4m3fn).max)
     return (x / scale).astype(jnp.float8_e4m3fn), scale
 
 
 def main() -> None:
-    """Tunes, prints every config's fate and what the best gains over the defaults, and checks the winner."""
+    """Tunes, prints the outcome of every config and the gain over the defaults, and checks the winner."""
     interpret = jax.default_backend() == "cpu"
     size = 256 if interpret else 4096
     a, a_scale = quantize(jax.random.normal(jax.random.key(0), (size, size)))

@@ -1,4 +1,4 @@
-"""Tunes the first half of a gated MLP, silu(x @ gate) * (x @ up), fused into one Pallas kernel."""
+"""Tunes one Pallas kernel that computes the first half of a gated MLP, silu(x @ gate) * (x @ up)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import quarantune
 
 
 def tile(x_ref, gate_ref, up_ref, out_ref, *, BK: int) -> None:
-    """Computes one BM x BN tile of the result, BK columns of `x` at a time, which both products share."""
+    """Computes one BM x BN tile of the result; both products share each block of BK columns of `x`."""
 
     def add_block(step, totals):
         k = pl.ds(step * BK, BK)
@@ -32,13 +32,13 @@ def tile(x_ref, gate_ref, up_ref, out_ref, *, BK: int) -> None:
 
 
 def reference(x, gate, up, *, interpret: bool = False):
-    """The formula in plain JAX, which the kernel must agree with; how the kernel is run is nothing to it."""
+    """Returns the same in plain JAX, as the expected output; `interpret` has no effect."""
     gated = jnp.dot(x, gate, preferred_element_type=jnp.float32)
     linear = jnp.dot(x, up, preferred_element_type=jnp.float32)
     return (jax.nn.silu(gated) * linear).astype(x.dtype)
 
 
-# Warps and stages are the GPU's: interpreted, configs that differ in nothing else are one program, run once.
+# Warps and stages only matter on a GPU. Interpreted configs that differ only in them are the same program, run once.
 SPACE = {"BM": [64, 128], "BN": [64, 128], "BK": [32, 64], "warps": [4, 8], "stages": [2, 3]}
 
 
@@ -47,7 +47,7 @@ SPACE = {"BM": [64, 128], "BN": [64, 128], "BK": [32, 64], "warps": [4, 8], "sta
 def gated_mlp(
     x, gate, up, *, interpret: bool, BM: int = 64, BN: int = 64, BK: int = 32, warps: int = 4, stages: int = 2
 ):
-    """Returns silu(x @ gate) * (x @ up) for matrices whose sizes are multiples of the tile's."""
+    """Returns silu(x @ gate) * (x @ up); the matrices' sizes must be multiples of the tile sizes."""
     (m, k), n = x.shape, gate.shape[1]
     columns = pl.BlockSpec((k, BN), lambda i, j: (0, j))
     return pl.pallas_call(
@@ -62,12 +62,12 @@ def gated_mlp(
 
 
 def main() -> None:
-    """Tunes, prints every config's fate and what the best gains over the defaults, and checks the winner."""
+    """Tunes, prints the outcome of every config and the gain over the defaults, and checks the winner."""
     interpret = jax.default_backend() == "cpu"
     (m, k, n), dtype = ((256, 256, 512), jnp.float32) if interpret else ((4096, 4096, 8192), jnp.bfloat16)
     shapes = [(m, k), (k, n), (k, n)]
     x, gate, up = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed, shape in enumerate(shapes))
-    gate, up = gate / k**0.5, up / k**0.5  # so that both products are about as large as `x`
+    gate, up = gate / k**0.5, up / k**0.5  # keeps both products about as large as `x`
 
     result = gated_mlp.tune(x, gate, up, interpret=interpret)
     print(result.table())

@@ -1,4 +1,4 @@
-"""Tunes over configs that crash, hang, starve, vanish, flood, fork, stop and scribble: the best still wins."""
+"""Tunes over configs that crash, hang, exhaust memory, exit, print without end, fork and stop: the best still wins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import quarantune
 
 
 def fail() -> None:
-    """Raises."""
+    """Raises an exception."""
     raise ArithmeticError("this config is no good")
 
 
@@ -29,13 +29,13 @@ def segfault() -> None:
 
 
 def hang() -> None:
-    """Sleeps in C without letting go of the GIL, so that no Python thread can end it."""
+    """Sleeps in C while holding the GIL, so that no Python thread can end it."""
     while True:
         ctypes.PyDLL(None).pause()
 
 
 def starve() -> None:
-    """Takes memory as fast as the kernel gives it, up to 8 GB in case nobody stops it."""
+    """Allocates memory as fast as the kernel provides it, up to 8 GB."""
     how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     taken = []
     for _ in range(128):
@@ -43,7 +43,7 @@ def starve() -> None:
 
 
 def vanish() -> None:
-    """Ends the process as if all were well."""
+    """Ends the process with exit code 0."""
     os._exit(0)
 
 
@@ -60,14 +60,14 @@ def flood_forever() -> None:
 
 
 def scribble() -> None:
-    """Writes garbage to every descriptor it finds."""
+    """Writes garbage to every open descriptor."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             os.write(int(name), b"\xff" * 4096)
 
 
 def leave_a_grandchild(name: str) -> None:
-    """Forks twice, so that a process of a session of its own is left that holds every descriptor open."""
+    """Forks twice, which leaves a process in a session of its own that keeps every descriptor open."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -75,20 +75,20 @@ def leave_a_grandchild(name: str) -> None:
     os.setsid()
     if os.fork():
         os._exit(0)
-    ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME, to find it by
+    ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0)  # PR_SET_NAME, the name that `main` looks for
     while True:
         time.sleep(60)
 
 
 def starve_in_shared_memory() -> None:
-    """Takes memory that any process could share."""
+    """Allocates anonymous shared memory."""
     how = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     taken = [mmap.mmap(-1, 64 << 20, flags=how) for _ in range(32)]
     time.sleep(60 * len(taken))
 
 
 def starve_in_a_file_in_memory() -> None:
-    """Writes to a nameless file in memory, and maps none of it."""
+    """Fills a nameless file in memory without mapping it."""
     balloon = os.memfd_create("balloon")
     for _ in range(32):
         os.write(balloon, bytes(64 << 20))
@@ -96,7 +96,7 @@ def starve_in_a_file_in_memory() -> None:
 
 
 def starve_as_a_daemon() -> None:
-    """Has a process of another session, whose parent is gone, take the memory."""
+    """Allocates memory in a process of another session whose parent has ended."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -108,7 +108,7 @@ def starve_as_a_daemon() -> None:
 
 
 def share_with_a_pool() -> None:
-    """Has eight forks read 100 MB that they share, which is no misdeed."""
+    """Reads 100 MB from eight forks that share it, which is allowed: shared pages count once."""
     data = bytes(100 << 20)
     children = [os.fork() or os._exit(data[-1]) for _ in range(8)]
     for child in children:
@@ -116,12 +116,12 @@ def share_with_a_pool() -> None:
 
 
 def become_another_program() -> None:
-    """Replaces its process."""
+    """Replaces its process by another program."""
     os.execv("/bin/true", ["true"])
 
 
 def stop_its_template() -> None:
-    """Stops the process that starts all others."""
+    """Stops the template, which starts all workers."""
     os.kill(os.getppid(), signal.SIGSTOP)
 
 
@@ -137,7 +137,7 @@ def turn_deaf() -> None:
 
 
 def kill_its_group() -> None:
-    """Kills whatever the kernel takes for its relatives."""
+    """Kills its own process group."""
     os.killpg(0, signal.SIGKILL)
 
 
@@ -147,7 +147,7 @@ def close_everything() -> None:
 
 
 def deface_files() -> None:
-    """Truncates every nameless file that it has inherited: the call, its arrays, whatever it finds."""
+    """Truncates every nameless file that it has inherited, such as the call and its arrays."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if "quarantune-" in os.readlink(f"/proc/self/fd/{name}"):
@@ -155,7 +155,7 @@ def deface_files() -> None:
 
 
 TRACING, RUNNING = "while JAX traces it", "while it runs"
-# What each mode does, when, and which outcomes are right for it.
+# For each mode: its action, the time of the action, and the outcomes that are right.
 MODES = {
     "good": (None, "", {"ok"}),
     "slow": (None, "", {"ok", "slow"}),
@@ -192,7 +192,7 @@ MODES = {
 @quarantune.autotune({"mode": list(MODES)}, timeout=2, compile_timeout=2, memory_limit="256MB")
 @functools.partial(jax.jit, static_argnames=["mode", "grandchild"])
 def kernel(x, mode: str = "good", grandchild: str = "unnamed"):
-    """Sums a matrix; every mode but `good` takes a detour, so that `good` is the fastest."""
+    """Sums a matrix; every mode except `good` does extra work, so that `good` is the fastest."""
     act, when, _ = MODES[mode]
     if act is leave_a_grandchild:
         act = functools.partial(act, grandchild)
@@ -211,7 +211,7 @@ def kernel(x, mode: str = "good", grandchild: str = "unnamed"):
 
 
 def processes_named(name: str) -> list[str]:
-    """Returns the process ids of those that carry the name."""
+    """Returns the ids of the processes with this name."""
     found = []
     for file in Path("/proc").glob("[0-9]*/comm"):
         with contextlib.suppress(OSError):
@@ -221,7 +221,7 @@ def processes_named(name: str) -> list[str]:
 
 
 def main() -> None:
-    """Tunes, prints what became of every config, and checks that each was called by its right name."""
+    """Tunes, prints the outcome of every config, and checks that each outcome is right."""
     x = jnp.ones((256, 256))
     grandchild = f"left-{os.getpid()}"
 

@@ -28,7 +28,7 @@ def tile(a_ref, b_ref, out_ref, *, BK: int) -> None:
 @quarantune.autotune({"BM": [32, 64, 128], "BN": [32, 128], "BK": [32, 64]})
 @functools.partial(jax.jit, static_argnames=["interpret", "BM", "BN", "BK"])
 def matmul(a, b, *, interpret: bool, BM: int = 32, BN: int = 32, BK: int = 32):
-    """Multiplies two matrices whose sizes are multiples of the tile's."""
+    """Multiplies two matrices whose sizes are multiples of the tile sizes."""
     (m, k), n = a.shape, b.shape[1]
     return pl.pallas_call(
         functools.partial(tile, BK=BK),
@@ -42,7 +42,7 @@ def matmul(a, b, *, interpret: bool, BM: int = 32, BN: int = 32, BK: int = 32):
 
 
 def main() -> None:
-    """Tunes, prints what every config came to, and checks the winner."""
+    """Tunes, prints the outcome of every config, and checks the winner."""
     interpret = jax.default_backend() == "cpu"
     size, dtype = (512, jnp.float32) if interpret else (2048, jnp.bfloat16)
     a, b = (jax.random.normal(jax.random.key(seed), (size, size), dtype) for seed in (0, 1))

@@ -1,4 +1,4 @@
-"""Tunes RMSNorm and rotary embedding of attention's queries, fused into one Pallas kernel."""
+"""Tunes one Pallas kernel that fuses RMSNorm with the rotary embedding of attention's queries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPSILON = 1e-6
 
 
 def tile(x_ref, weight_ref, cos_ref, sin_ref, out_ref) -> None:
-    """Normalises the heads of a few tokens, then turns each pair (i, i + depth / 2) by its token's angles."""
+    """Normalises the heads of a few tokens, then rotates each pair (i, i + depth / 2) by its token's angles."""
     depth = x_ref.shape[-1]
     low, high = (..., slice(0, depth // 2)), (..., slice(depth // 2, depth))
     a, b = x_ref[low].astype(jnp.float32), x_ref[high].astype(jnp.float32)
@@ -30,7 +30,7 @@ def tile(x_ref, weight_ref, cos_ref, sin_ref, out_ref) -> None:
 
 
 def reference(x, weight, cos, sin, *, interpret: bool = False):
-    """The formula in plain JAX, which the kernel must agree with; how the kernel is run is nothing to it."""
+    """Returns the same in plain JAX, as the expected output; `interpret` has no effect."""
     wide = x.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + EPSILON) * weight
     a, b = jnp.split(normed, 2, axis=-1)
@@ -38,7 +38,7 @@ def reference(x, weight, cos, sin, *, interpret: bool = False):
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-# Warps are the GPU's: interpreted, configs that differ in nothing else are one program, run once.
+# Warps only matter on a GPU. Interpreted configs that differ only in warps are the same program and run once.
 SPACE = {"BT": [1, 4, 16], "BH": [2, 8], "warps": [1, 4, 8]}
 
 
@@ -68,7 +68,7 @@ def rotations(tokens: int, depth: int):
 
 
 def main() -> None:
-    """Tunes, prints every config's fate and what the best gains over the defaults, and checks the winner."""
+    """Tunes, prints the outcome of every config and the gain over the defaults, and checks the winner."""
     interpret = jax.default_backend() == "cpu"
     shape, dtype = ((256, 8, 64), jnp.float32) if interpret else ((8192, 32, 128), jnp.bfloat16)
     tokens, _, depth = shape

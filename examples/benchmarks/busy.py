@@ -3,9 +3,9 @@
     python examples/benchmarks/busy.py                    # 200 sweeps, two busy processes
     python examples/benchmarks/busy.py --space callable   # 20 sweeps of examples/callable.py, one busy process
 
-How fast each config really is, is measured before and after, when the machine is quiet. The exit code is 0 where no
-choice was wrong, 95% were within 3% of the best, and, for plain callables, no config within 10% of the best was ruled
-out by a single sample.
+The true time of each config is measured before and after, while the machine is quiet. The exit code is 0 if no choice
+was wrong, 95% of the choices were within 3% of the best, and no config within 10% of the best was ruled out by a single
+sample.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import callable as plain  # examples/callable.py
 
 _WRONG = 0.10
-"""A choice this much slower than the best is wrong."""
+"""A choice is wrong if it is slower than the best by more than this share."""
 _CLOSE = 0.03
 _WANTED = 0.95
 _ORACLE_ROUNDS = 200
@@ -42,14 +42,14 @@ _ORACLE_S = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """What is tuned.
+    """A space of configs and the ways to run it.
 
     Attributes:
-        configs: its configs.
-        bound: a config's function of no arguments, to the end of its work.
+        configs: the configs.
+        bound: returns a config's function of no arguments, which returns when its work is done.
         tune: runs one sweep.
-        sweeps: how many there are to be unless told otherwise.
-        busy: how many busy processes run beside them unless told otherwise.
+        sweeps: the number of sweeps by default.
+        busy: the number of busy processes by default.
     """
 
     configs: list[dict[str, Any]]
@@ -60,7 +60,7 @@ class Space:
 
 
 def iterations() -> Space:
-    """Returns a space with one fast config, so short that most of its samples are disturbed beside busy processes."""
+    """Returns a space whose one fast config is so short that busy processes disturb most of its samples."""
     configs = [{"turns": turns} for turns in (60, 80, 100, 2, 120, 150)]
     x = jnp.asarray(np.random.default_rng(0).standard_normal((64, 64), np.float32))
 
@@ -77,7 +77,7 @@ def iterations() -> Space:
 
 
 def callables() -> Space:
-    """Returns the space of `examples/callable.py`: numpy, whose matrix products run in threads that spin."""
+    """Returns the space of `examples/callable.py`, whose numpy matrix products run in spinning threads."""
     configs = list(quarantune.grid(rows=[1, 8, 64, 250], formula=["difference", "product"]))
     rng = np.random.default_rng(0)
     points, queries = (rng.normal(size=(1000, 8)).astype(np.float32) for _ in range(2))
@@ -86,7 +86,7 @@ def callables() -> Space:
         return lambda: plain.nearest(points, queries, **config)
 
     def tune() -> quarantune.TuningResult:
-        # One that was made anew, without a cache, has nothing to remember.
+        # A new tuner without a cache remembers nothing.
         with quarantune.settings(disable_cache=True):
             return quarantune.AutoTuner(plain.nearest, configs, ref_fn=plain.one_by_one).run(points, queries)
 
@@ -94,7 +94,7 @@ def callables() -> Space:
 
 
 def _unchecked() -> dict[str, Any]:
-    """All configs compute something else here, which is not what is tested."""
+    """Returns options that allow each config of a space to compute a different result."""
     return {"ref_fn": None}
 
 
@@ -103,7 +103,7 @@ SPACES = {"iterations": iterations, "callable": callables}
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Keeps as many cores busy with other processes' work."""
+    """Runs processes that each keep one core busy."""
     code = "print('busy', flush=True)\nwhile True: pass"
     with contextlib.ExitStack() as stack:
         for _ in range(count):
@@ -115,7 +115,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def quiet_times_ms(space: Space) -> list[float]:
-    """Returns each config's time: the fastest of many runs, all configs in turn."""
+    """Returns each config's time, the fastest of many runs, with all configs run in turn."""
     runs = [space.bound(config) for config in space.configs]
     least = [float("inf")] * len(runs)
     ends = time.monotonic() + _ORACLE_S
@@ -130,7 +130,7 @@ def quiet_times_ms(space: Space) -> list[float]:
 
 
 def main() -> None:
-    """Runs the sweeps and prints what they chose."""
+    """Parses the command line, runs the sweeps and exits."""
     parser = argparse.ArgumentParser(description="Tunes beside busy processes and counts wrong choices.")
     parser.add_argument("--space", choices=SPACES, default="iterations")
     parser.add_argument("--sweeps", type=int, help="how many sweeps; default: 200, callable: 20")
@@ -142,12 +142,12 @@ def main() -> None:
 
 
 def compare(space: Space, sweeps: int | None, busy: int | None) -> bool:
-    """Runs the sweeps, and returns whether they chose as they should.
+    """Runs the sweeps, prints their choices, and returns whether the choices were good enough.
 
     Args:
-        space: what to tune.
-        sweeps: how many there are to be; None for the space's own number.
-        busy: how many processes are busy beside them; None for the space's own number.
+        space: the space to tune.
+        sweeps: the number of sweeps; None for the space's default.
+        busy: the number of busy processes; None for the space's default.
     """
     sweeps, busy = space.sweeps if sweeps is None else sweeps, space.busy if busy is None else busy
     before = quiet_times_ms(space)

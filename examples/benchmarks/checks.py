@@ -1,7 +1,7 @@
-"""Shows that a wrong config never wins, and what comparing every config with the function's defaults costs.
+"""Shows that a wrong config never wins, and measures the cost of comparing every config with the defaults.
 
-Run it with `python examples/benchmarks/checks.py`; on a machine with a GPU it measures there. It fails where a wrong
-config wins or the comparison costs too much; on a busy machine the times say little.
+Run it with `python examples/benchmarks/checks.py`; it uses a GPU if there is one. It fails if a wrong config wins or if
+the comparison costs too much. On a busy machine, the times mean little.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZE = 4096
 
 
 def example(name: str) -> Any:
-    """Returns one of the scripts beside this directory as a module."""
+    """Returns an example from the parent directory as a module."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -39,7 +39,7 @@ def example(name: str) -> Any:
 
 
 def covered(x, rows: int = 32):
-    """Returns the sine of x, of as many rows as blocks of so many rows cover."""
+    """Returns the sine of x for all full blocks of `rows` rows; further rows stay zero."""
 
     def fill(block, out):
         part = jax.lax.dynamic_slice(x, (block * rows, 0), (rows, x.shape[1]))
@@ -49,14 +49,14 @@ def covered(x, rows: int = 32):
 
 
 def wrong_wins() -> int:
-    """Returns how often the config that leaves a quarter of the rows out wins."""
+    """Returns how often the config that leaves out a quarter of the rows wins."""
     tuned = quarantune.autotune({"rows": [32, 64, 192]}, rep=5)(jax.jit(covered, static_argnames=["rows"]))
     x = jnp.ones((256, 256))
     return sum(tuned.tune(x).best_config == {"rows": 192} for _ in range(REPEATS))
 
 
 def costs(fn: Any, space: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[float], list[float], int]:
-    """Returns the seconds of sweeps without and with the comparison, in turn, and how many configs ran."""
+    """Returns the seconds of sweeps without and with the comparison, taken in turn, and the number of configs."""
     kinds = {None: quarantune.autotune(space, name="free", ref_fn=None)(fn)}
     kinds["defaults"] = quarantune.autotune(space, name="compared")(fn)
     seconds: dict[Any, list[float]] = {None: [], "defaults": []}
@@ -65,7 +65,7 @@ def costs(fn: Any, space: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         for kind, tuned in kinds.items():
             started = time.perf_counter()
             result = tuned.tune(*args, **kwargs)
-            if pair:  # the first pair pays for what is started once
+            if pair:  # the first pair includes one-time start-up costs
                 seconds[kind].append(time.perf_counter() - started)
             assert not set(result.failures) - {"slow"}, result.table()
             ran = len(result.trials)
@@ -73,14 +73,14 @@ def costs(fn: Any, space: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def scaled(x, passes: int = 1, sign: int = 1):
-    """Scales x in a few ways that come to the same."""
+    """Scales x back and forth, so that every config computes the same."""
     for _ in range(passes):
         x = x * jnp.asarray(2.0 if sign > 0 else -2.0, x.dtype) / jnp.asarray(sign * 2.0, x.dtype)
     return x
 
 
 def main() -> int:
-    """Prints what it finds, and returns how many bounds were exceeded."""
+    """Prints the measurements, and returns how many bounds were exceeded."""
     exceeded = 0
     wins = wrong_wins()
     print(f"a config that computes 192 rows of 256 lost {REPEATS - wins} of {REPEATS} times")

@@ -1,4 +1,4 @@
-"""Compares quarantune with the peers that are installed, on this machine, in one run; README.md says how."""
+"""Compares quarantune with the installed peers on this machine in one run, as README.md describes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import jobs
 import kernels
 import tables
 
-_HOUSE = "quarantune"
+_OURS = "quarantune"
 _PEERS = {"tonno": "tonno", "tune-jax": "tune_jax"}
-"""What pip calls them, and what Python does."""
+"""The name of each peer's distribution and of its module."""
 _ROUNDS, _QUICK_ROUNDS = 15, 6
-"""How often the configs close to the best are timed to find out which is."""
+"""How often the configs close to the best are timed to find the best one."""
 
 
 def main() -> None:
     """Runs every job, one after another, and prints each table when it is complete."""
     options = _parse_arguments()
-    if not importlib.util.find_spec(_HOUSE):
-        sys.exit(f"{_HOUSE} is not installed here: run `pip install .` in its checkout")
-    contenders = [_HOUSE, *(peer for peer, module in _PEERS.items() if importlib.util.find_spec(module))]
+    if not importlib.util.find_spec(_OURS):
+        sys.exit(f"{_OURS} is not installed here: run `pip install .` in its checkout")
+    contenders = [_OURS, *(peer for peer, module in _PEERS.items() if importlib.util.find_spec(module))]
     try:
         machine = jobs.run("machine", "describe", platform=options.platform, distributions=contenders)
     except jobs.JobError as error:
@@ -50,9 +50,9 @@ def main() -> None:
         _print(
             f"A product of two {size} x {size} matrices of {problem.dtype}",
             "A process's first sweep:",
-            tables.sweeps(sweeps, oracle, house=_HOUSE),
+            tables.sweeps(sweeps, oracle, baseline=_OURS),
             "A later one:",
-            tables.sweeps(later, oracle, house=_HOUSE),
+            tables.sweeps(later, oracle, baseline=_OURS),
             tables.about(oracle),
         )
 
@@ -94,7 +94,7 @@ def _introduce(machine: dict[str, Any], options: argparse.Namespace) -> None:
 def _run_in_turn(
     function: str, contenders: Sequence[str], repeat: int, *, platform: str, **arguments: Any
 ) -> dict[str, list[dict[str, Any]]]:
-    """Runs a job so many times for each contender, each time another one first, and returns what came of each."""
+    """Runs a job `repeat` times for each contender, in rotating order, and returns all results."""
     runs: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
     about = "".join(f"{name} {value}: " for name, value in arguments.items())
     for turn in range(repeat):

@@ -1,4 +1,4 @@
-"""How each contender tunes, and how long its sweep and its cached calls take."""
+"""Tunes with each contender, and times its sweeps and its cached calls."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import quarantune
 
 Tuned = Callable[..., Any]
 Chosen = Callable[..., dict[str, Any]]
-"""Given the arguments of a call that was tuned: the config that it runs with."""
+"""Returns the config that a tuned call with these arguments runs with."""
 
 _CALLS_PER_SAMPLE = 200
 _CALL_SAMPLES = 101
 
 
 def with_quarantune(kernel: Tuned, space: kernels.Space) -> tuple[Tuned, Chosen]:
-    """Tunes with this package."""
+    """Tunes with quarantune."""
     tuned = quarantune.autotune(dict(space))(kernel)
 
     def chosen(*args: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def with_quarantune(kernel: Tuned, space: kernels.Space) -> tuple[Tuned, Chosen]
 
 
 def with_tonno(kernel: Tuned, space: kernels.Space) -> tuple[Tuned, Chosen]:
-    """Tunes with tonno, whose answer is in the one file of its cache."""
+    """Tunes with tonno, and reads its choice from its cache file."""
     tuned = importlib.import_module("tonno").autotune(kernels.grid(space))(kernel)
 
     def chosen(*args: Any) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def with_tonno(kernel: Tuned, space: kernels.Space) -> tuple[Tuned, Chosen]:
 
 
 def with_tune_jax(kernel: Tuned, space: kernels.Space) -> tuple[Tuned, Chosen]:
-    """Tunes with tune-jax, which remembers for as long as the process lives."""
+    """Tunes with tune-jax, which remembers its choice while the process lives."""
     tuned = importlib.import_module("tune_jax").tune(kernel, hyperparams=dict(space))
     return tuned, lambda *args: dict(tuned.optimal_hyperparams)
 
@@ -64,14 +64,14 @@ def sweep(*, contender: str, problem: str, size: int, is_first: bool) -> dict[st
     The backend is up and the arguments are on the device before the clock starts.
 
     Args:
-        contender: who tunes.
-        problem: what.
+        contender: the tuner's name.
+        problem: the kernel's name.
         size: the matrices' number of rows.
-        is_first: whether this is the process's first sweep; else what a process does once is done before the clock
-            starts: the contender has tuned something else, and JAX has lowered a kernel like this one.
+        is_first: whether this is the process's first sweep. Otherwise, one-time work is done before the clock starts:
+            the contender tunes something else, and JAX lowers a kernel like this one.
 
     Returns:
-        `sweep_s`, until the call's result is ready, and `config`, which the contender chose.
+        `sweep_s`, the seconds until the call's result is ready, and `config`, the contender's choice.
     """
     case = kernels.PROBLEMS[problem]
     args = case.arguments(size)
@@ -85,10 +85,10 @@ def sweep(*, contender: str, problem: str, size: int, is_first: bool) -> dict[st
 
 
 def cached_call(*, contender: str, problem: str) -> dict[str, Any]:
-    """Times calls of a tuned function that does next to nothing, in turn with the bare jitted one.
+    """Times calls of a tuned function that does next to nothing, in turn with calls of the jitted function.
 
     Returns:
-        `tuned_us` and `bare_us`, medians of one call.
+        `tuned_us` and `bare_us`, the medians of one call in microseconds.
     """
     args = kernels.PROBLEMS[problem].arguments(8)
     tuned, chosen = CONTENDERS[contender](kernels.trivial, {"factor": [1, 2]})

@@ -1,4 +1,4 @@
-"""One job in a fresh process of its own: both sides of it."""
+"""Runs one job in a fresh process; this file is both the parent's and the child's side."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class JobError(RuntimeError):
 
 
 def run(module: str, function: str, *, platform: str, **arguments: Any) -> Any:
-    """Runs a function of a module beside this file in a fresh process, with empty caches that are thrown away after it.
+    """Runs a function of a module in this directory in a fresh process with empty, temporary caches.
 
     Args:
         module: the module's name.
         function: the function's name.
         platform: `cpu`, `gpu`, or `auto` for JAX's own choice.
-        **arguments: what the function is given; like its result, JSON-able.
+        **arguments: the function's arguments; like its result, they must be JSON-able.
 
     Returns:
-        What the function returned.
+        The function's result.
 
     Raises:
-        JobError: it did not get that far.
+        JobError: the function raised, or the process ended or took too long without a result.
     """
     with tempfile.TemporaryDirectory(prefix="quarantune-benchmark-") as directory:
         answer, log = Path(directory, "answer.json"), Path(directory, "log")
@@ -50,7 +50,7 @@ def run(module: str, function: str, *, platform: str, **arguments: Any) -> Any:
             except subprocess.TimeoutExpired:
                 raise JobError(f"no answer within {_TIMEOUT_S:.0f} s") from None
         if not answer.exists():
-            lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
+            lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
             raise JobError(f"exit code {child.returncode}: {lines[-1].strip()}")
         returned = json.loads(answer.read_text())
         if "error" in returned:
@@ -59,7 +59,7 @@ def run(module: str, function: str, *, platform: str, **arguments: Any) -> Any:
 
 
 def _environment(platform: str, directory: Path) -> dict[str, str]:
-    """Returns what every job finds in its environment: the caller's, without anything that outlives the job."""
+    """Returns a job's environment: the caller's, with all caches in the job's directory."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_PREFIXES)}
     if platform != "auto":
         kept["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[platform]

@@ -1,4 +1,4 @@
-"""The kernels that are tuned, and the spaces they are tuned over."""
+"""The kernels to tune and their spaces."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _stepwise_tile(a_ref: Any, b_ref: Any, out_ref: Any, *, bk: int) -> None:
 
 @functools.partial(jax.jit, static_argnames=["factor"])
 def trivial(a: jax.Array, b: jax.Array, factor: int = 1) -> jax.Array:
-    """Does next to nothing, so that what is around it shows; every factor is a program of its own."""
+    """Does next to nothing, so that only overhead is measured; each factor is another program."""
     return a + factor * b
 
 

@@ -1,4 +1,4 @@
-"""What the numbers were made with."""
+"""Describes the machine and the software that produced the numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import quarantune
 
 
 def describe(*, distributions: Sequence[str]) -> dict[str, Any]:
-    """Returns the `platform` that JAX chose, `cpu` or `gpu`, and what the machine and its software are called."""
+    """Returns the `platform` that JAX chose, `cpu` or `gpu`, and names and versions of the device and the software."""
     device = jax.devices()[0]
     return {
         "platform": device.platform,
@@ -35,7 +35,7 @@ def _processor() -> str:
 
 def _version(distribution: str) -> str:
     if distribution == quarantune.__name__:
-        return quarantune.__version__  # a checkout that was not installed has it too
+        return quarantune.__version__  # also known in a checkout that was not installed
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

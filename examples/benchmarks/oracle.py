@@ -1,4 +1,4 @@
-"""How fast every config really is: all of them compiled, then timed in turn, so that drift is shared."""
+"""Measures the true time of every config: all are compiled, then timed in turn, so that they share drift."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ import kernels
 _ROUNDS = 3
 """How often every config is timed."""
 _CLOSE = 2.0
-"""Those within so many times the best are timed more often: only they can be mistaken for it."""
+"""Configs up to this many times slower than the best are timed more often: only they can be mistaken for it."""
 _DEVICE_RUNS = 10
 _PLAUSIBLE_MS = 60_000
-"""The profiler's counter wraps now and then, and then says centuries."""
+"""The profiler's counter wraps now and then, which shows as a time of centuries."""
 
 
 def exhaust(*, problem: str, size: int, rounds: int) -> dict[str, Any]:
     """Times every config of a problem.
 
     Args:
-        problem: its name.
-        size: the number of rows of its matrices.
+        problem: the problem's name.
+        size: the number of rows of the matrices.
         rounds: how often the configs close to the best are timed.
 
     Returns:
-        `configs` and their `times_ms`, for each config a list of one value per round, empty where it does not work.
+        `configs` and `times_ms`: for each config one value per round, or an empty list if the config does not work.
 
     Raises:
         ValueError: a config's product is wrong.
@@ -88,8 +88,8 @@ def _wall_ms(compiled: Any, args: tuple[Any, ...]) -> float:
 
 
 def _device_ms(compiled: Any, args: tuple[Any, ...]) -> float:
-    profiler: Any = importlib.import_module("jax.experimental.mosaic.gpu.profiler")  # where there is a GPU
-    # The first run of a series comes out slow, even after a warm-up.
+    profiler: Any = importlib.import_module("jax.experimental.mosaic.gpu.profiler")  # exists only with a GPU
+    # The first run of a series is slow, even after a warm-up.
     _, samples = profiler.Cupti(finalize=False).measure(compiled, iterations=1 + _DEVICE_RUNS)(*args)
     if samples is None:
         raise RuntimeError("the profiler saw no kernel run: is another profiler attached, or this user not allowed to?")

@@ -1,4 +1,4 @@
-"""What the sandbox costs per config, over compiling and measuring in one process."""
+"""Measures the sandbox's cost per config, compared with compiling and measuring in one process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import kernels
 import quarantune
 
 _FEW, _MANY = 8, 40
-"""A config's cost is the slope between sweeps of so many configs: what a sweep costs only once drops out.
+"""The numbers of configs of two sweeps; a config's cost is the slope between them, which leaves out one-time costs.
 
-They lie as many apart as one worker on an accelerator takes, so that its share of the start of a worker is in it.
+Their difference is the number of configs that one worker runs on an accelerator, so the cost includes a config's share
+of a worker's start.
 """
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -29,12 +30,12 @@ def per_config(*, problem: str, repeat: int) -> dict[str, Any]:
     """Sweeps configs that do next to nothing, in each of the `WAYS` in turn.
 
     Returns:
-        `start_s`, what the first sweep of a process takes on top of a later one, and `per_config_ms`, one value per
-        repetition for each way.
+        `start_s`, the extra seconds of a process's first sweep, and `per_config_ms`, one value per repetition for each
+        way.
     """
-    logging.getLogger("quarantune").setLevel(logging.ERROR)  # it warns of what we do on purpose: use no sandbox
+    logging.getLogger("quarantune").setLevel(logging.ERROR)  # hides the warning about running without a sandbox
     args = kernels.PROBLEMS[problem].arguments(8)
-    factors = itertools.count(1)  # no program twice: JAX would remember its trace
+    factors = itertools.count(1)  # no program twice, because JAX remembers traces
 
     def sweep_s(count: int) -> float:
         fresh = {"factor": list(itertools.islice(factors, count))}

@@ -1,4 +1,4 @@
-"""What came out, as Markdown tables of ratios."""
+"""Formats results as Markdown tables."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 _REASON_WIDTH = 100
 
 Runs = Mapping[str, Sequence[Mapping[str, Any]]]
-"""For each contender what its jobs returned, or `error`, why one did not."""
+"""For each contender, the results of its jobs; a failed job has only `error`, the reason."""
 
 
-def sweeps(runs: Runs, oracle: Mapping[str, Any], *, house: str) -> str:
-    """Returns a table of how long each contender swept, and by how much what it chose is slower than the best.
+def sweeps(runs: Runs, oracle: Mapping[str, Any], *, baseline: str) -> str:
+    """Returns a table of each contender's sweep time and of its regret: by how much its choice is slower than the best.
 
     Args:
         runs: `sweep_s` and `config` of each run.
         oracle: `configs` and `times_ms`.
-        house: the contender that the others' times are compared with.
+        baseline: the contender with which the others' times are compared.
     """
     medians = [(statistics.median(times), config) for times, config in _timed(oracle)]
     best_ms = min(median for median, _ in medians)
@@ -27,8 +27,8 @@ def sweeps(runs: Runs, oracle: Mapping[str, Any], *, house: str) -> str:
     def regret(chosen: Mapping[str, Any]) -> float:
         return next((median / best_ms - 1 for median, config in medians if config == chosen), math.inf)
 
-    house_s = _median(runs[house], "sweep_s")
-    rows = [["contender", "sweep", "shortest to longest", f"over {house}'s", "regret", "worst regret"]]
+    baseline_s = _median(runs[baseline], "sweep_s")
+    rows = [["contender", "sweep", "shortest to longest", f"over {baseline}'s", "regret", "worst regret"]]
     for contender, of_one in runs.items():
         finished, failed = _split(of_one)
         if not finished:
@@ -42,7 +42,7 @@ def sweeps(runs: Runs, oracle: Mapping[str, Any], *, house: str) -> str:
                 f"{contender}, {_failure(failed)}" if failed else contender,
                 f"{sweep_s:.2f} s",
                 f"{min(times):.2f} to {max(times):.2f} s",
-                _ratio(sweep_s, house_s),
+                _ratio(sweep_s, baseline_s),
                 f"{statistics.median(regrets):.1%}",
                 f"{max(regrets):.1%}",
             ]
@@ -51,7 +51,7 @@ def sweeps(runs: Runs, oracle: Mapping[str, Any], *, house: str) -> str:
 
 
 def about(oracle: Mapping[str, Any]) -> str:
-    """Returns sentences about a space, and about what differences between its configs are noise."""
+    """Describes a space in sentences, with the size of differences that are only noise."""
     timed = [(statistics.median(times), times, config) for times, config in _timed(oracle)]
     best_ms, _, best = min(timed, key=lambda entry: entry[0])
     worst_ms, _, _ = max(timed, key=lambda entry: entry[0])
@@ -68,7 +68,7 @@ def about(oracle: Mapping[str, Any]) -> str:
 
 
 def cached_calls(runs: Runs) -> str:
-    """Returns a table of what a call costs once it is tuned."""
+    """Returns a table of the cost of a cached call."""
     rows = [["contender", "cached call", "bare jit", "over bare jit"]]
     for contender, of_one in runs.items():
         finished, failed = _split(of_one)
@@ -82,7 +82,7 @@ def cached_calls(runs: Runs) -> str:
 
 
 def sandbox(costs: Mapping[str, Any]) -> str:
-    """Returns a table of what each way of sweeping costs per config, the first one being no sandbox."""
+    """Returns a table of the cost per config of each way of sweeping; the first way uses no sandbox."""
     medians = {way: statistics.median(times) for way, times in costs["per_config_ms"].items()}
     bare_ms = next(iter(medians.values()))
     rows = [["trials", "per config", "more than in process", "over in process"]]
@@ -94,7 +94,7 @@ def sandbox(costs: Mapping[str, Any]) -> str:
 
 
 def _timed(oracle: Mapping[str, Any]) -> list[tuple[list[float], Mapping[str, Any]]]:
-    """Returns the times in milliseconds of each config that works, and the config."""
+    """Returns the times in milliseconds of each working config, together with the config."""
     pairs = zip(oracle["times_ms"], oracle["configs"], strict=True)
     return [(times, config) for times, config in pairs if times]
 
