@@ -400,6 +400,7 @@ bound = functools.partial(check, expected=3)
     assert before == fingerprint(load, options={"check_fn": same})
 
 
+@pytest.mark.slow
 def test_a_fingerprint_is_the_same_in_every_process_and_directory(tmp_path: Path) -> None:
     module = textwrap.dedent(
         """

@@ -255,6 +255,7 @@ def test_helpers_in_a_circle_over_two_modules_end_the_walk(tmp_path: Path, monke
     assert "global:deep.deepest" in fingerprint_of(tmp_path, "attribute", monkeypatch, deep=one).parts
 
 
+@pytest.mark.slow
 def test_a_reached_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
     for file, text in FILES.items():
         (tmp_path / file).write_text(textwrap.dedent(text))

@@ -248,6 +248,7 @@ def test_x64_values_and_python_scalars_keep_their_width(same: quarantune.Autotun
     assert len(sweeps) == 4
 
 
+@pytest.mark.slow
 def test_x64_switched_on_for_the_whole_process_holds_in_workers_too(tmp_path: Path) -> None:
     script = tmp_path / "wide.py"
     script.write_text(

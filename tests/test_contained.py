@@ -72,7 +72,20 @@ ENDS = {
 }
 
 
-LONG = ("starve_in_a_memfd", "starve_as_a_daemon", "share_data_with_a_pool", "become_another_program")
+LONG = (
+    "starve_in_a_child",
+    "starve_in_shared_memory",
+    "starve_in_a_memfd",
+    "starve_as_a_daemon",
+    "share_data_with_a_pool",
+    "become_another_program",
+    "kill_its_group",
+    "stop_itself",
+    "hang",
+    "flood_forever",
+    "exit_with_7",
+    "leave_a_child",
+)
 """Misdeeds that are left to the slow tier, as others of their kind are in the quick one."""
 
 
@@ -194,6 +207,7 @@ def test_a_config_over_its_share_of_the_memory_is_tried_again_alone(monkeypatch:
     assert trials[1].peak_memory_bytes > 300e6
 
 
+@pytest.mark.slow
 def test_misdeeds_are_contained_in_spawned_workers_too() -> None:
     with nothing_is_left(), quarantune.settings(start_method="spawn"):
         trials = tune(("segfault", "tracing"), ("leave_a_daemon", "running"), GOOD)

@@ -200,6 +200,7 @@ def test_if_nothing_works_the_error_names_what_was_tried() -> None:
         hopeless(X)
 
 
+@pytest.mark.slow
 def test_kernels_of_one_name_and_different_code_are_tuned_apart(sweeps: list[str]) -> None:
     # Two of a factory, quick with different configs, and two lambdas.
     def make(quick: int) -> quarantune.Autotuned:
@@ -336,6 +337,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_tunes_once_and_a_new_process_remembers(tmp_path: Path, cache_dir: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM))

@@ -114,6 +114,7 @@ agree(recursive, 1)
     run(tmp_path, script)
 
 
+@pytest.mark.slow
 def test_a_notebook_cell_is_tuned(tmp_path: Path) -> None:
     # As a notebook runs it: __main__ has no file, and a cell's source is in linecache alone.
     script = f"""
@@ -147,6 +148,7 @@ assert os.getcwd() == {str(away)!r}
     run(tmp_path, script)
 
 
+@pytest.mark.slow
 def test_a_module_that_initialises_a_backend_or_starts_a_thread_is_tuned(tmp_path: Path) -> None:
     modules = {
         "with_array": DEFINE + KERNEL.replace("FACTOR = 3", "FACTOR = jnp.full((), 3.0)"),
@@ -160,6 +162,7 @@ with_thread.agree(with_thread.kernel, 3)
     run(tmp_path, script, **modules)
 
 
+@pytest.mark.slow
 def test_a_script_that_started_threads_and_computes_in_them_is_tuned(tmp_path: Path) -> None:
     script = f"""{DEFINE}{KERNEL}
 from concurrent.futures import ThreadPoolExecutor
@@ -176,6 +179,7 @@ finally:
     run(tmp_path, script)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_daemonic_multiprocessing_child_may_tune(method: str, tmp_path: Path) -> None:
     script = f"""{DEFINE}{KERNEL}
@@ -228,6 +232,7 @@ assert children() == template
     assert run(tmp_path, script) == "{'n': 2}\n{'n': 2}\n"
 
 
+@pytest.mark.slow
 def test_spawned_workers_do_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_START_METHOD", "spawn")
     script = f"""{DEFINE}{KERNEL}
@@ -270,6 +275,7 @@ assert [dict(os.environ), os.getcwd(), list(sys.path), [signal.getsignal(n) for 
     run(tmp_path, script)
 
 
+@pytest.mark.slow
 def test_a_sweep_within_a_worker_uses_what_is_known_and_starts_nothing(tmp_path: Path) -> None:
     script = f"""{DEFINE}
 @quarantune.autotune(CONFIGS, **FREE)

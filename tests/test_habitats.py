@@ -58,6 +58,7 @@ def test_modules_of_the_working_directory_are_not_taken_for_pythons_own(method: 
     assert not ran.exists(), ran.read_text()
 
 
+@pytest.mark.slow
 def test_odd_paths_long_command_lines_and_users_without_a_home_are_no_hindrance(tmp_path: Path) -> None:
     script = f"""{KERNEL}
 import pathlib, pwd, tempfile
@@ -182,6 +183,7 @@ fork_while(hold_all, take_all)
     run(script, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_an_exception_of_a_signal_handler_while_packing_is_raised_as_it_is(tmp_path: Path) -> None:
     script = f"""{KERNEL}
 import signal, types
@@ -231,6 +233,7 @@ attempt(fn)  # nothing of it is in the way of the next
     run(script, cwd=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call", ["kernel.tune(X)", "quarantune.AutoTuner(plain, [{'n': 1}, {'n': 2}]).run(X)"], ids=["tune", "run"]
 )

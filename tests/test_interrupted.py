@@ -115,7 +115,9 @@ def program(tmp_path: Path) -> Iterator[Program]:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, *(pytest.param(it, marks=pytest.mark.slow) for it in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_nothing_outlives_a_caller_that_is_killed(program: Program, number: signal.Signals) -> None:
     with program.start() as process:
         process.send_signal(number)
@@ -140,7 +142,7 @@ def _to_its_group(process: subprocess.Popen[bytes]) -> None:
     os.killpg(process.pid, signal.SIGINT)
 
 
-@pytest.mark.parametrize("interrupt", [_to_the_process, _to_its_group])
+@pytest.mark.parametrize("interrupt", [pytest.param(_to_the_process, marks=pytest.mark.slow), _to_its_group])
 def test_an_interrupt_ends_the_sweep_at_once_and_the_next_call_goes_on_with_it(
     program: Program, interrupt: Callable[[subprocess.Popen[bytes]], None]
 ) -> None:
@@ -149,6 +151,7 @@ def test_an_interrupt_ends_the_sweep_at_once_and_the_next_call_goes_on_with_it(
         _check_the_interrupt(program, process)
 
 
+@pytest.mark.slow
 def test_control_c_on_a_terminal_ends_the_sweep_at_once(program: Program) -> None:
     ours, theirs = os.openpty()
     login = "import os, sys; os.login_tty(int(sys.argv[1])); os.execv(sys.argv[2], sys.argv[2:])"

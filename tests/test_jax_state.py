@@ -215,6 +215,7 @@ def doubled_on_a_tpu(x: Any, block: int = 8) -> Any:
 ROWS = np.arange(16 * 128, dtype=np.float32).reshape(16, 128)
 
 
+@pytest.mark.slow
 def test_the_tpu_interpret_mode_of_the_caller_holds_in_workers() -> None:
     tuned = quarantune.autotune({"block": [8, 16]}, rep=1, name="interpreted")(doubled_on_a_tpu)
     with pltpu.force_tpu_interpret_mode():

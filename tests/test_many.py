@@ -99,7 +99,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param("fork", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow), "forkserver"],
+)
 def test_daemonic_children_tune(tmp_path: Path, method: str) -> None:
     program = tmp_path / "daemons.py"
     program.write_text(DAEMONS.format(tests=str(Path(__file__).parent), method=method), encoding="utf-8")

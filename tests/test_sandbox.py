@@ -762,6 +762,7 @@ def owner_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [sys.executable, "-W", "ignore::DeprecationWarning", str(script)]
 
 
+@pytest.mark.slow
 def test_the_owner_and_its_fork_both_sweep(owner_script: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [*owner_script, "both sweep", str(tmp_path / "pids")], capture_output=True, text=True, timeout=60, check=False

@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -559,7 +560,7 @@ def test_triton_distributeds_per_call_switches_run_untuned_and_tell_more(
     with quarantune.settings(progress=1), caplog.at_level(logging.INFO, logger="quarantune"):
         np.testing.assert_allclose(my_gemm_function(A, B), A @ B, rtol=1e-4, atol=1e-4)
     assert "my_gemm_function: 4/4, best " in capsys.readouterr().err
-    assert "my_gemm_function: BLOCK_SIZE_M=32 BLOCK_SIZE_K=32: ok " in caplog.text
+    assert re.search("my_gemm_function: BLOCK_SIZE_M=32 BLOCK_SIZE_K=32: (ok|slow) ", caplog.text)
 
 
 def test_triton_distributeds_contextual_example_tunes_every_kernel_within_the_function(

@@ -99,6 +99,7 @@ def test_configs_run_on_a_mesh_of_the_same_shape_and_the_fastest_wins(tmp_path: 
     )
 
 
+@pytest.mark.slow
 def test_a_mesh_of_some_of_the_devices_gets_some_of_the_workers(tmp_path: Path) -> None:
     run_script(
         tmp_path,
@@ -119,6 +120,7 @@ def test_a_mesh_of_some_of_the_devices_gets_some_of_the_workers(tmp_path: Path) 
     )
 
 
+@pytest.mark.slow
 def test_explicit_axes_are_explicit_in_the_worker_eagerly_traced_and_from_structs(tmp_path: Path) -> None:
     run_script(
         tmp_path,
@@ -149,6 +151,7 @@ def test_explicit_axes_are_explicit_in_the_worker_eagerly_traced_and_from_struct
     )
 
 
+@pytest.mark.slow
 def test_what_names_the_mesh_of_the_context_finds_it_in_the_worker(tmp_path: Path) -> None:
     run_script(
         tmp_path,
@@ -320,6 +323,7 @@ def test_arrays_of_every_kind_arrive_as_they_were_in_buffers_of_their_own(tmp_pa
     )
 
 
+@pytest.mark.slow
 def test_compiled_configs_run_on_the_devices_they_were_compiled_for_or_are_compiled_again(tmp_path: Path) -> None:
     run_script(
         tmp_path,

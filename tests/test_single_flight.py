@@ -212,6 +212,7 @@ def entry_of(cache_dir: Path) -> dict[str, Any]:
 # --- sixteen at once ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_sixteen_processes_that_start_together_sweep_once_and_get_one_answer(
     fleet: Fleet, cache_dir: Path, place: Path
 ) -> None:
@@ -229,6 +230,7 @@ def test_sixteen_processes_that_start_together_sweep_once_and_get_one_answer(
     fleet.give_back(members)
 
 
+@pytest.mark.slow
 def test_when_the_tuning_one_of_sixteen_is_killed_another_finishes_its_sweep(
     fleet: Fleet, cache_dir: Path, place: Path
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_result_without_its_function_is_not_saved_over_one_that_has_it(tmp_pat
     np.testing.assert_array_equal(quarantune.TuningResult.load(tmp_path, trusted=True).fn(INTS, 2), 2 * INTS)
 
 
+@pytest.mark.slow
 def test_a_program_that_calls_lapack_is_loaded_by_a_process_that_has_lowered_none(tmp_path: Path) -> None:
     (tmp_path / "lapack.py").write_text(
         """
