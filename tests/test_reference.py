@@ -21,7 +21,7 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
 from quarantune.measure import compare, elements, on_device
-from quarantune.measure.elements import Tolerance
+from quarantune.measure.elements import Mismatches, Tolerance
 from quarantune.sandbox import spool
 from quarantune.scheduler.reference import UNTUNED, Reference
 from quarantune.sweep import in_process
@@ -392,4 +392,20 @@ def test_a_prepared_comparison_compiles_nothing_and_carries_nothing_again(monkey
     got = jnp.asarray(wanted)
     monkeypatch.setattr(on_device.jax, "device_put", None)
     assert comparer(got, wanted, tolerance) == elements.Mismatches(0)
+    assert on_device._count._cache_size() == compiled
+
+
+def test_a_kept_output_is_compared_by_a_program_compiled_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    comparer, tolerance = on_device.Comparer(), Tolerance()
+    output = {"a": jnp.arange(30, dtype=jnp.float16).reshape(5, 6), "b": jnp.arange(3)}
+    on_host = jax.tree.map(np.asarray, output)
+    comparer.compile_ahead(output)
+    comparer.keep(output, on_host)
+    monkeypatch.setattr(on_device.jax, "device_put", None)
+    compiled = on_device._count._cache_size()
+    assert comparer(output["a"], on_host["a"], tolerance) == Mismatches(0)
+    assert comparer(output["a"] * 2, on_host["a"], tolerance) == Mismatches(29, 29, np.float16(58), np.float16(29))
+    assert comparer(output["b"], on_host["b"], tolerance) == Mismatches(0)
     assert on_device._count._cache_size() == compiled

@@ -18,7 +18,6 @@ from quarantune.values.trial import INCOMPARABLE, Config, Outcome, Phase, Trial
 
 UNTUNED = -1
 """The index under which the function's own defaults run where they are not one of the configs."""
-"""The group of an output that nothing can be compared with, such as one without an array."""
 _MOST_GROUPS = 8
 """How many different outputs are kept where it is not known which is right."""
 _MOST_WRONG_GROUPS = 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,16 +38,16 @@ class Judge:
         self._arguments = arguments
         self._check_grad: bool = options["check_grad"]
         self._tolerance = Tolerance(**options["tolerance"])
-        self._expected: dict[int, dict[str, Any]] = {}
+        self._expected: dict[tuple[int, int], dict[str, Any]] = {}
         # On the CPU, compiling the comparison takes a fresh worker longer than numpy takes to compare.
         self._shortcut = None if options["platform"] in (None, "cpu") else on_device.Comparer()
 
     def prepare(self, references: Sequence[int]) -> None:
         """Carries the references to an accelerator, ahead of the first output; errors are left to `check`."""
         if self._shortcut is not None:
-            for position, fd in enumerate(references):
+            for fd in references:
                 with contextlib.suppress(Exception):
-                    self._shortcut.prepare(self._expected_at(position, fd)["output"], self._tolerance)
+                    self._shortcut.prepare(self._expected_in(fd)["output"], self._tolerance)
 
     def compute_reference(self, fd: int) -> None:
         """Writes the reference's output, and its gradients where those count, for the configs to be compared with."""
@@ -113,7 +114,7 @@ class Judge:
         self, config: Config, output: Any, references: Sequence[int], check_fn: Callable[..., Any] | None
     ) -> None:
         """Applies the author's `check_fn`, or compares an output with that of `ref_fn`."""
-        expected = self._expected_at(0, references[0]) if references else {"output": None}
+        expected = self._expected_in(references[0]) if references else {"output": None}
         args, kwargs = self._arguments.fresh() if check_fn is not None else ((), {})
         reason = compare.judge(
             output,
@@ -143,7 +144,7 @@ class Judge:
         for position in sorted(range(len(references)), key=lambda position: position != standard):
             differs: str | None
             try:
-                expected = self._expected_at(position, references[position])
+                expected = self._expected_in(references[position])
             except Exception as error:  # the config that wrote it may have left anything there
                 differs = f"the output to compare with cannot be read: {error!r}"
             else:
@@ -154,7 +155,7 @@ class Judge:
             wrong = differs if position == standard else wrong
         if group is None and output_fd is not None:
             try:
-                spool.write(output_fd, pickling.dumps({name: _on_host(part) for name, part in own.items()}))
+                self._keep(own, output_fd)
             except TypeError as error:
                 print(f"its output cannot be compared with that of other configs: {error}")
                 return INCOMPARABLE
@@ -175,11 +176,26 @@ class Judge:
         differs = compare.compare(found, expected["gradients"], self._tolerance)
         return None if differs is None else f"its gradients differ: {differs}"
 
-    def _expected_at(self, position: int, fd: int) -> dict[str, Any]:
-        """Returns the content of a reference's file, read once; a position always stands for the same file."""
-        if position not in self._expected:
-            self._expected[position] = pickling.loads(spool.read(fd))
-        return self._expected[position]
+    def _keep(self, own: dict[str, Any], fd: int) -> None:
+        """Writes an output to the file from which other configs' outputs are compared with it.
+
+        Raises:
+            TypeError: it cannot be pickled.
+        """
+        if self._shortcut is not None:
+            self._shortcut.compile_ahead(own["output"])
+        on_host = {name: _on_host(part) for name, part in own.items()}
+        spool.write(fd, pickling.dumps(on_host))
+        if self._shortcut is not None:
+            self._shortcut.keep(own["output"], on_host["output"])
+        self._expected[_identity(fd)] = on_host
+
+    def _expected_in(self, fd: int) -> dict[str, Any]:
+        """Returns the content of a reference's file, read once."""
+        file = _identity(fd)
+        if file not in self._expected:
+            self._expected[file] = pickling.loads(spool.read(fd))
+        return self._expected[file]
 
     def _gradients(self, fn: Callable[..., Any], config: Config) -> Any:
         args, kwargs = self._arguments.shared()
@@ -190,6 +206,11 @@ class Judge:
             fn = jax_internals.without_compiler_options(fn)
         bound = functools.partial(fn, **config) if config else fn
         return gradients(bound, args, kwargs, static_argnums=positions, static_argnames=static.static_argnames)
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    about = os.fstat(fd)
+    return about.st_dev, about.st_ino
 
 
 def _arrays_alone(tree: Any) -> Any:
