@@ -56,14 +56,14 @@ class Machine:
 def sweep(machine: Machine, times_ms: Sequence[float]) -> tuple[dict[int, Trial], int]:
     """Runs a sweep as workers and the scheduler do, and returns its trials and the winner's index."""
     trials: dict[int, Trial] = {}
-    bar_ms, noise = None, sampling.Noise()
+    best_median_ms, noise = None, sampling.Noise()
     for index, time_ms in enumerate(times_ms):
         take = machine.runs(time_ms)
         (last,) = take(1)
         samples = sampling.measure(
             take,
             rep=20,
-            bar_ms=bar_ms,
+            best_median_ms=best_median_ms,
             margin=1.5,
             last_ms=last.least,
             noise=noise,
@@ -80,7 +80,7 @@ def sweep(machine: Machine, times_ms: Sequence[float]) -> tuple[dict[int, Trial]
             clock="wall",
         )
         if not samples.is_ruled_out:
-            bar_ms = level_ms if bar_ms is None else min(bar_ms, level_ms)
+            best_median_ms = level_ms if best_median_ms is None else min(best_median_ms, level_ms)
     finalists = finals.finalists(trials)
     if len(finalists) < 2:
         return trials, finalists[0]
@@ -210,7 +210,7 @@ def test_so_many_runs_must_agree_that_all_are_hardly_ever_disturbed(samples: int
     noise.add(samples, disturbed)
     assert noise.runs_needed() == needed
     take = [Taken.exactly(9.0)] * 30
-    ruled_out = sampling.measure(lambda count: take[:count], rep=20, bar_ms=1.0, margin=1.5, noise=noise)
+    ruled_out = sampling.measure(lambda count: take[:count], rep=20, best_median_ms=1.0, margin=1.5, noise=noise)
     assert ruled_out.is_ruled_out
     assert 3 <= len(ruled_out.samples_ms) <= needed + 1
 
@@ -221,7 +221,7 @@ def test_a_config_whose_own_samples_scatter_is_not_ruled_out_by_a_few() -> None:
     samples = sampling.measure(
         lambda count: [Taken.exactly(scattered.pop(0)) for _ in range(count)],
         rep=8,
-        bar_ms=1.0,
+        best_median_ms=1.0,
         margin=1.5,
         noise=noise,
     )

@@ -1,4 +1,4 @@
-"""Which clock times a run: the GPU's own where it can be read, else the wall's."""
+"""The clocks that time a run: the GPU's own where it can be read, else the wall clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 from quarantune.host.waits import Taken, Watch
 
 _SAMPLE_TARGET_S = 200e-6
-"""A wall-clock sample lasts at least this long: a thousand times what reading the clock costs."""
+"""A wall-clock sample lasts at least this long: a thousand times the cost of reading the clock."""
 _QUEUE_TARGET_S = 2e-3
 """A queued sample lasts at least this long, so that launching the first run and waiting for the last do not count."""
 _MAX_INNER = 1000
@@ -21,9 +21,9 @@ class Clock(Protocol):
     """Takes samples of one run.
 
     Attributes:
-        name: what a trial says it was timed with.
-        margin: how much slower than the best a sample must be to rule a config out, on a machine with other work.
-        is_exact: whether nothing that other processes do is in a sample.
+        name: the name in `Trial.clock`.
+        margin: how many times slower than the best a sample must be to rule a config out, on a machine with other work.
+        is_exact: whether samples are free of the effects of other processes.
     """
 
     name: str
@@ -36,14 +36,14 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Wall-clock time from a call to the end of its work; short runs are repeated within a sample."""
+    """The wall-clock time from a call to the end of its work; short runs are repeated within a sample."""
 
     name = "wall"
     margin = 1.5
     is_exact = False
 
     def __init__(self, run: Callable[[], object], prepare: Callable[[], None] | None, *, spins: bool = False) -> None:
-        """Sets the clock up.
+        """Sets up the clock.
 
         Args:
             run: runs once, to the end.
@@ -79,14 +79,14 @@ class WallClock:
 
 
 class QueuedClock:
-    """Wall-clock time of many runs queued on a device between two synchronisations, for each run."""
+    """The wall-clock time of many runs queued on a device between two synchronisations, divided by their number."""
 
     name = "queued"
     margin = 1.5
     is_exact = False
 
     def __init__(self, dispatch: Callable[[], object]) -> None:
-        """Sets the clock up.
+        """Sets up the clock.
 
         Args:
             dispatch: queues one run and returns its outputs without waiting.
@@ -115,7 +115,7 @@ class NoDeviceClockError(RuntimeError):
 class DeviceClock:
     """The GPU's time in the kernels of a run, with the L2 cache flushed before each or not.
 
-    Launching a kernel takes longer than many a kernel does, so that wall-clock time tells fast ones apart badly.
+    Launching a kernel often takes longer than the kernel, so that wall-clock time hardly distinguishes fast ones.
     """
 
     name = "device"
@@ -123,11 +123,11 @@ class DeviceClock:
     is_exact = True
 
     def __init__(self, dispatch: Callable[[], object], flush: Flush | None) -> None:
-        """Sets the clock up.
+        """Sets up the clock.
 
         Args:
             dispatch: queues one run and returns its outputs without waiting.
-            flush: what goes before each run; None leaves the cache as the last run left it.
+            flush: flushes the cache before each run; None leaves the cache as the last run left it.
 
         Raises:
             NoDeviceClockError: the profiler sees no kernel.
@@ -143,16 +143,16 @@ class DeviceClock:
 
 
 class Flush:
-    """What writes more than the L2 cache holds, and how many kernels that takes; made once for all clocks."""
+    """Flushes the L2 cache by writing more than it holds; made once for all clocks."""
 
     def __init__(self, dispatch: Callable[[], object]) -> None:
-        """Has the profiler look at a flush, which is when it is loaded and attached: half of a fresh worker's time.
+        """Profiles one flush, which loads and attaches the profiler: half of a fresh worker's time.
 
         Args:
             dispatch: queues the write and returns its output without waiting.
 
         Raises:
-            NoDeviceClockError: the profiler is not there.
+            NoDeviceClockError: there is no profiler.
         """
         self.dispatch = dispatch
         self.kernels = len(_kernels(_Run(dispatch, None), 1)[0])
@@ -176,7 +176,7 @@ def _kernels(run: _Run, count: int) -> list[list[tuple[str, float]]]:
 
 
 class _Run(jax.stages.Wrapped):
-    """A flush and a run, dressed as the jitted function that the profiler insists on."""
+    """A flush and a run, in the form of the jitted function that the profiler requires."""
 
     def __init__(self, dispatch: Callable[[], object], flush: Callable[[], object] | None) -> None:
         self._dispatch = dispatch

@@ -18,12 +18,12 @@ _Array: TypeAlias = "np.ndarray[Any, Any]"
 _MAX_STRUCTURE_CHARS = 200
 
 _WIDTHS = (jnp.floating, jnp.complexfloating)
-"""The kinds of numbers that are compared whatever their widths."""
+"""The kinds of numbers that are compared regardless of their widths."""
 _NUMBER_TYPES = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
 
 
 Compare: TypeAlias = "Callable[[Any, Any, Tolerance], Mismatches | None]"
-"""Compares an array with what is expected; None where it cannot."""
+"""Compares an array with the expected one; None where it cannot."""
 
 
 def judge(
@@ -36,15 +36,15 @@ def judge(
     check_fn: Callable[..., Any] | None,
     shortcut: Compare | None = None,
 ) -> str | None:
-    """Says what is wrong with a config's output.
+    """Returns how a config's output is wrong.
 
     Args:
-        output: what the config returned.
-        expected: what the reference returned; None where there is none but a `check_fn`.
+        output: the config's output.
+        expected: the reference's output; None where only a `check_fn` judges.
         args: the call's positional arguments, for `check_fn`.
         kwargs: the call's keyword arguments, for `check_fn`.
-        tolerance: how far from `expected` is near enough; not looked at where there is a `check_fn`.
-        check_fn: `(output, expected, *args, **kwargs) -> bool or None`; its word is final.
+        tolerance: how far `output` may be from `expected`; ignored where there is a `check_fn`.
+        check_fn: `(output, expected, *args, **kwargs) -> bool or None`; if given, it alone decides.
         shortcut: as for `compare`.
 
     Returns:
@@ -81,14 +81,14 @@ def compare(
 
     Structures, shapes and dtypes must be the same, but floats may be wider or narrower than expected, and so may
     complex numbers; of a Python number, which has no dtype, only the type must fit. Elements agree where
-    `|output - expected| <= atol + rtol * |expected|`; NaN agrees with NaN, an infinity with itself alone. Booleans,
-    PRNG keys and what is no number must be equal.
+    `|output - expected| <= atol + rtol * |expected|`; NaN agrees with NaN, an infinity only with itself. Booleans, PRNG
+    keys and leaves that are not numbers must be equal.
 
     Args:
-        output: what there is.
-        expected: what there should be.
-        tolerance: how far from it is near enough.
-        what: what the message calls `output`.
+        output: the output.
+        expected: the expected output.
+        tolerance: how far apart elements may be.
+        what: the name of `output` in the message.
         shortcut: tried on each pair of arrays before they are brought to the host.
         same_dtypes: whether floats must be as wide as expected.
 
@@ -107,7 +107,7 @@ def compare(
 
 
 def compare_shapes(output: Any, expected: Any) -> str | None:
-    """Says whether two pytrees could agree by their structures, shapes and kinds of dtypes, as `compare` has it."""
+    """Returns why two pytrees cannot agree, by structures, shapes and kinds of dtypes alone; None where they may."""
     pairs = _pairs(output, expected, "output")
     if isinstance(pairs, str):
         return pairs
@@ -136,7 +136,7 @@ def _pairs(output: Any, expected: Any, what: str) -> list[tuple[str, Any, Any]] 
 
 
 def _show_structures(output: Any, expected: Any) -> str:
-    """Returns two structures as text; of long ones only what lies around their first difference."""
+    """Returns two structures as text; of long ones only the part around their first difference."""
     texts = [str(structure).removeprefix("PyTreeDef(").removesuffix(")") for structure in (output, expected)]
     if max(map(len, texts)) > _MAX_STRUCTURE_CHARS:
         pairs = enumerate(zip(*texts, strict=False))
@@ -168,7 +168,7 @@ def _compare_leaf(output: Any, expected: Any, tolerance: Tolerance, where: str, 
 
 
 def _is_comparable(output: Any, expected: Any) -> bool:
-    """Whether two leaves that are no Python numbers are of one shape and kind; floats may differ in their width."""
+    """Returns whether two leaves other than Python numbers have the same shape and kind; floats may differ in width."""
     if _describe(output) == _describe(expected):
         return True
     is_same_kind = any(has_dtype(output, kind) and has_dtype(expected, kind) for kind in _WIDTHS)
@@ -176,7 +176,7 @@ def _is_comparable(output: Any, expected: Any) -> bool:
 
 
 def _is_number_of(output: Any, expected: Any) -> bool:
-    """Whether one of two leaves is a Python number, and the other a single number of its kind."""
+    """Returns whether one of two leaves is a Python number, and the other a single number of its kind."""
     return any(
         type(mine) in _NUMBER_TYPES and getattr(its, "shape", None) == () and has_dtype(its, _NUMBER_TYPES[type(mine)])
         for mine, its in ((output, expected), (expected, output))
@@ -195,7 +195,7 @@ def _on_host(leaf: Any) -> _Array:
 
 
 def _without_dtype(array: _Array) -> _Array:
-    """Returns a single number as a Python number would be held, whole numbers of any size included."""
+    """Returns an array of a single number in the form of a Python number's, integers of any size included."""
     for number_type, dtype in _NUMBER_TYPES.items():
         if array.shape == () and has_dtype(array, dtype):
             return np.asarray(number_type(array), object if number_type is int else None)

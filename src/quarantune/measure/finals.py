@@ -1,4 +1,4 @@
-"""Who is in the final, and what it decides: the winner, and those the noise cannot tell from it."""
+"""The final: which configs are in it, how they are timed, and how it decides the winner and its ties."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from quarantune.values.trial import Outcome, Trial, is_plausible_ms
 
 FINALISTS = 4
 MOST_FINALISTS = 8
-"""So many where the machine was busy, when the times that they are chosen by are worth less."""
+"""The number of finalists where the machine was busy, which makes the times that they are chosen by less reliable."""
 _CONTENDER = 1.5
-"""Whoever took this many times longer than the fastest has no place in the final."""
+"""A config this many times slower than the fastest is not in the final."""
 _BUSY_NOISE = 1.5
 """Where the longest sample of a typical config is this many times its fastest, the machine was busy."""
 _FEW_SAMPLES = 4
-"""Of a config with fewer, other processes can have disturbed all: beside busy ones it gets a second look."""
+"""Other processes can have disturbed all samples of a config with fewer: on a busy machine it is measured again."""
 _PER_ROUND = 3
 _MOST_PER_ROUND = 10
 _ROUND_MS = 1.0
-"""What one contender's samples of a round take, where they are so short that the profiler's own work is longer."""
+"""How long one contender's samples of a round take, where each is shorter than the profiler's own work."""
 _LONG_MS = 5.0
-"""A run of this length is a sample by itself: what disturbs single samples are interruptions much shorter."""
+"""A run of this length is a sample by itself: the interruptions that disturb single samples are much shorter."""
 _MIN_ROUNDS = 5
 _FEWEST_ROUNDS = 3
 _FAR = 1.2
@@ -34,25 +34,25 @@ _MAX_ROUNDS = 100
 _BUDGET_S = 0.8
 _BUSY_BUDGET_S = 2.4
 _BUSY_ROUNDS = 20
-"""Beside busy processes, so many rounds at least are played before their fastest decide."""
+"""The fewest rounds on a busy machine, before their fastest decide."""
 _FOLDED = 5
-"""Into so many rounds those of a busy machine are folded."""
+"""The number of rounds that the rounds of a busy machine are folded into."""
 _SCATTERED = 1.08
 """Where a typical round of one contender is this many times longer than its fastest, other processes disturbed it."""
 _PREFERENCE = 0.015
-"""By so much, and no more, may be slower who is preferred among those that the noise cannot tell apart."""
+"""Among configs that tie, a preferred one may be slower than the fastest by at most this share."""
 _SIGMAS = 3.0
 _CLEAR_SIGMAS = 5.0
-"""Stopping early takes more: who looks after every round finds equals apart by `_SIGMAS` now and then."""
+"""Stopping early takes more: equals that are compared after every round differ by `_SIGMAS` now and then."""
 _NOISE_FLOOR = 0.005
-"""Two medians closer than this are the same: on an H200, one program's wander by a third of a percent from one process
-to the next, so that equals would take turns at winning."""
+"""Two medians closer than this tie: on an H200, the median of one program differs by a third of a percent from one
+process to the next, so that the winner among equals would be arbitrary."""
 NEAR = 0.008
-"""With cold caches two this close are near enough for warm ones to decide, which the caller's are as often as not."""
+"""Configs this close with cold caches are compared again with warm ones, as the caller's caches often are."""
 WARM_FLOOR = 0.002
-"""The noise floor with warm caches: so much does one program differ from itself within a process."""
+"""The noise floor with warm caches: the difference of one program from itself within a process."""
 _LEVEL_ROUNDS = 10
-"""Of fewer rounds, the scatter is known too badly."""
+"""With fewer rounds, the estimate of the scatter is too rough."""
 
 
 def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[int]:
@@ -69,17 +69,17 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     close = [index for index in ranked if (trials[index].level_ms or 0.0) <= _CONTENDER * fastest_ms]
     if (noise := _noise(trials)) < _BUSY_NOISE:
         return close[:count]
-    again = sorted(_hardly_looked_at(trials, noise * fastest_ms), key=lambda index: trials[index].level_ms or 0.0)
-    # Whoever is ranked by many samples is ranked better than whoever has few.
+    again = sorted(_ruled_out_by_few(trials, noise * fastest_ms), key=lambda index: trials[index].level_ms or 0.0)
+    # Ranks by many samples are more reliable than ranks by few.
     most = max(count, MOST_FINALISTS)
     seconds = again[: most - count]
     return close[: most - len(seconds)] + seconds
 
 
 def _noise(trials: Mapping[int, Trial]) -> float:
-    """Returns how many times longer than its fastest sample the longest of a typical config was: the machine's noise.
+    """Returns the machine's noise: the ratio of the longest sample to the fastest of a typical config.
 
-    A device's own clock has none of it.
+    Configs timed by a device's own clock, which is free of it, do not count.
     """
     shares = [
         max(trial.samples_ms) / trial.level_ms
@@ -89,8 +89,8 @@ def _noise(trials: Mapping[int, Trial]) -> float:
     return statistics.median(shares) if shares else 1.0
 
 
-def _hardly_looked_at(trials: Mapping[int, Trial], limit_ms: float) -> list[int]:
-    """Returns those that few samples ruled out, and that may be fast for all that the machine's noise tells."""
+def _ruled_out_by_few(trials: Mapping[int, Trial], limit_ms: float) -> list[int]:
+    """Returns the configs that few samples ruled out, and that may be fast, given the machine's noise."""
     return [
         index
         for index, trial in trials.items()
@@ -101,21 +101,21 @@ def _hardly_looked_at(trials: Mapping[int, Trial], limit_ms: float) -> list[int]
     ]
 
 
-def with_twins(rounds: Mapping[int, Sequence[float]], trials: Mapping[int, Trial]) -> dict[int, Sequence[float]]:
-    """Returns the rounds of a final with those added that were represented in it, as if they had played too.
+def with_same_program(rounds: Mapping[int, Sequence[float]], trials: Mapping[int, Trial]) -> dict[int, Sequence[float]]:
+    """Returns the rounds of a final, also for the configs whose program another config ran in it.
 
     Args:
         rounds: each finalist's samples, by index.
-        trials: those that may win, by index, as they were before the final.
+        trials: the trials that may win, by index, as before the final.
     """
     played = {_program(index, trials): samples_ms for index, samples_ms in rounds.items()}
     return {index: played[program] for index in trials if (program := _program(index, trials)) in played}
 
 
 def _program(index: int, trials: Mapping[int, Trial]) -> object:
-    """Returns what configs that lowered to the same program share: the very samples, and the one compilation.
+    """Returns a key that is equal for configs that lowered to the same program: its samples and its compile time.
 
-    Samples alone may be equal by chance: a GPU's clock ticks every 32 ns, of which a small kernel takes a hundred.
+    Samples alone may be equal by chance: a GPU's clock ticks every 32 ns, and a small kernel takes a hundred ticks.
     """
     trial = trials[index]
     return (trial.samples_ms, trial.compile_s) if trial.samples_ms else index
@@ -123,12 +123,12 @@ def _program(index: int, trials: Mapping[int, Trial]) -> object:
 
 @dataclasses.dataclass(frozen=True)
 class Final:
-    """What the finalists showed.
+    """The samples of a final.
 
     Attributes:
         rounds_ms: each one's samples in milliseconds, one per round, by index; empty where there was no final.
-        warm_ms: the same with what they read still in the device's cache, of those that the others cannot tell apart;
-            empty where there was no need of it or no such clock.
+        warm_ms: the same with warm device caches, of the configs that the other rounds cannot tell apart; empty where
+            that was not needed, or without a device clock.
     """
 
     rounds_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
@@ -138,7 +138,7 @@ class Final:
     def of(
         cls, finalists: Iterable[int], rounds_ms: Sequence[Sequence[float]], warm_ms: Sequence[Sequence[float]]
     ) -> Final:
-        """Returns the final of finalists from their samples in their order, those of `warm_ms` empty or not.
+        """Returns the final of some finalists, from their samples in the same order; those of `warm_ms` may be empty.
 
         Raises:
             ValueError: these are not the rounds of one final.
@@ -156,11 +156,11 @@ class Final:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a final decided.
+    """The decision of a final.
 
     Attributes:
         winner: the index of the config to use.
-        tie: the indices of those the noise cannot tell from it, without it.
+        tie: the indices of the configs that the noise cannot tell from the winner, without the winner.
     """
 
     winner: int
@@ -175,14 +175,13 @@ def decide(
 ) -> Verdict:
     """Names the winner of a final.
 
-    Those that are near each other are told apart by their warm rounds, if they had any. Of those that tie, the
-    function's own default is preferred, then the first in the list of configs, unless it may be slower by more than
-    `_PREFERENCE`.
+    Configs near each other are told apart by their warm rounds, if there are any. Of those that tie, the function's own
+    default is preferred, then the first in the list of configs, unless it is slower by more than `_PREFERENCE`.
 
     Args:
         rounds: each finalist's samples, one per round, in milliseconds, by index.
         default: the index of the config that is the function's own default, if it is in the list.
-        warm: the same with warm caches, of those that are near each other.
+        warm: the same with warm caches, of the configs near each other.
     """
     tied, near = level(rounds), level(rounds, floor=NEAR)
     if warm and all(index in warm for index in near):
@@ -196,9 +195,9 @@ def decide(
 
 
 def level(rounds: Mapping[int, Sequence[float]], *, floor: float = _NOISE_FLOOR) -> list[int]:
-    """Returns, in order, the indices of the fastest of a final and of those that the noise cannot tell from it.
+    """Returns, in order, the indices of the fastest config of a final and of those that the noise cannot tell from it.
 
-    Samples of one round were taken one right after another, so their ratios are free of what drifts between rounds.
+    Samples of one round were taken one right after another, so their ratios are free of drift between rounds.
     Where the median ratio of two is within its own error, or within `floor` of one, they tie.
     """
     leader = _leader(rounds, rounds)
@@ -210,11 +209,11 @@ def conclude(trials: Mapping[int, Trial], final: Final, *, default: int | None) 
 
     Args:
         trials: its trials by index, of which at least one is `ok`.
-        final: what the finalists showed.
+        final: the finalists' samples.
         default: as for `decide`.
 
     Returns:
-        The trials, with what finalists showed in the final, and the verdict.
+        The trials, finalists with their times in the final, and the verdict.
     """
     usable = {
         index: trial
@@ -222,15 +221,15 @@ def conclude(trials: Mapping[int, Trial], final: Final, *, default: int | None) 
         if (trial.outcome is Outcome.OK or index in final.rounds_ms) and trial.time_ms is not None
     }
     fastest = min(usable, key=lambda index: usable[index].level_ms or 0.0)
-    rounds = with_twins(final.rounds_ms or {fastest: usable[fastest].samples_ms}, usable)
-    verdict = decide(rounds, default=default, warm=with_twins(final.warm_ms, usable))
+    rounds = with_same_program(final.rounds_ms or {fastest: usable[fastest].samples_ms}, usable)
+    verdict = decide(rounds, default=default, warm=with_same_program(final.warm_ms, usable))
     settled = dict(trials)
     for index, samples_ms in rounds.items():
-        told = dataclasses.replace(trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms))
-        if told.outcome is Outcome.OK:
-            settled[index] = told
-        elif index in (verdict.winner, *verdict.tie):  # the second look proved the first one wrong
-            settled[index] = dataclasses.replace(told, outcome=Outcome.OK, message="")
+        timed = dataclasses.replace(trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms))
+        if timed.outcome is Outcome.OK:
+            settled[index] = timed
+        elif index in (verdict.winner, *verdict.tie):  # the final proved the first measurement wrong
+            settled[index] = dataclasses.replace(timed, outcome=Outcome.OK, message="")
     return settled, verdict
 
 
@@ -245,21 +244,21 @@ def play(
 
     Args:
         contenders: each takes a number of samples, in milliseconds.
-        floor: the noise, as a share, below which there is no telling.
-        is_exact: whether nothing that other processes do is in a sample. Where it is, they make rounds longer and never
+        floor: the smallest share by which two contenders can be told apart.
+        is_exact: whether samples are free of the effects of other processes. These make rounds longer and never
             shorter, so that the fastest of several rounds stands for all of them.
         clock: seconds.
 
     Returns:
         Each contender's samples, one per round: the median of a few taken together, or the fastest of them.
     """
-    warmed = [_plausible(take(1)) for take in contenders]  # the first sample counts for nothing
+    warmed = [_plausible(take(1)) for take in contenders]  # the first sample is not counted
     rounds: dict[int, list[float]] = {index: [] for index in range(len(contenders))}
     taken: dict[int, list[Taken]] = {index: [] for index in rounds}
     started = clock()
     for played in range(1, _MAX_ROUNDS + 1):
         for index, take in enumerate(contenders):
-            # An implausible batch leaves the last round's standing, so that rounds stay aligned.
+            # Instead of an implausible batch, the last round counts again, so that rounds stay aligned.
             last = rounds[index][-1:] or [sample.own for sample in warmed[index]]
             samples = _plausible(take(_samples_for(last)))
             samples = samples or [Taken.exactly(ms) for ms in last]
@@ -287,14 +286,14 @@ def _plausible(samples: Sequence[Taken]) -> list[Taken]:
 
 
 def _is_disturbed(rounds: Sequence[Taken]) -> bool:
-    """Returns whether other processes had a part in what one contender's rounds showed."""
+    """Returns whether other processes disturbed one contender's rounds."""
     own = [taken.own for taken in rounds]
     waited = sum(taken.is_disturbed for taken in rounds)
     return 2 * waited > len(rounds) or statistics.median(own) > _SCATTERED * min(own)
 
 
 def _folded(rounds: Mapping[int, Sequence[Taken]]) -> dict[int, list[float]]:
-    """Returns fewer rounds, each the fastest of several that were played at different times of the final."""
+    """Returns fewer rounds, each the fastest of several from different times of the final."""
     return {
         index: [fastest(taken[first::_FOLDED]).own for first in range(min(_FOLDED, len(taken)))]
         for index, taken in rounds.items()
@@ -309,7 +308,7 @@ def _is_far(rounds: Mapping[int, Sequence[float]]) -> bool:
 
 
 def _samples_for(last_ms: Sequence[float]) -> int:
-    """Returns how many samples a contender takes in a round whose last run took `last_ms`, if anything plausible."""
+    """Returns how many samples a contender takes in a round, by its last run; none where that was implausible."""
     if not last_ms:
         return _PER_ROUND
     if last_ms[-1] > _LONG_MS:
@@ -318,7 +317,7 @@ def _samples_for(last_ms: Sequence[float]) -> int:
 
 
 def is_clear(rounds: Mapping[int, Sequence[float]], *, floor: float = _NOISE_FLOOR) -> bool:
-    """Returns whether more rounds would change nothing: each finalist is behind beyond doubt, or known well enough."""
+    """Returns whether more rounds would change nothing: each finalist is clearly behind, or level within the noise."""
     leader = min(rounds, key=lambda index: statistics.median(rounds[index]))
     others = [rounds[index] for index in rounds if index != leader]
     return all(
@@ -332,7 +331,7 @@ def _leader(rounds: Mapping[int, Sequence[float]], among: Iterable[int]) -> int:
 
 
 def _behind(leader: Sequence[float], other: Sequence[float]) -> float:
-    """Returns by what share one is slower than the leader."""
+    """Returns by which share one contender is slower than the leader."""
     return statistics.median(_ratios(leader, other)) - 1.0
 
 

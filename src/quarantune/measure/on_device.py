@@ -1,7 +1,7 @@
-"""Compares arrays where they are: what is expected is carried there once, and only counts and the worst element return.
+"""Compares arrays on their device: expected arrays are carried there once; counts and the worst element come back.
 
 Floats of up to 32 bits are compared in float32, wider ones in float64, so that an element within a rounding error of
-the edge of its tolerance may be judged otherwise than on the host. All else is only looked at for equality.
+the edge of its tolerance may be judged differently than on the host. Other dtypes are compared for equality.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import numpy as np
 from quarantune.measure.elements import Mismatches, Tolerance
 
 _MOST_ELEMENTS = 2**31 - 1
-"""As many as a 32-bit count can hold."""
+"""The largest 32-bit count."""
 
 
 class Comparer:
-    """Compares one worker's outputs with what is expected of them."""
+    """Compares one worker's outputs with the expected ones."""
 
     def __init__(self) -> None:
         """Sets up a comparer with nothing on the device."""
@@ -34,12 +34,12 @@ class Comparer:
         """Compares two arrays of one shape.
 
         Args:
-            got: what there is.
-            wanted: what is expected, the same object each time; it is kept.
+            got: the output.
+            wanted: the expected output, the same object each time; it is kept.
             tolerance: how far apart elements may be.
 
         Returns:
-            How they differ, or None where the host must find out.
+            How they differ, or None where the host must compare them.
         """
         if not isinstance(got, jax.Array) or not isinstance(wanted, np.ndarray) or not 0 < got.size <= _MOST_ELEMENTS:
             return None
@@ -48,10 +48,10 @@ class Comparer:
         try:
             return self._compare(got, self._carried(wanted, got), tolerance)
         except jax.errors.JaxRuntimeError:
-            return None  # there is too little memory, most likely
+            return None  # most likely out of memory
 
     def prepare(self, expected: Any, tolerance: Tolerance) -> None:
-        """Carries to the device what outputs will be compared with, and compiles their comparison."""
+        """Carries the expected outputs to the device, and compiles their comparison."""
         for wanted in jax.tree.leaves(expected):
             if isinstance(wanted, np.ndarray) and wanted.size:
                 there = jax.device_put(wanted)
@@ -147,7 +147,7 @@ def _worst(got: jax.Array, wanted: jax.Array, limits: jax.Array, *, wide: str) -
 
 
 def _excess(got: jax.Array, wanted: jax.Array, limits: jax.Array, wide: str) -> jax.Array:
-    """Returns how far beyond its tolerance each element is, as `check` does: above 0 where it differs."""
+    """Returns by how much each difference exceeds its tolerance, as `elements` does on the host."""
     got, wanted = got.astype(wide), wanted.astype(wide)
     excess = jnp.abs(got - wanted) - (limits[1] + limits[0] * jnp.abs(wanted))
     same = (got == wanted) | (jnp.isnan(got) & jnp.isnan(wanted))

@@ -1,4 +1,4 @@
-"""How many samples a config gets, and what they say: steady, or ruled out already."""
+"""Decides how many samples a config gets: until they are steady, or rule the config out."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _BATCH = 5
 _STEADY = 0.01
 """Sampling ends once the median's standard error is below this share of it: near enough to name the finalists."""
 _DISTURBED_BUDGET_S = 1.0
-"""So long is sampled where no run was without long waits: beside a busy process, matrix products of a millisecond took
-a hundred in a row, as threads that spin wait for others that do not run."""
+"""How long to sample where every run had long waits: beside a busy process, matrix products of a millisecond took a
+hundred in a row, because spinning threads waited for others that did not run."""
 _SOFT_BUDGET_S = 0.06
-"""Once this has gone by, `_FIRST_LOOK` samples are enough: a slow config's median is steady with few."""
+"""After this time, `_FIRST_LOOK` samples are enough: a slow config's median is steady with few."""
 _BEHIND = 1.1
-"""A config all of whose samples are this many times slower than the fastest gets no more than must be: if it is in the
-final, that will tell."""
+"""A config all of whose samples are this many times slower than the fastest gets no more than necessary: if it reaches
+the final, it is measured again there."""
 _COLD = 2.0
-"""How many times slower than the next ones a first long sample may be for the cold alone."""
+"""How many times slower than the next ones a first long sample may be merely because it was cold."""
 _LONG_MS = 50.0
 """A single sample shorter than this may be an interruption, and three more cost little: on a 2-core machine with other
 work, one 0.1 ms run in sixty took over three times the median."""
@@ -34,16 +34,16 @@ _STRAY = 1.25
 """A sample this many times longer than the same config's fastest was disturbed."""
 _FEWEST_RUNS = 2
 _ALL_DISTURBED = 0.0025
-"""How likely it may be that all runs that rule a config out were disturbed."""
+"""The highest acceptable probability that all runs that rule a config out were disturbed."""
 _NOISE_MARGIN = 1.25
-"""How much farther out than any seen before a first run may be for noise alone."""
+"""How many times slower than any first run seen before a first run may be because of noise alone."""
 _FIRSTS = 1.5
-"""A first run this long, and this many times longer than the fastest first run, says something by itself: what the cold
-adds is much the same for all."""
+"""A first run longer than `_ALONE_MS`, and this many times longer than the fastest first run, is informative by itself:
+a cold start adds much the same to all."""
 INFORMATIVE_MS = 5.0
-"""Two runs longer than this, one after another, say something: neither the cold nor an interruption takes as long."""
+"""Two consecutive runs longer than this are informative: neither a cold start nor an interruption takes as long."""
 BUSY = {"device": 0.05, "queued": 0.15, "wall": 0.25}
-"""Scatter, as a share of the median, above which something else was going on, by the clock that took the samples."""
+"""Scatter, as a share of the median, above which the machine was busy, by the clock that took the samples."""
 _MAD_TO_SIGMA = 1.4826
 _MEDIAN_EFFICIENCY = 1.2533
 """The standard error of a median is this many times that of a mean, for normal noise."""
@@ -63,7 +63,7 @@ class Samples:
 
     @property
     def samples_ms(self) -> tuple[float, ...]:
-        """The samples as the clock told them."""
+        """The samples by the clock, waits included."""
         return tuple(sample.whole for sample in self.taken)
 
     @property
@@ -72,30 +72,29 @@ class Samples:
         return tuple(sample.own for sample in self.taken)
 
     def level_ms(self, *, is_exact: bool) -> float:
-        """Returns the time to choose finalists by.
+        """Returns the time by which finalists are chosen: the median, or the fastest sample of an inexact clock.
 
         Args:
-            is_exact: whether nothing that other processes do is in a sample. Where it is, they only ever make a sample
-                longer, and beside busy ones half of all samples can be twenty times as long: the fastest counts.
+            is_exact: whether samples are free of the effects of other processes. These only ever make a sample longer;
+                beside busy ones, half of all samples can be twenty times as long, so that the fastest counts.
         """
         return statistics.median(self.own_ms) if is_exact else fastest(self.taken).own
 
     def disturbed(self, *, is_exact: bool) -> int:
-        """Returns how many samples took much longer than the fastest, for other reasons than the config's own."""
+        """Returns how many samples other processes made much longer than the fastest."""
         return 0 if is_exact else _disturbed(self.own_ms)
 
 
 @dataclasses.dataclass
 class Noise:
-    """How much other processes disturb runs here, by all that was sampled until now.
+    """How much other processes disturb runs here, by all samples taken until now.
 
-    Every config is a reference for itself: its samples should be equal, and where they are not, that tells of the
-    machine.
+    Every config is its own reference: its samples should be equal, and where they are not, the machine was busy.
 
     Attributes:
         samples: how many were taken.
         disturbed: how many of them took much longer than the same config's fastest.
-        first_run: how many times longer than its later ones a config's long first run took at most.
+        first_run: the largest ratio of a config's long first run to its later ones.
     """
 
     samples: int = 0
@@ -108,17 +107,17 @@ class Noise:
         self.disturbed += disturbed
 
     def add_first_run(self, first_ms: float, later_ms: float) -> None:
-        """Compares a config's first run with its later ones, where it was so long that this tells anything."""
+        """Compares a config's first run with its later ones, where it was long enough to be informative."""
         if first_ms > _ALONE_MS:
             self.first_run = max(self.first_run, first_ms / later_ms)
 
     def runs_needed(self, own_ms: Sequence[float] = ()) -> int:
-        """Returns how many runs must agree that a config is slow: so many that hardly ever all of them are disturbed.
+        """Returns how many runs must agree that a config is slow, so that hardly ever all of them are disturbed.
 
         Args:
-            own_ms: the config's own samples, which tell more of the machine as it is now where they scatter.
+            own_ms: the config's own samples; where they scatter, they describe the current state of the machine.
         """
-        # With few of them, nobody knows that samples are not disturbed.
+        # With few samples, a low share of disturbed ones may be chance.
         share = (self.disturbed + 1) / (self.samples + 4)
         if own := _disturbed(own_ms):
             share = max(share, (own + 1) / (len(own_ms) + 4))
@@ -129,7 +128,7 @@ def measure(
     take: Callable[[int], Sequence[Taken]],
     *,
     rep: int,
-    bar_ms: float | None = None,
+    best_median_ms: float | None = None,
     margin: float = math.inf,
     before_ms: float | None = None,
     last_ms: float | None = None,
@@ -139,22 +138,24 @@ def measure(
 ) -> Samples:
     """Takes samples until they are steady, or rule the config out.
 
-    The first sample ever taken counts for nothing, as caches and clocks are cold. It counts where runs are so long that
-    the cold is little of them, and where a long run was before it: then a config that is far behind needs no other.
+    The first sample of all is not counted, because caches and clocks are cold. It is counted where runs are so long
+    that a cold start hardly matters, and where a long run came before it: then a config that is far behind needs no
+    other sample.
 
-    A config is ruled out only by what is its own: the time that its runs waited for a CPU is not. One sample alone does
-    not rule it out, unless the clock is exact.
+    A config is ruled out only by its own time: the time that its runs waited for a CPU is taken off. One sample alone
+    does not rule it out, unless the clock is exact.
 
     Args:
         take: takes that many samples and returns them in milliseconds.
-        rep: at most this many samples.
-        bar_ms: the time of the fastest config so far; None for none.
+        rep: the largest number of samples.
+        best_median_ms: the time of the fastest config so far; None for none.
         margin: a config is ruled out when even its fastest sample is this many times slower than that.
-        before_ms: the least that the last run before these took by the same clock; None where that may have been cold.
-        last_ms: the same, cold or not; None where nobody knows.
-        is_exact: whether nothing that other processes do is in a sample.
-        noise: how much other processes disturb runs here, which says how many must be slow to rule the config out, if
-            the clock is not exact; None for not at all.
+        before_ms: the shortest time that the run before these can have taken by the same clock; None where that run may
+            have been cold.
+        last_ms: the same, cold or not; None where it is not known.
+        is_exact: whether samples are free of the effects of other processes.
+        noise: how much other processes disturb runs here, which decides how many slow runs rule a config out where the
+            clock is not exact; None for no disturbance.
         clock: seconds.
 
     Returns:
@@ -163,67 +164,141 @@ def measure(
     Raises:
         ValueError: no plausible sample was taken.
     """
-    started = clock()
-    is_telling = before_ms is not None and before_ms > INFORMATIVE_MS
-    least_ms = before_ms if is_telling and before_ms is not None else math.inf
-    limit_ms = math.inf if bar_ms is None else margin * bar_ms
+    limit_ms = math.inf if best_median_ms is None else margin * best_median_ms
+    sampler = _Sampler(
+        take=take,
+        rep=rep,
+        limit_ms=limit_ms,
+        behind_ms=math.inf if best_median_ms is None else _BEHIND * best_median_ms,
+        noise=None if is_exact else noise,
+        clock=clock,
+        started_s=clock(),
+        is_informed=before_ms is not None and before_ms > INFORMATIVE_MS,
+    )
+    if sampler.is_informed and before_ms is not None:
+        sampler.least_ms = before_ms
+    if not sampler.begin(may_be_cold=not is_exact, last_ms=last_ms):
+        return sampler.result(is_ruled_out=True)
+    while True:
+        if sampler.is_ruled_out():
+            return sampler.result(is_ruled_out=True)
+        if sampler.is_done() or not sampler.extend():
+            return sampler.result(is_ruled_out=False)
 
-    def more(count: int) -> list[Taken]:
-        nonlocal least_ms
-        samples = [sample for sample in take(count) if is_plausible_ms(sample.whole)]
-        least_ms = min([least_ms, *(sample.least for sample in samples)])
+
+@dataclasses.dataclass
+class _Sampler:
+    """The samples of one config so far, and the decision about more.
+
+    Attributes:
+        take: takes samples.
+        rep: the largest number of samples.
+        limit_ms: a config whose shortest run takes longer is slow.
+        behind_ms: a config whose shortest run takes longer gets no more samples than necessary.
+        noise: how much other processes disturb runs; None where they do not.
+        clock: seconds.
+        started_s: the time at which sampling began.
+        is_informed: whether a long warm run came before the first sample, and counts.
+        least_ms: the shortest time that any run that counts can have taken.
+        samples: the samples that count.
+    """
+
+    take: Callable[[int], Sequence[Taken]]
+    rep: int
+    limit_ms: float
+    behind_ms: float
+    noise: Noise | None
+    clock: Callable[[], float]
+    started_s: float
+    is_informed: bool
+    least_ms: float = math.inf
+    samples: list[Taken] = dataclasses.field(default_factory=list)
+
+    def begin(self, *, may_be_cold: bool, last_ms: float | None) -> bool:
+        """Takes the first samples.
+
+        Args:
+            may_be_cold: whether one long sample says too little by itself.
+            last_ms: the shortest time that the run before can have taken; None where it is not known.
+
+        Returns:
+            False where the very first sample rules the config out.
+        """
+        self.samples = self._more(1)
+        beyond_doubt_ms = self.limit_ms if self.is_informed else max(_LONG_MS, _COLD * self.limit_ms)
+        if self.samples and self.least_ms > beyond_doubt_ms and not self.is_informed and may_be_cold:
+            if last_ms is None:
+                self._more(1)
+            else:
+                self.least_ms = min(self.least_ms, last_ms)
+        if self.samples and self.least_ms > beyond_doubt_ms and self._runs_needed() <= _FEWEST_RUNS:
+            return False
+        if not self.is_informed:
+            self.least_ms = math.inf
+            self.samples = self._more(min(self.rep, _FIRST_LOOK))
+        return True
+
+    def is_ruled_out(self) -> bool:
+        """Returns whether enough runs agree that the config is slow."""
+        runs = len(self.samples) + self.is_informed
+        return self._is_slow and runs >= min(max(self.rep, _FEWEST_RUNS), self._runs_needed())
+
+    def is_done(self) -> bool:
+        """Returns whether the samples are as many as allowed, steady, or enough for a config that is behind."""
+        if len(self.samples) >= self.rep:
+            return True
+        if self._is_slow:
+            return False
+        is_enough = len(self.samples) >= _MIN_SAMPLES and not self._all_disturbed
+        if is_enough and standard_error([sample.own for sample in self.samples]) < _STEADY:
+            return True
+        if len(self.samples) < (2 if self.is_informed else _FIRST_LOOK):
+            return False
+        budget_s = _DISTURBED_BUDGET_S if self._all_disturbed else _SOFT_BUDGET_S
+        return self.least_ms > self.behind_ms or self.clock() - self.started_s > budget_s
+
+    def extend(self) -> bool:
+        """Takes more samples; returns whether any was plausible.
+
+        Raises:
+            ValueError: there is no plausible sample at all.
+        """
+        one_by_one = self.is_informed or self._all_disturbed or self._is_slow
+        further = self._more(min(self.rep - len(self.samples), 1 if one_by_one else _BATCH))
+        self.samples += further
+        if not self.samples:
+            raise ValueError("the clock gave no plausible sample")
+        return bool(further)
+
+    def result(self, *, is_ruled_out: bool) -> Samples:
+        """Returns the samples taken, at most as many as allowed."""
+        return Samples(tuple(self.samples[: self.rep]), is_ruled_out)
+
+    def _more(self, count: int) -> list[Taken]:
+        samples = [sample for sample in self.take(count) if is_plausible_ms(sample.whole)]
+        self.least_ms = min([self.least_ms, *(sample.least for sample in samples)])
         return samples
 
-    def told(*, is_ruled_out: bool) -> Samples:
-        return Samples(tuple(samples[:rep]), is_ruled_out)
+    def _runs_needed(self) -> int:
+        return 1 if self.noise is None else self.noise.runs_needed([sample.own for sample in self.samples])
 
-    samples = more(1)
-    beyond_doubt_ms = limit_ms if is_telling else max(_LONG_MS, _COLD * limit_ms)
-    if samples and least_ms > beyond_doubt_ms and not is_telling and not is_exact:
-        if last_ms is None:
-            more(1)
-        least_ms = min(least_ms, math.inf if last_ms is None else last_ms)
+    @property
+    def _is_slow(self) -> bool:
+        return bool(self.samples) and self.least_ms > self.limit_ms
 
-    def needed() -> int:
-        return 1 if is_exact or noise is None else noise.runs_needed([sample.own for sample in samples])
-
-    if samples and least_ms > beyond_doubt_ms and needed() <= _FEWEST_RUNS:
-        return told(is_ruled_out=True)
-    enough = 2 if is_telling else _FIRST_LOOK
-    if not is_telling:
-        least_ms = math.inf
-        samples = more(min(rep, enough))
-    while True:
-        is_slow = bool(samples) and least_ms > limit_ms
-        if is_slow and len(samples) + is_telling >= min(max(rep, _FEWEST_RUNS), needed()):
-            return told(is_ruled_out=True)
-        # Where every run was disturbed, the next may be the first that tells what it takes.
-        all_disturbed = bool(samples) and all(sample.is_disturbed for sample in samples)
-        is_enough = len(samples) >= _MIN_SAMPLES and not all_disturbed
-        if len(samples) >= rep or (
-            is_enough and not is_slow and standard_error([sample.own for sample in samples]) < _STEADY
-        ):
-            break
-        is_behind = bar_ms is not None and least_ms > _BEHIND * bar_ms
-        budget_s = _DISTURBED_BUDGET_S if all_disturbed else _SOFT_BUDGET_S
-        if len(samples) >= enough and not is_slow and (is_behind or clock() - started > budget_s):
-            break
-        further = more(min(rep - len(samples), 1 if is_telling or all_disturbed or is_slow else _BATCH))
-        if not further and not samples:
-            raise ValueError("the clock gave no plausible sample")
-        samples += further
-        if not further:
-            break
-    return told(is_ruled_out=False)
+    @property
+    def _all_disturbed(self) -> bool:
+        """Whether every run was disturbed, so that the next may be the first that shows the config's own time."""
+        return bool(self.samples) and all(sample.is_disturbed for sample in self.samples)
 
 
 def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, noise: Noise) -> bool:
-    """Returns whether a config is out of the race for what its first run took.
+    """Returns whether a config's first run rules it out.
 
     Args:
-        first_ms: how long that took, but for waits.
-        fastest_ms: what the fastest config takes.
-        fastest_first_ms: how long the fastest first run took; of a short one the cold may be the greater part.
+        first_ms: the time of that run without its waits.
+        fastest_ms: the time of the fastest config.
+        fastest_first_ms: the time of the fastest first run, most of which may be the cold start where it is short.
         noise: how much other processes disturb runs here.
     """
     if noise.runs_needed() > _FEWEST_RUNS:
@@ -235,11 +310,6 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, 
 
 def _disturbed(own_ms: Sequence[float]) -> int:
     return sum(each > _STRAY * min(own_ms) for each in own_ms)
-
-
-def plausible(samples_ms: Sequence[float]) -> list[float]:
-    """Returns the samples that can be times of a kernel at all."""
-    return [sample for sample in samples_ms if is_plausible_ms(sample)]
 
 
 def typical_spread(trials: Sequence[Trial]) -> float:

@@ -247,7 +247,7 @@ class Bench:
         samples = sampling.measure(
             clock.take,
             rep=self._options["rep"],
-            bar_ms=bar_ms,
+            best_median_ms=bar_ms,
             margin=clock.margin,
             before_ms=None if last is None or not is_warm or clock.name != "wall" else last.least,
             last_ms=None if last is None or clock.name != "wall" else last.least,
