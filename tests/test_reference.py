@@ -23,7 +23,7 @@ import quarantune
 from quarantune.measure import compare, elements, on_device
 from quarantune.measure.elements import Mismatches, Tolerance
 from quarantune.sandbox import spool
-from quarantune.scheduler.reference import UNTUNED, Reference
+from quarantune.scheduler.reference import UNTUNED, Offer, Reference
 from quarantune.sweep import in_process
 from quarantune.values.options import Options
 from quarantune.values.trial import INCOMPARABLE, Outcome, Trial
@@ -329,7 +329,7 @@ def test_defaults_without_an_array_end_the_comparison() -> None:
     reference.note(UNTUNED, INCOMPARABLE, offered=0, fd=0)
     assert not reference.is_awaited
     assert not reference.is_open
-    assert reference.task() == {"references": 0, "standard": None, "keeps": False}
+    assert reference.offer() == Offer(references=0, standard=None, keeps=False)
     assert reference.complaint() == ""
 
 

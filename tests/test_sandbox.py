@@ -26,7 +26,8 @@ import quarantune
 from quarantune.devices.device import Device, cheap_context, visible_devices
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
-from quarantune.sandbox import pool, spool, template, template_watch
+from quarantune.sandbox import codec, pool, spool, template, template_watch
+from quarantune.sandbox.messages import Compile, Measure
 from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
 from quarantune.sweep import routes
 from quarantune.transport import payload
@@ -255,7 +256,7 @@ class Heard:
 
     @property
     def types(self) -> list[str]:
-        return [message["type"] for message in self.messages if message["type"] != "phase"]
+        return [message["message"] for message in self.messages if message["message"] != "PhaseEntered"]
 
     def take(self, event: Event) -> None:
         assert not self.ended, "nothing is told of a worker after its end"
@@ -276,32 +277,13 @@ def listen(sandbox: Sandbox, heard: dict[int, Heard], until: Callable[[], object
 
 
 def start(sandbox: Sandbox, *, environ: dict[str, str] | None = None, last: bool = False, **config: Any) -> Heard:
-    task = {
-        "do": "compile",
-        "trial": 0,
-        "config": config,
-        "options": OPTIONS,
-        "target": None,
-        "last": last,
-    }
-    return Heard(sandbox.start(task, environ=environ))
+    task = Compile(trial=0, config=config, options=OPTIONS, last=last)
+    return Heard(sandbox.start(codec.encode(task), environ=environ))
 
 
 def measure(sandbox: Sandbox, worker: Heard) -> None:
     fd = spool.create("executable")
-    once = {
-        "load": False,
-        "checked": False,
-        "pause": False,
-        "bar_ms": None,
-        "noise": [0, 0],
-        "references": 0,
-        "standard": None,
-        "keeps": False,
-        "last": True,
-    }
-    task = {"do": "measure", "trial": 0, "config": {}, **once}
-    sandbox.send(worker.number, task, [fd])
+    sandbox.send(worker.number, codec.encode(Measure(trial=0, config={}, load=False, last=True)), [fd])
     os.close(fd)
 
 
@@ -310,7 +292,7 @@ def run(sandbox: Sandbox, *, environ: dict[str, str] | None = None, **config: An
     worker = start(sandbox, environ=environ, **config)
     heard = {worker.number: worker}
     listen(sandbox, heard, lambda: worker.ended or worker.types)
-    if worker.types == ["compiled"]:
+    if worker.types == ["Compiled"]:
         measure(sandbox, worker)
     listen(sandbox, heard, lambda: worker.ended)
     return worker
@@ -338,14 +320,14 @@ def test_a_worker_says_phase_by_phase_what_it_does_and_ends(method: str, load: C
     with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
         assert sandbox.forks_loaded == (method == "fork")
         worker = run(sandbox, do="nothing")
-        said = [(message["type"], message["phase"], message["trial"]) for message in worker.messages]
-        loads_it_itself = [("phase", "load", 0)] if method == "spawn" else []
+        said = [(message["message"], message["phase"], message["trial"]) for message in worker.messages]
+        loads_it_itself = [("PhaseEntered", "load", 0)] if method == "spawn" else []
         assert said == [
             *loads_it_itself,
-            ("phase", "compile", 0),
-            ("compiled", "compile", 0),
-            ("phase", "measure", 0),
-            ("measured", "measure", 0),
+            ("PhaseEntered", "compile", 0),
+            ("Compiled", "compile", 0),
+            ("PhaseEntered", "measure", 0),
+            ("Measured", "measure", 0),
         ]
         assert worker.status == 0
 
@@ -387,14 +369,14 @@ def test_after_a_config_goes_wrong_the_next_one_is_fine(
         assert worker.status == status
         if do == "fail":
             assert worker.messages[-1]["error"] == "ArithmeticError"
-            assert worker.messages[-1]["message"] == "no good"
+            assert worker.messages[-1]["text"] == "no good"
             assert "no good" in worker.messages[-1]["traceback"]
         else:
-            assert worker.types == ["compiled"]
+            assert worker.types == ["Compiled"]
         if do == "segfault":
             assert "Segmentation fault" in sandbox.log(worker.number)
             assert "in segfault" in sandbox.log(worker.number)
-        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
 @METHODS
@@ -419,7 +401,7 @@ def test_a_module_that_blocks_sigchld_as_it_is_loaded_hides_no_worker(load: Call
     blocks = "    import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})"
     with sandbox_for(load(HOSTILE.format(hostility=blocks)).act) as sandbox:
         assert sandbox.forks_loaded
-        assert run(sandbox).types == ["compiled", "measured"]
+        assert run(sandbox).types == ["Compiled", "Measured"]
 
 
 def test_long_last_words_are_heard_in_full(load: Callable[..., ModuleType]) -> None:
@@ -437,7 +419,7 @@ def test_long_last_words_are_heard_in_full(load: Callable[..., ModuleType]) -> N
     with sandbox_for(module.act, np.ones(3, np.float32)) as sandbox:
         worker = start(sandbox, count=20_000, last=True)
         listen(sandbox, {worker.number: worker}, lambda: worker.ended)
-        assert "compiled" in worker.types
+        assert "Compiled" in worker.types
         assert len(worker.messages[-1]["modules"]) >= 20_000
         assert len(json.dumps(worker.messages[-1])) > 4 << 16
 
@@ -491,7 +473,7 @@ def test_a_worker_that_cannot_be_started_is_lost_and_its_template_lives(
         worker = start(sandbox, do="nothing", environ={"TOO_LARGE_FOR_EXEC": "x" * 200_000})
         listen(sandbox, {worker.number: worker}, lambda: worker.ended)
         assert worker.status is None
-        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
         assert template.shared().pid == before
 
 
@@ -521,7 +503,7 @@ def test_a_payload_that_cannot_be_loaded_says_how_and_the_next_sweep_is_fine(
     assert caught.value.report.outcome.value == outcome
     assert "loading" in caught.value.report.log
     with sandbox_for(load(WORKLOAD).act) as sandbox:
-        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
 @pytest.mark.parametrize(
@@ -539,7 +521,7 @@ def test_a_module_that_makes_forking_unsafe_is_loaded_by_each_worker_itself(
         assert not sandbox.forks_loaded
         for _ in range(2):
             worker = run(sandbox, do="nothing")
-            assert worker.types == ["compiled", "measured"]
+            assert worker.types == ["Compiled", "Measured"]
             assert facts_of(sandbox, worker) == {"loaded": True}
         assert sandbox.baseline_bytes > 10 << 20  # its template's, JAX and all, is not the worker's fault
 
@@ -564,7 +546,7 @@ def test_a_grandchild_in_a_session_of_its_own_is_dead_when_the_end_of_its_worker
     with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
         run(sandbox, do=ending, path=str(path))
         assert not psutil.pid_exists(int(path.read_text()))
-        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
 def test_a_killed_worker_takes_its_grandchild_with_it(load: Callable[..., ModuleType], tmp_path: Path) -> None:
@@ -619,12 +601,12 @@ def test_when_a_template_is_killed_its_workers_are_lost_and_the_sweep_goes_on(
         worker = run(sandbox, do="nothing")
         if victims == "both" and worker.status is None:  # given to the other template before its end was seen
             worker = run(sandbox, do="nothing")
-        assert worker.types == ["compiled", "measured"]
+        assert worker.types == ["Compiled", "Measured"]
         assert (template.shared().pid == process.pid) == (victims in ("the sweep's template", "stopped and killed"))
         assert not sandbox.forks_loaded
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         assert sandbox.forks_loaded
-        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
 def test_a_template_that_is_dying_but_not_yet_dead_is_not_used_again(
@@ -637,7 +619,7 @@ def test_a_template_that_is_dying_but_not_yet_dead_is_not_used_again(
         for _ in range(2):
             if (worker := run(sandbox, do="nothing")).status is not None:
                 break
-        assert worker.types == ["compiled", "measured"]
+        assert worker.types == ["Compiled", "Measured"]
         assert template.shared().pid != dying
 
 
@@ -662,21 +644,21 @@ def test_a_config_that_stops_its_template_holds_nothing_up(load: Callable[..., M
         heard = {worker.number: worker}
         listen(sandbox, heard, lambda: worker.types)
         measure(sandbox, worker)
-        listen(sandbox, heard, lambda: "measured" in worker.types)
+        listen(sandbox, heard, lambda: "Measured" in worker.types)
         sandbox.kill(worker.number)
         listen(sandbox, heard, lambda: worker.ended)
-        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
 def test_a_stopped_template_is_woken_and_starts_its_workers(load: Callable[..., ModuleType]) -> None:
     act = load(WORKLOAD).act
     with sandbox_for(act) as sandbox:
         sweep_template().suspend()
-        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
         assert sandbox.forks_loaded, "what it had loaded is not lost"
         psutil.Process(template.shared().pid).suspend()
     with sandbox_for(act) as sandbox:
-        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
 @pytest.mark.parametrize("seems", ["stopped", "silent"])
@@ -692,30 +674,30 @@ def test_a_template_that_cannot_be_woken_is_replaced(
             sweep_template().suspend()
             assert run(sandbox, do="nothing").status is None
         assert "does not answer" in caplog.text if seems == "silent" else "stays stopped" in caplog.text
-        assert run(sandbox, do="nothing").types == ["compiled", "measured"]
+        assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
         assert not sandbox.forks_loaded
 
 
 # --- the owner forks ----------------------------------------------------------------------------------------
 
 FORKING_OWNER = """
-import os, signal, sys, time
+import dataclasses, os, signal, sys, time
 from pathlib import Path
 from quarantune.transport import payload
 from quarantune.sweep import routes
 from quarantune.values.options import Options
-from quarantune.sandbox import pool, spool, template
+from quarantune.sandbox.messages import Compile
+from quarantune.sandbox import codec, pool, spool, template
 import workload
 
-TASK = {"do": "compile", "trial": 0, "config": {}, "target": None, "last": True,
-        "options": routes.worker_options("cpu", Options())}
+TASK = Compile(trial=0, config={}, options=routes.worker_options("cpu", Options()), last=True)
 
 def one_sweep(sandbox):
-    number = sandbox.start(TASK)
+    number = sandbox.start(codec.encode(TASK))
     said = []
     while not any(isinstance(event, pool.Ended) for event in said):
         said += sandbox.poll(5)
-    assert [event.message["type"] for event in said[:-1]] == ["phase", "compiled"], said
+    assert [event.message["message"] for event in said[:-1]] == ["PhaseEntered", "Compiled"], said
     sandbox.forget(number)
 
 def opened():
@@ -747,7 +729,7 @@ if mode == "both sweep":
     ours.close()
     print("both did")
 else:
-    ours.start({**TASK, "last": False})
+    ours.start(codec.encode(dataclasses.replace(TASK, last=False)))
     Path(path + ".template").write_text(str(template.shared().pid))
     signal.pause()
 """
@@ -820,7 +802,7 @@ def test_no_worker_can_change_the_payload_or_the_arrays_of_the_next(
         assert {name.partition(":")[0] for name in attempts} == {"quarantune-payload", "quarantune-arrays"}
         assert len(attempts) >= 14
         assert "done" not in attempts.values(), attempts
-        assert worker.types == ["compiled", "measured"]
+        assert worker.types == ["Compiled", "Measured"]
         assert facts_of(sandbox, run(sandbox, do="sum_up")) == {"total": 100_000.0}
 
 

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import heapq
 import itertools
+import json
 import os
 import random
 import signal
@@ -19,7 +20,8 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.host import memory as memory_module
 from quarantune.measure.finals import Final
-from quarantune.sandbox import pool
+from quarantune.sandbox import codec, messages, pool
+from quarantune.sandbox.messages import BenchOptions, CompileTarget, Raised, Task, ToleranceOptions
 from quarantune.sandbox.pool import Damaged, Ended, Said
 from quarantune.scheduler.loop import STARTUP_DEADLINE_S, ErrandError, Leftovers, Plan, Scheduler
 from quarantune.scheduler.reference import Reference
@@ -27,7 +29,14 @@ from quarantune.values.trial import Config, Outcome, Phase, Route, SandboxError,
 
 GB = 1 << 30
 SLOTS = 3
-TARGET = {"platform": "cuda", "config_text": "", "device_kind": "fake", "num_cores": 1}
+TARGET = CompileTarget(platform="cuda", config_text="", device_kind="fake", num_cores=1)
+OPTIONS = BenchOptions(
+    platform="cpu",
+    warmup=0,
+    rep=1,
+    supply="auto",
+    tolerance=ToleranceOptions(rtol=0.0, atol=0.0, max_mismatched_ratio=0.0),
+)
 KILL_DEADLINE_S = 10.0
 WAITS_LONG_S = 30.0
 
@@ -53,7 +62,7 @@ class FakeWorker:
     do: str = ""
     trial: int | None = None
     config: Config = dataclasses.field(default_factory=dict)
-    task: dict[str, Any] = dataclasses.field(default_factory=dict)
+    task: Any = None
     measured: int = 0
     starts: int = 0
     """How many workers this config was given to before, for the same thing."""
@@ -61,14 +70,14 @@ class FakeWorker:
     doomed: bool = False
     immortal: bool = False
 
-    def says(self, type_: str, phase: str, **more: Any) -> Said:
-        return Said(self.number, {"type": type_, "trial": self.trial, "phase": phase, **more})
+    def says(self, kind: str, phase: str, **more: Any) -> Said:
+        return Said(self.number, {"message": kind, "trial": self.trial, "phase": phase, **more})
 
     def ends(self, status: int | None = 0) -> Ended:
         return Ended(self.number, status)
 
     def raises(self, phase: str, outcome: str = "error", error: str = "ValueError", message: str = "bad") -> Said:
-        return self.says("failed", phase, outcome=outcome, error=error, message=message, traceback="")
+        return self.says("Failed", phase, outcome=outcome, error=error, text=message, traceback="")
 
 
 Act = Callable[[FakeWorker], "Sequence[Step] | None"]
@@ -77,51 +86,51 @@ Act = Callable[[FakeWorker], "Sequence[Step] | None"]
 
 def compiles(worker: FakeWorker, compile_s: float = 1.0, modules: Sequence[str] = (), program: str = "") -> list[Step]:
     steps: list[Step] = [
-        (0.1, worker.says("phase", "load")),
-        (0.1, worker.says("phase", "compile")),
-        (compile_s / 2, worker.says("lowered", "compile", program=program or f"program {worker.trial}")),
-        (compile_s / 2, worker.says("compiled", "compile", compile_s=compile_s, modules=list(modules))),
+        (0.1, worker.says("PhaseEntered", "load")),
+        (0.1, worker.says("PhaseEntered", "compile")),
+        (compile_s / 2, worker.says("Lowered", "compile", program=program or f"program {worker.trial}")),
+        (compile_s / 2, worker.says("Compiled", "compile", compile_s=compile_s, modules=list(modules))),
     ]
-    return [*steps, (0.01, worker.ends())] if worker.task.get("last") else steps
+    return [*steps, (0.01, worker.ends())] if worker.task.last else steps
 
 
 def measured(worker: FakeWorker, *samples_ms: object, **more: object) -> Said:
     samples = list(samples_ms) or [float(worker.trial or 0) + 1.0] * 3
-    own_ms = min(sample for sample in samples if isinstance(sample, float))
+    cpu_ms = min(sample for sample in samples if isinstance(sample, float))
     return worker.says(
-        "measured",
+        "Measured",
         "measure",
-        **{"samples_ms": samples, "own_ms": own_ms, "disturbed": 0, "is_slow": False, "clock": "wall", **more},
+        **{"samples_ms": samples, "cpu_ms": cpu_ms, "disturbed": 0, "is_slow": False, "clock": "wall", **more},
     )
 
 
 def measures(worker: FakeWorker, seconds: float = 0.2) -> list[Step]:
     return [
-        (0.05, worker.says("phase", "check")),
-        (0.05, worker.says("phase", "measure")),
+        (0.05, worker.says("PhaseEntered", "check")),
+        (0.05, worker.says("PhaseEntered", "measure")),
         (seconds, measured(worker)),
     ]
 
 
 def gets_ready(worker: FakeWorker) -> list[Step]:
-    return [(0.1, worker.says("phase", "load")), (0.2, worker.says("ready", "load", modules=[]))]
+    return [(0.1, worker.says("PhaseEntered", "load")), (0.2, worker.says("Ready", "load", modules=[]))]
 
 
 def compares(worker: FakeWorker) -> list[Step]:
-    rounds = [[float(entry["config"]["id"]) + 1.0] * 5 for entry in worker.task["entries"]]
+    rounds = [[float(entry.config["id"]) + 1.0] * 5 for entry in worker.task.entries]
     return [
-        (0.1, worker.says("phase", "check")),
-        (1.0, worker.says("done", "measure", rounds_ms=rounds, warm_ms=[*rounds[:2], []])),
+        (0.1, worker.says("PhaseEntered", "check")),
+        (1.0, worker.says("Compared", "measure", rounds_ms=rounds, warm_ms=[*rounds[:2], []])),
     ]
 
 
 def behaves(worker: FakeWorker) -> list[Step]:
     acts = {
-        "compile": compiles,
-        "prepare": gets_ready,
-        "warm": lambda worker: [],
-        "measure": measures,
-        "compare": compares,
+        "Compile": compiles,
+        "Prepare": gets_ready,
+        "Warm": lambda worker: [],
+        "Measure": measures,
+        "Compare": compares,
     }
     return acts[worker.do](worker)
 
@@ -151,13 +160,13 @@ class FakeSandbox:
         self._compiling: set[int] = set()
         self._measuring: set[int] = set()
 
-    def start(self, task: dict[str, Any], *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+    def start(self, task: codec.Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
         worker = FakeWorker(next(self._numbers), (environ or {}).get("CUDA_VISIBLE_DEVICES", ""))
         self.workers[worker.number] = worker
         self._give(worker, task, fds)
         return worker.number
 
-    def send(self, number: int, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    def send(self, number: int, message: codec.Frame, fds: Sequence[int] = ()) -> None:
         worker = self.workers[number]
         if not worker.ended:
             self._give(worker, message, fds)
@@ -210,18 +219,19 @@ class FakeSandbox:
                 events.append(event)
         return events
 
-    def _give(self, worker: FakeWorker, task: dict[str, Any], fds: Sequence[int]) -> None:
-        worker.task, worker.do, worker.trial = task, task["do"], task["trial"]
+    def _give(self, worker: FakeWorker, frame: codec.Frame, fds: Sequence[int]) -> None:
+        task: Task = codec.decode(json.loads(json.dumps(frame)), *messages.TASKS)
+        worker.task, worker.do, worker.trial = task, type(task).__name__, task.trial
         for fd in fds:
             os.fstat(fd)  # a descriptor that is given must be open
         key = (worker.do, worker.trial)
         worker.starts, self._starts[key] = self._starts[key], self._starts[key] + 1
         self.given.append(dataclasses.replace(worker))
-        if worker.do == "compile":
-            worker.config = task["config"]
+        if worker.do == "Compile":
+            worker.config = worker.task.config
             self._compiling.add(worker.number)
             self.turns.append("compile")
-        elif worker.do == "measure":
+        elif worker.do == "Measure":
             self._measuring.add(worker.number)
             self.turns.append("measure")
             assert fds, "an executable comes with the task, or a file for one"
@@ -243,12 +253,12 @@ class FakeSandbox:
             worker.ended = True
             self._over(worker)
         elif isinstance(event, Said):
-            if event.message.get("type") == "compiled":
+            if event.message.get("message") == "Compiled":
                 self._compiling.discard(worker.number)
-            elif event.message.get("type") == "measured":
+            elif event.message.get("message") == "Measured":
                 worker.measured += 1
                 self._measuring.discard(worker.number)
-            elif event.message.get("type") == "checked":
+            elif event.message.get("message") == "Checked":
                 self._measuring.discard(worker.number)
 
     def _over(self, worker: FakeWorker) -> None:
@@ -286,7 +296,7 @@ def plan_for(route: Route, **changes: Any) -> Plan:
     together = route is Route.TOGETHER
     plan = Plan(
         route=route,
-        options={},
+        options=OPTIONS,
         target=None,
         slots=SLOTS,
         devices=fake_devices(1),
@@ -406,7 +416,7 @@ def test_no_configs_are_done_at_once() -> None:
 @ROUTES
 def test_configs_start_in_the_order_they_are_given(route: Route) -> None:
     result = run(plan_for(route), 8)
-    assert [worker.trial for worker in result.given("compile")] == list(range(8))
+    assert [worker.trial for worker in result.given("Compile")] == list(range(8))
 
 
 def test_where_the_halves_are_apart_compiling_goes_on_while_measuring() -> None:
@@ -425,18 +435,18 @@ def test_on_an_exclusive_device_bursts_of_compiling_and_measuring_alternate(rout
 @ROUTES
 def test_two_devices_share_the_configs(route: Route) -> None:
     plan = plan_for(route, devices=fake_devices(2), parked=8, timeout_s=10.0)
-    result = run(plan, 16, when("measure", lambda worker: measures(worker, seconds=3.0)))
+    result = run(plan, 16, when("Measure", lambda worker: measures(worker, seconds=3.0)))
     assert result.outcomes == ["ok"] * 16
-    used = collections.Counter(worker.device for worker in result.given("measure"))
+    used = collections.Counter(worker.device for worker in result.given("Measure"))
     assert set(used) == {device.token for device in plan.devices}
     assert min(used.values()) >= 5
 
 
 def test_workers_that_take_one_config_each_are_made_ready_ahead() -> None:
     plan = plan_for(Route.APART, configs_per_worker=1)
-    result = run(plan, 8, when("prepare", lambda worker: [(2.0, worker.says("ready", "load", modules=[]))]))
+    result = run(plan, 8, when("Prepare", lambda worker: [(2.0, worker.says("Ready", "load", modules=[]))]))
     assert result.outcomes == ["ok"] * 8
-    assert len(result.given("prepare")) == 8
+    assert len(result.given("Prepare")) == 8
     assert result.seconds < 8 * 2.0
 
 
@@ -444,8 +454,8 @@ def test_workers_that_take_one_config_each_are_made_ready_ahead() -> None:
 def test_a_worker_for_the_next_config_is_made_ready_while_one_compiles(slots: int) -> None:
     result = run(plan_for(Route.TOGETHER, slots=slots, ahead=True), 9)
     assert result.outcomes == ["ok"] * 9
-    warmed = {worker.number for worker in result.given("warm")}
-    compiled = [worker.number for worker in result.given("compile")]
+    warmed = {worker.number for worker in result.given("Warm")}
+    compiled = [worker.number for worker in result.given("Compile")]
     assert len(set(compiled)) == 9
     assert len(warmed & set(compiled)) == len(warmed) >= 2
     assert not result.sandbox.compiled_while_measuring
@@ -456,7 +466,7 @@ def test_a_worker_that_dies_as_it_is_made_ready_ahead_costs_no_config_anything(a
     spares: list[int] = []
 
     def act(worker: FakeWorker) -> list[Step] | None:
-        if worker.do == "warm":
+        if worker.do == "Warm":
             spares.append(worker.number)
             return [(after_s, worker.ends(1))]
         return [] if worker.number in spares else None
@@ -470,7 +480,7 @@ def test_no_config_is_lost_for_good_though_every_worker_hangs_that_is_made_ready
     spares: list[int] = []
 
     def act(worker: FakeWorker) -> list[Step] | None:
-        if worker.do == "warm":
+        if worker.do == "Warm":
             spares.append(worker.number)
         return [] if worker.number in spares else None
 
@@ -500,22 +510,22 @@ def test_what_waits_compiled_is_measured_early_where_it_holds_much_memory(memory
 
 def test_the_heir_of_a_measuring_worker_is_made_ready_while_that_still_measures() -> None:
     plan = plan_for(Route.APART, configs_per_worker=5)
-    result = run(plan, 8, when("prepare", lambda worker: [(1.4, worker.says("ready", "load", modules=[]))]))
+    result = run(plan, 8, when("Prepare", lambda worker: [(1.4, worker.says("Ready", "load", modules=[]))]))
     assert result.outcomes == ["ok"] * 8
-    assert len(result.given("prepare")) == 2
+    assert len(result.given("Prepare")) == 2
     assert result.seconds < 1.4 + 8 * 0.3 + 1.4
 
 
 def test_a_measuring_worker_is_started_before_anything_is_compiled() -> None:
     result = run(plan_for(Route.APART, configs_per_worker=100), 3)
-    assert result.sandbox.given[0].do == "prepare"
+    assert result.sandbox.given[0].do == "Prepare"
 
 
 @pytest.mark.parametrize("configs_per_worker", [1, 3, 100])
 def test_a_measuring_worker_takes_as_many_configs_as_it_may(configs_per_worker: int) -> None:
     result = run(plan_for(Route.APART, configs_per_worker=configs_per_worker), 9)
-    assert len(result.given("prepare")) == -(-9 // configs_per_worker)
-    taken = collections.Counter(worker.number for worker in result.given("measure"))
+    assert len(result.given("Prepare")) == -(-9 // configs_per_worker)
+    taken = collections.Counter(worker.number for worker in result.given("Measure"))
     assert max(taken.values()) == min(configs_per_worker, 9)
 
 
@@ -524,12 +534,12 @@ def test_modules_that_measuring_workers_need_are_shared_where_there_will_be_many
     configs_per_worker: int, shared: list[str]
 ) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
-    prepares = when("prepare", lambda worker: [(0.1, worker.says("ready", "load", modules=["jax.numpy"]))])
+    prepares = when("Prepare", lambda worker: [(0.1, worker.says("Ready", "load", modules=["jax.numpy"]))])
     assert run(plan, 1, prepares).sandbox.shared == shared
 
 
 def test_modules_that_a_worker_had_to_import_are_shared() -> None:
-    result = run(plan_for(Route.TOGETHER), 1, when("compile", lambda w: compiles(w, modules=["jax.numpy"])))
+    result = run(plan_for(Route.TOGETHER), 1, when("Compile", lambda w: compiles(w, modules=["jax.numpy"])))
     assert result.sandbox.shared == ["jax.numpy"]
 
 
@@ -542,7 +552,7 @@ def test_start_up_never_counts_as_compile_time(route: Route) -> None:
         (_, first), *rest = compiles(worker)
         return [(STARTUP_DEADLINE_S - 1, first), *rest]
 
-    result = run(plan_for(route, compile_timeout_s=1.5), 2, when("compile", slow_start))
+    result = run(plan_for(route, compile_timeout_s=1.5), 2, when("Compile", slow_start))
     assert result.outcomes == ["ok", "ok"]
 
 
@@ -572,7 +582,7 @@ def test_waiting_for_a_device_that_another_tuner_holds_never_counts(route: Route
 @ROUTES
 def test_a_compile_is_killed_at_its_deadline_counted_from_the_first_phase_frame(route: Route) -> None:
     def hangs(worker: FakeWorker) -> list[Step]:
-        return [(50.0, worker.says("phase", "load")), (1.0, worker.says("phase", "compile"))]
+        return [(50.0, worker.says("PhaseEntered", "load")), (1.0, worker.says("PhaseEntered", "compile"))]
 
     result = run(plan_for(route), 4, for_config(1, hangs))
     assert result.outcomes == ["ok", "timeout", "ok", "ok"]
@@ -584,7 +594,7 @@ def test_a_compile_is_killed_at_its_deadline_counted_from_the_first_phase_frame(
 @ROUTES
 def test_repeated_phase_frames_do_not_put_a_deadline_off(route: Route) -> None:
     def lingers(worker: FakeWorker) -> list[Step]:
-        return [(0.5, worker.says("phase", "compile"))] * 100
+        return [(0.5, worker.says("PhaseEntered", "compile"))] * 100
 
     result = run(plan_for(route), 1, lingers)
     assert result.outcomes == ["timeout"]
@@ -594,9 +604,9 @@ def test_repeated_phase_frames_do_not_put_a_deadline_off(route: Route) -> None:
 @EVERY_WAY
 def test_checking_and_measuring_have_one_deadline_from_when_the_device_is_held(route: Route, exclusive: bool) -> None:
     def slow(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "measure":
+        if worker.do != "Measure":
             return None
-        return [(1.5, worker.says("phase", "measure")), (1.0, worker.says("phase", "measure"))] * 10
+        return [(1.5, worker.says("PhaseEntered", "measure")), (1.0, worker.says("PhaseEntered", "measure"))] * 10
 
     result = run(plan_for(route, exclusive=exclusive), 3, for_config(0, slow))
     assert result.outcomes == ["timeout", "ok", "ok"]
@@ -609,19 +619,23 @@ def test_checking_and_measuring_have_one_deadline_from_when_the_device_is_held(r
 def test_one_first_run_rules_out_who_is_far_behind_on_a_quiet_machine_only(disturbed: int) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         run_ms = 100.0 if worker.trial else 40.0
-        if worker.do != "measure":
+        if worker.do != "Measure":
             return None
-        if not worker.task["checked"]:
-            about = {"run_ms": run_ms, "own_ms": run_ms, "is_disturbed": 0 < (worker.trial or 0) <= disturbed}
-            return [(0.2, worker.says("checked", "check", **about))]
+        if not worker.task.checked:
+            about = {"run_ms": run_ms, "cpu_ms": run_ms, "is_disturbed": 0 < (worker.trial or 0) <= disturbed}
+            return [(0.2, worker.says("Checked", "check", **about))]
         return [(0.2, measured(worker, run_ms, run_ms))]
 
     result = run(plan_for(Route.TOGETHER, parked=8), 8, act)
     assert result.outcomes == ["ok", *["slow" if not disturbed else "ok"] * 7]
-    measured_again = [worker.trial for worker in result.given("measure") if worker.task["checked"]]
+    measured_again = [worker.trial for worker in result.given("Measure") if worker.task.checked]
     assert measured_again == ([0] if not disturbed else list(range(8)))
-    noises = [worker.task["noise"] for worker in result.given("measure") if worker.task["checked"]]
-    assert noises[0] == [8, disturbed], "every first run tells whether the machine is busy"
+    noises = [
+        (worker.task.noise_samples, worker.task.noise_disturbed)
+        for worker in result.given("Measure")
+        if worker.task.checked
+    ]
+    assert noises[0] == (8, disturbed), "every first run tells whether the machine is busy"
 
 
 class Stopping(FakeSandbox):
@@ -657,7 +671,7 @@ def test_a_caller_that_was_stopped_first_reads_what_has_come_and_extends_all_dea
 
 def test_a_hang_is_still_a_timeout_after_the_caller_was_stopped() -> None:
     clock = Clock()
-    act = for_config(1, when("measure", lambda worker: []))
+    act = for_config(1, when("Measure", lambda worker: []))
     sandbox = Stopping(clock, act, nth=60, seconds=300.0, frozen=False)
     result = run(plan_for(Route.TOGETHER), 3, act, clock=clock, sandbox=sandbox)
     assert result.outcomes == ["ok", "timeout", "ok"]
@@ -666,14 +680,14 @@ def test_a_hang_is_still_a_timeout_after_the_caller_was_stopped() -> None:
 
 @ROUTES
 def test_a_worker_that_does_not_come_up_is_lost_and_its_config_tried_once_more(route: Route) -> None:
-    silent = when("compile", lambda worker: [] if worker.starts == 0 else compiles(worker))
+    silent = when("Compile", lambda worker: [] if worker.starts == 0 else compiles(worker))
     result = run(plan_for(route), 1, silent)
     assert result.outcomes == ["ok"]
     assert STARTUP_DEADLINE_S < result.seconds < STARTUP_DEADLINE_S + 5
 
     result = run(plan_for(route), 3, for_config(0, lambda worker: []))
     assert result.outcomes == ["lost", "ok", "ok"]
-    assert len(result.given("compile", 0)) == 2
+    assert len(result.given("Compile", 0)) == 2
     assert f"not up within {STARTUP_DEADLINE_S:g} s" in result.trials[0].message
 
 
@@ -688,7 +702,7 @@ def test_what_is_said_of_another_trial_is_dropped(route: Route) -> None:
             return steps
         lies = [
             measured(worker, 0.001),
-            worker.says("compiled", "compile", compile_s=9.0, modules=[]),
+            worker.says("Compiled", "compile", compile_s=9.0, modules=[]),
             worker.raises("compile"),
         ]
         others = [Said(lie.number, {**lie.message, "trial": worker.trial + 1}) for lie in lies]
@@ -704,7 +718,7 @@ def test_what_is_said_of_another_trial_is_dropped(route: Route) -> None:
 @ROUTES
 def test_a_measurement_claimed_before_the_device_was_given_is_dropped(route: Route) -> None:
     def claims(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "compile":
+        if worker.do != "Compile":
             return None
         lie = measured(worker, 0.001)
         (first, second, *rest) = compiles(worker)
@@ -728,79 +742,89 @@ def test_repeated_results_count_once(route: Route) -> None:
 @ROUTES
 def test_a_result_that_comes_after_the_deadline_is_too_late(route: Route) -> None:
     clock = Clock()
-    act = for_config(0, when("measure", lambda worker: measures(worker, seconds=2.0)))
+    act = for_config(0, when("Measure", lambda worker: measures(worker, seconds=2.0)))
     sandbox = FakeSandbox(clock, act, kill_s=1.0)  # the kill takes effect after the result was sent
     result = run(plan_for(route), 2, clock=clock, sandbox=sandbox)
     assert result.outcomes == ["timeout", "ok"]
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("type_", ["ready", "compiled", "phase", "probed", "nonsense"])
-def test_no_forged_frame_takes_the_deadline_from_a_measurement(route: Route, exclusive: bool, type_: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("Ready", {"modules": []}),
+        ("Compiled", {"compile_s": 1.0, "modules": []}),
+        ("PhaseEntered", {}),
+        ("Probed", {"devices": [], "config_text": None}),
+        ("ReferenceComputed", {}),
+    ],
+)
+def test_no_forged_frame_takes_the_deadline_from_a_measurement(
+    route: Route, exclusive: bool, kind: str, more: dict[str, Any]
+) -> None:
     def forges(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "measure":
+        if worker.do != "Measure":
             return None
-        forged = worker.says(type_, "measure", compile_s=1.0, modules=[])
+        forged = worker.says(kind, "measure", **more)
         return [(0.1, forged), (0.1, forged)]
 
     result = run(plan_for(route, exclusive=exclusive), 3, for_config(1, forges))
     assert result.outcomes == ["ok", "timeout", "ok"]
 
 
-SENSELESS = [
-    {"type": "measured"},
-    {"type": "measured", "samples_ms": []},
-    {"type": "measured", "samples_ms": None},
-    {"type": "measured", "samples_ms": 3},
-    {"type": "measured", "samples_ms": [1.0, "quick"]},
-    {"type": "measured", "samples_ms": [float("nan")]},
-    {"type": "measured", "samples_ms": [float("inf")]},
-    {"type": "measured", "samples_ms": [-1.0]},
-    {"type": "measured", "samples_ms": [0.0]},
-    {"type": "measured", "samples_ms": [1.0, 1e-300]},
-    {"type": "measured", "samples_ms": [True]},
-    {"type": "measured", "samples_ms": [1.0], "own_ms": 0.0},
-    {"type": "measured", "samples_ms": [1.0], "own_ms": None},
-    {"type": "measured", "samples_ms": [1.0], "disturbed": 2},
-    {"type": "measured", "samples_ms": [1.0], "disturbed": -1},
-    {"type": "measured", "samples_ms": [10**400]},
-    {"type": "measured", "samples_ms": [[1.0]]},
-    {"type": "phase", "phase": "lunch"},
-    {"type": "phase", "phase": None},
-    {"type": "phase", "phase": ["load"]},
-    {"type": "failed"},
-    {"type": "failed", "outcome": "error"},
-    {"type": "failed", "outcome": "broken", "error": "", "message": ""},
-    {"type": "failed", "outcome": ["error"], "error": "", "message": ""},
-    *(
-        {"type": "failed", "outcome": outcome.value, "error": "E", "message": ""}
-        for outcome in Outcome
-        if outcome not in (Outcome.ERROR, Outcome.DEVICE_OOM, Outcome.WRONG)
-    ),
-    {"type": "failed", "outcome": "unfit", "error": "E", "message": ""},
-    {"type": ["measured"], "phase": "no"},
-    {"phase": "measure"},
+GOOD: dict[str, dict[str, Any]] = {
+    "Measured": {"samples_ms": [1.0], "cpu_ms": 1.0, "disturbed": 0, "is_slow": False, "clock": "wall"},
+    "Failed": {"outcome": "error", "error": "E", "text": ""},
+    "PhaseEntered": {},
+}
+"""Fields of replies that the scheduler accepts."""
+SENSELESS: list[tuple[object, dict[str, Any]]] = [
+    # Three dots stand for a field that is missing.
+    ("Measured", {"samples_ms": ...}),
+    ("Measured", {"samples_ms": []}),
+    ("Measured", {"samples_ms": None}),
+    ("Measured", {"samples_ms": 3}),
+    ("Measured", {"samples_ms": [1.0, "quick"]}),
+    ("Measured", {"samples_ms": [float("nan")]}),
+    ("Measured", {"samples_ms": [float("inf")]}),
+    ("Measured", {"samples_ms": [-1.0]}),
+    ("Measured", {"samples_ms": [0.0]}),
+    ("Measured", {"samples_ms": [1.0, 1e-300]}),
+    ("Measured", {"samples_ms": [True]}),
+    ("Measured", {"cpu_ms": 0.0}),
+    ("Measured", {"cpu_ms": None}),
+    ("Measured", {"disturbed": 2}),
+    ("Measured", {"disturbed": -1}),
+    ("Measured", {"samples_ms": [10**400]}),
+    ("Measured", {"samples_ms": [[1.0]]}),
+    ("Measured", {"modules": []}),
+    ("PhaseEntered", {"phase": "lunch"}),
+    ("PhaseEntered", {"phase": None}),
+    ("PhaseEntered", {"phase": ["load"]}),
+    ("PhaseEntered", {"phase": ...}),
+    ("Failed", {"outcome": ...}),
+    ("Failed", {"error": ...}),
+    ("Failed", {"outcome": "broken"}),
+    ("Failed", {"outcome": ["error"]}),
+    *(("Failed", {"outcome": outcome.value}) for outcome in Outcome if outcome.value not in set(Raised)),
+    ("Failed", {"outcome": "unfit"}),
+    (["Measured"], {}),
+    ("Nonsense", {}),
+    (None, {}),
 ]
 
 
 @ROUTES
-@pytest.mark.parametrize("message", SENSELESS, ids=lambda message: str(message)[:60])
-def test_a_forged_frame_that_makes_no_sense_condemns_its_sender_and_nobody_else(
-    route: Route, message: dict[str, Any]
+@pytest.mark.parametrize(("kind", "changes"), SENSELESS, ids=lambda part: str(part)[:60])
+def test_a_forged_frame_that_makes_no_sense_ends_its_sender_and_nobody_else(
+    route: Route, kind: object, changes: dict[str, Any]
 ) -> None:
     def forges(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "measure":
+        if worker.do != "Measure":
             return None
-        usual = {
-            "trial": worker.trial,
-            "phase": "measure",
-            "own_ms": 1.0,
-            "disturbed": 0,
-            "is_slow": False,
-            "clock": "wall",
-        }
-        forged = Said(worker.number, {**usual, **message})
-        return [(0.1, forged), *measures(worker)]
+        good = {"message": kind, "trial": worker.trial, "phase": "measure", **GOOD.get(str(kind), {})}
+        forged = {name: value for name, value in {**good, **changes}.items() if value is not ...}
+        return [(0.1, Said(worker.number, forged)), *measures(worker)]
 
     result = run(plan_for(route), 3, for_config(1, forges))
     assert result.outcomes == ["ok", "crashed", "ok"]
@@ -822,14 +846,14 @@ def test_a_forged_frame_that_makes_no_sense_condemns_its_sender_and_nobody_else(
 )
 def test_a_forged_compile_result_condemns_its_sender_and_nobody_else(route: Route, forged: dict[str, Any]) -> None:
     def forges(worker: FakeWorker) -> list[Step]:
-        return [(0.1, worker.says("compiled", "compile", **forged)), *compiles(worker)]
+        return [(0.1, worker.says("Compiled", "compile", **forged)), *compiles(worker)]
 
     result = run(plan_for(route), 3, for_config(1, forges))
     assert result.outcomes == ["ok", "crashed", "ok"]
 
 
 @ROUTES
-@pytest.mark.parametrize("do", ["compile", "measure"])
+@pytest.mark.parametrize("do", ["Compile", "Measure"])
 def test_a_damaged_stream_is_a_crash(route: Route, do: str) -> None:
     act = when(do, lambda worker: [(0.2, Damaged(worker.number, "not a frame"))])
     result = run(plan_for(route), 3, for_config(2, act))
@@ -842,14 +866,14 @@ def test_a_damaged_stream_is_a_crash(route: Route, do: str) -> None:
 
 def shares_a_program(worker: FakeWorker) -> list[Step] | None:
     """Even configs lower to one program and odd ones to another."""
-    return compiles(worker, program=f"program {(worker.trial or 0) % 2}") if worker.do == "compile" else None
+    return compiles(worker, program=f"program {(worker.trial or 0) % 2}") if worker.do == "Compile" else None
 
 
 @EVERY_WAY
 def test_configs_that_lower_to_the_same_program_are_run_once(route: Route, exclusive: bool) -> None:
     result = run(plan_for(route, exclusive=exclusive), 10, shares_a_program)
     assert result.outcomes == ["ok"] * 10
-    assert len(result.given("measure")) == 2
+    assert len(result.given("Measure")) == 2
     times = {index % 2: trial.time_ms for index, trial in result.trials.items()}
     assert all(trial.time_ms == times[index % 2] for index, trial in result.trials.items())
     assert sum("same program as" in trial.message for trial in result.trials.values()) == 8
@@ -858,7 +882,7 @@ def test_configs_that_lower_to_the_same_program_are_run_once(route: Route, exclu
 @EVERY_WAY
 def test_what_becomes_of_a_program_becomes_of_all_its_configs(route: Route, exclusive: bool) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
-        if worker.do == "measure" and worker.trial is not None and worker.trial % 2:
+        if worker.do == "Measure" and worker.trial is not None and worker.trial % 2:
             return [(0.1, worker.ends(-int(signal.SIGSEGV)))]
         return shares_a_program(worker)
 
@@ -867,7 +891,7 @@ def test_what_becomes_of_a_program_becomes_of_all_its_configs(route: Route, excl
 
 
 @EVERY_WAY
-@pytest.mark.parametrize("do", ["compile", "measure"])
+@pytest.mark.parametrize("do", ["Compile", "Measure"])
 def test_what_the_machinery_lost_says_nothing_of_configs_with_the_same_program(
     route: Route, exclusive: bool, do: str
 ) -> None:
@@ -882,16 +906,20 @@ def test_what_the_machinery_lost_says_nothing_of_configs_with_the_same_program(
 
 
 def lowers(worker: FakeWorker, program: str, *then: Step) -> list[Step]:
-    return [(0.1, worker.says("phase", "compile")), (0.1, worker.says("lowered", "compile", program=program)), *then]
+    return [
+        (0.1, worker.says("PhaseEntered", "compile")),
+        (0.1, worker.says("Lowered", "compile", program=program)),
+        *then,
+    ]
 
 
 def test_who_waits_for_a_config_that_is_lost_and_left_to_the_other_route_is_left_too() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "compile" or (worker.trial == 0 and worker.starts):
+        if worker.do != "Compile" or (worker.trial == 0 and worker.starts):
             return None
         if worker.trial == 2:  # lost with its template, like 0, and unfit the next time
             end = (0.1, worker.raises("compile", "unfit")) if worker.starts else (1.6, worker.ends(None))
-            return [(0.1, worker.says("phase", "compile")), end]
+            return [(0.1, worker.says("PhaseEntered", "compile")), end]
         return compiles(worker, program="same") if worker.trial else lowers(worker, "same", (1.5, worker.ends(None)))
 
     result = run(plan_for(Route.APART, slots=3), 3, act)  # which checks that every config ends
@@ -900,7 +928,7 @@ def test_who_waits_for_a_config_that_is_lost_and_left_to_the_other_route_is_left
 
 def test_a_lost_config_that_lowers_to_another_program_leaves_those_that_waited_for_it_to_themselves() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "compile":
+        if worker.do != "Compile":
             return None
         if worker.trial == 0 and not worker.starts:
             return lowers(worker, "first", (3, worker.ends(None)))
@@ -914,10 +942,10 @@ def test_a_deadline_that_tracing_used_up_says_nothing_of_configs_with_the_same_p
     lowering_s: float, becomes_of_its_twin: str
 ) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "compile" or worker.trial != 0:
-            return compiles(worker, program="same") if worker.do == "compile" else None
-        lowered = (lowering_s, worker.says("lowered", "compile", program="same"))
-        return [(0.1, worker.says("phase", "compile")), lowered]  # and compiles for ever
+        if worker.do != "Compile" or worker.trial != 0:
+            return compiles(worker, program="same") if worker.do == "Compile" else None
+        lowered = (lowering_s, worker.says("Lowered", "compile", program="same"))
+        return [(0.1, worker.says("PhaseEntered", "compile")), lowered]  # and compiles for ever
 
     result = run(plan_for(Route.APART, slots=1), 2, act)
     assert result.outcomes == ["timeout", becomes_of_its_twin]
@@ -930,13 +958,13 @@ def test_configs_with_the_same_program_hold_no_descriptors_while_they_wait() -> 
         nonlocal most
         most = max(most, len(os.listdir("/proc/self/fd")) - before)
 
-    run(plan_for(Route.APART), 100, lambda w: compiles(w, program="same") if w.do == "compile" else None, on_tick=count)
+    run(plan_for(Route.APART), 100, lambda w: compiles(w, program="same") if w.do == "Compile" else None, on_tick=count)
     assert 0 < most < 20
 
 
 def test_a_program_that_cannot_be_loaded_is_left_to_the_other_route() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
-        is_hit = worker.do == "measure" and worker.trial == 1
+        is_hit = worker.do == "Measure" and worker.trial == 1
         return [(0.1, worker.raises("load", "unfit"))] if is_hit else None
 
     result = run(plan_for(Route.APART), 3, act)
@@ -946,7 +974,7 @@ def test_a_program_that_cannot_be_loaded_is_left_to_the_other_route() -> None:
 
 def test_a_program_that_a_used_worker_cannot_load_is_loaded_by_a_fresh_one_first() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
-        return [(0.1, worker.raises("load", "unfit"))] if worker.do == "measure" and worker.measured else None
+        return [(0.1, worker.raises("load", "unfit"))] if worker.do == "Measure" and worker.measured else None
 
     result = run(plan_for(Route.APART), 3, act)
     assert result.outcomes == ["ok"] * 3
@@ -955,7 +983,7 @@ def test_a_program_that_a_used_worker_cannot_load_is_loaded_by_a_fresh_one_first
 @ROUTES
 def test_when_the_last_device_goes_configs_with_the_same_program_end_too(route: Route) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
-        return immortal(worker) if worker.do == "measure" else shares_a_program(worker)
+        return immortal(worker) if worker.do == "Measure" else shares_a_program(worker)
 
     result = run(plan_for(route), 10, act)
     assert set(result.outcomes) == {"timeout", "lost"} or set(result.outcomes) == {"timeout"}
@@ -963,12 +991,12 @@ def test_when_the_last_device_goes_configs_with_the_same_program_end_too(route: 
 
 def test_a_program_that_turns_out_unfit_leaves_nobody_waiting_for_it() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "compile":
+        if worker.do != "Compile":
             return None
         delay_s = 0.5 if worker.trial == 0 else 2.0 + (worker.trial or 0)
         unfit = worker.raises("compile", outcome="unfit", message="its executable cannot be serialised")
-        lowered = worker.says("lowered", "compile", program="the same")
-        return [(0.1, worker.says("phase", "compile")), (delay_s, lowered), (0.1, unfit), (0.01, worker.ends(0))]
+        lowered = worker.says("Lowered", "compile", program="the same")
+        return [(0.1, worker.says("PhaseEntered", "compile")), (delay_s, lowered), (0.1, unfit), (0.01, worker.ends(0))]
 
     result = run(plan_for(Route.APART, slots=3), 8, act)
     assert set(result.leftovers.unfit) == set(range(8))
@@ -979,9 +1007,9 @@ def test_each_config_is_told_how_fast_the_fastest_so_far_was_and_may_be_slow(rou
     bars: list[float | None] = []
 
     def act(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "measure":
+        if worker.do != "Measure":
             return None
-        bar_ms = worker.task["bar_ms"]
+        bar_ms = worker.task.best_median_ms
         bars.append(bar_ms)
         samples_ms = [5.0, 3.0, 9.0, 2.0][worker.trial or 0]
         return [(0.1, measured(worker, samples_ms, is_slow=bar_ms is not None and samples_ms > bar_ms))]
@@ -994,9 +1022,9 @@ def test_each_config_is_told_how_fast_the_fastest_so_far_was_and_may_be_slow(rou
 
 def test_a_worker_let_go_because_its_program_was_known_may_take_its_time_to_die() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
-        if worker.do == "measure":
+        if worker.do == "Measure":
             return measures(worker, seconds=8.0)
-        if worker.do != "compile":
+        if worker.do != "Compile":
             return None
         worker.immortal = worker.trial == 1
         steps = compiles(worker, program="program 0" if worker.trial == 1 else "")
@@ -1007,13 +1035,13 @@ def test_a_worker_let_go_because_its_program_was_known_may_take_its_time_to_die(
     assert "same program" in result.trials[1].message
 
 
-def compare(act: Act, count: int = 3, **changes: Any) -> tuple[Final, FakeSandbox, list[dict[str, Any]]]:
+def compare(act: Act, count: int = 3, **changes: Any) -> tuple[Final, FakeSandbox, list[Any]]:
     """Runs configs and then compares them, as a sweep does."""
     clock = Clock()
-    tasks: list[dict[str, Any]] = []
+    tasks: list[Any] = []
 
     def noting(worker: FakeWorker) -> Sequence[Step] | None:
-        if worker.do == "compare":
+        if worker.do == "Compare":
             tasks.append(worker.task)
         return act(worker)
 
@@ -1038,19 +1066,19 @@ def test_finalists_are_compared_in_one_worker() -> None:
     compared, _, tasks = compare(lambda worker: None)
     assert compared.rounds_ms == {index: [index + 1.0] * 5 for index in range(3)}
     assert compared.warm_ms == {index: [index + 1.0] * 5 for index in range(2)}
-    assert [entry["config"] for entry in tasks[0]["entries"]] == [{"id": index} for index in range(3)]
+    assert [entry.config for entry in tasks[0].entries] == [{"id": index} for index in range(3)]
 
 
 @pytest.mark.parametrize("status", [-int(signal.SIGSEGV), None, 0])
 def test_a_comparing_worker_that_dies_is_replaced_once(status: int | None) -> None:
     def dies(worker: FakeWorker) -> list[Step] | None:
-        return [(0.1, worker.ends(status))] if worker.do == "compare" and worker.starts == 0 else None
+        return [(0.1, worker.ends(status))] if worker.do == "Compare" and worker.starts == 0 else None
 
     compared, _, tasks = compare(dies)
     assert len(compared.rounds_ms) == 3
     assert len(tasks) == 2
 
-    compared, _, tasks = compare(lambda w: [(0.1, w.ends(status))] if w.do == "compare" else None)
+    compared, _, tasks = compare(lambda w: [(0.1, w.ends(status))] if w.do == "Compare" else None)
     assert compared == Final()
     assert len(tasks) == 2
 
@@ -1078,9 +1106,9 @@ def test_a_comparison_that_makes_no_sense_is_none(rounds_ms: object, forged: str
     good = [[1.0], [2.0], [3.0]]
 
     def forges(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "compare":
+        if worker.do != "Compare":
             return None
-        return [(0.1, worker.says("done", "measure", **{"rounds_ms": good, "warm_ms": good, forged: rounds_ms}))]
+        return [(0.1, worker.says("Compared", "measure", **{"rounds_ms": good, "warm_ms": good, forged: rounds_ms}))]
 
     compared, _, _ = compare(forges)
     assert compared == Final()
@@ -1092,7 +1120,7 @@ def test_a_comparison_that_makes_no_sense_is_none(rounds_ms: object, forged: str
         (lambda w: [(0.1, w.raises("check", message="no reference"))], "error: ValueError: no reference", 1),
         (lambda w: [(0.1, w.ends(-int(signal.SIGSEGV)))], "crashed: the process was killed by SIGSEGV", 2),
         (lambda w: [(0.1, w.ends(None))], "lost: ", 2),
-        (lambda w: [(0.1, w.says("phase", "check"))], "timeout: it took longer than 7 s", 1),
+        (lambda w: [(0.1, w.says("PhaseEntered", "check"))], "timeout: it took longer than 7 s", 1),
         (lambda w: [(0.1, Damaged(w.number, "garbage"))], "crashed: .*garbage", 2),
     ],
 )
@@ -1113,7 +1141,7 @@ def test_a_reference_that_cannot_be_had_says_why(
 
 
 def test_a_comparison_that_hangs_comes_to_an_end() -> None:
-    compared, sandbox, _ = compare(lambda worker: [] if worker.do == "compare" else None)
+    compared, sandbox, _ = compare(lambda worker: [] if worker.do == "Compare" else None)
     assert compared == Final()
     assert sandbox.killed
 
@@ -1122,9 +1150,9 @@ def test_a_comparison_that_hangs_comes_to_an_end() -> None:
 
 
 @ROUTES
-@pytest.mark.parametrize("do", ["compile", "measure"])
+@pytest.mark.parametrize("do", ["Compile", "Measure"])
 def test_an_exception_is_an_error_with_its_phase_type_and_message(route: Route, do: str) -> None:
-    phase = "compile" if do == "compile" else "check"
+    phase = "compile" if do == "Compile" else "check"
     act = when(do, lambda worker: [(0.2, worker.raises(phase, error="KeyError", message="'x'"))])
     result = run(plan_for(route), 3, for_config(1, act))
     assert result.outcomes == ["ok", "error", "ok"]
@@ -1134,7 +1162,7 @@ def test_an_exception_is_an_error_with_its_phase_type_and_message(route: Route, 
 
 
 @ROUTES
-@pytest.mark.parametrize("do", ["compile", "measure"])
+@pytest.mark.parametrize("do", ["Compile", "Measure"])
 @pytest.mark.parametrize(
     ("status", "said"),
     [
@@ -1145,7 +1173,7 @@ def test_an_exception_is_an_error_with_its_phase_type_and_message(route: Route, 
     ],
 )
 def test_a_process_that_ends_without_a_result_has_crashed(route: Route, do: str, status: int, said: str) -> None:
-    act = when(do, lambda worker: [(0.1, worker.says("phase", "load")), (0.1, worker.ends(status))])
+    act = when(do, lambda worker: [(0.1, worker.says("PhaseEntered", "load")), (0.1, worker.ends(status))])
     result = run(plan_for(route), 3, for_config(1, act))
     assert result.outcomes == ["ok", "crashed", "ok"]
     assert said in result.trials[1].message
@@ -1161,16 +1189,16 @@ def test_a_compiled_config_whose_worker_dies_while_it_waits_has_crashed() -> Non
 
 def test_a_compile_worker_that_does_not_end_after_its_result_is_killed_and_does_its_config_no_harm() -> None:
     def stays(worker: FakeWorker) -> list[Step] | None:
-        return compiles(worker)[:-1] if worker.do == "compile" else None
+        return compiles(worker)[:-1] if worker.do == "Compile" else None
 
     def keeps_going(worker: FakeWorker) -> list[Step] | None:
-        return compiles(worker, compile_s=4.0) if worker.do == "compile" else None
+        return compiles(worker, compile_s=4.0) if worker.do == "Compile" else None
 
     lingering = for_config(0, stays)
     act: Act = lambda worker: lingering(worker) if worker.trial == 0 else keeps_going(worker)  # noqa: E731
     result = run(plan_for(Route.APART, slots=1), 6, act)
     assert result.outcomes == ["ok"] * 6
-    assert result.given("compile", 0)[0].number in result.sandbox.killed
+    assert result.given("Compile", 0)[0].number in result.sandbox.killed
 
 
 @pytest.mark.parametrize(("risen", "outcome"), [(1, "oom"), (0, "crashed")])
@@ -1183,7 +1211,7 @@ def test_sigkill_with_a_risen_counter_of_oom_kills_is_oom(
     def dies(worker: FakeWorker) -> list[Step]:
         nonlocal kills
         kills += risen
-        return [(0.1, worker.says("phase", "load")), (0.1, worker.ends(-int(signal.SIGKILL)))]
+        return [(0.1, worker.says("PhaseEntered", "load")), (0.1, worker.ends(-int(signal.SIGKILL)))]
 
     result = run(plan_for(Route.TOGETHER), 3, for_config(1, dies))
     assert result.outcomes == ["ok", outcome, "ok"]
@@ -1199,20 +1227,20 @@ def test_who_took_the_memory_is_oom_and_not_whom_the_kernel_killed_for_it(
         if worker.starts:  # alone, it is what the kernel takes
             return dies(worker)
         memory[worker.number] = GB - 1
-        return [(0.1, worker.says("phase", "compile"))]
+        return [(0.1, worker.says("PhaseEntered", "compile"))]
 
     def dies(worker: FakeWorker) -> list[Step]:
-        return [(0.1, worker.says("phase", "compile")), (1.0, worker.ends(-int(signal.SIGKILL)))]
+        return [(0.1, worker.says("PhaseEntered", "compile")), (1.0, worker.ends(-int(signal.SIGKILL)))]
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
-        if worker.do == "compile" and worker.trial == 1:
+        if worker.do == "Compile" and worker.trial == 1:
             return takes_what_the_kernel_does_not_see(worker)
-        return dies(worker) if worker.do == "compile" and worker.trial == 0 and worker.starts == 0 else None
+        return dies(worker) if worker.do == "Compile" and worker.trial == 0 and worker.starts == 0 else None
 
     result = run(plan_for(Route.TOGETHER), 3, act)
     assert result.outcomes == ["ok", "oom", "ok"]
     assert result.trials[1].peak_memory_bytes == GB - 1
-    assert [len(result.given("compile", index)) for index in range(3)] == [2, 2, 1]
+    assert [len(result.given("Compile", index)) for index in range(3)] == [2, 2, 1]
 
 
 def test_one_oom_kill_does_not_explain_two_deaths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1222,14 +1250,14 @@ def test_one_oom_kill_does_not_explain_two_deaths(monkeypatch: pytest.MonkeyPatc
     def dies(worker: FakeWorker) -> list[Step]:
         nonlocal kills
         kills = 6
-        return [(0.1, worker.says("phase", "load")), (0.1, worker.ends(-int(signal.SIGKILL)))]
+        return [(0.1, worker.says("PhaseEntered", "load")), (0.1, worker.ends(-int(signal.SIGKILL)))]
 
     result = run(plan_for(Route.TOGETHER, slots=1, parked=1), 2, dies)
     assert result.outcomes == ["oom", "crashed"]
 
 
 @ROUTES
-@pytest.mark.parametrize("do", ["compile", "measure"])
+@pytest.mark.parametrize("do", ["Compile", "Measure"])
 def test_what_the_machinery_lost_is_tried_once_more_and_then_counts(route: Route, do: str) -> None:
     def is_lost(worker: FakeWorker) -> list[Step] | None:
         return [(0.1, worker.ends(None))] if worker.do == do else None
@@ -1246,11 +1274,11 @@ def test_what_the_machinery_lost_is_tried_once_more_and_then_counts(route: Route
 
 def test_a_config_lost_while_it_was_measured_is_not_compiled_again_where_its_executable_is_kept() -> None:
     def is_lost(worker: FakeWorker) -> list[Step] | None:
-        return [(0.1, worker.ends(None))] if worker.do == "measure" else None
+        return [(0.1, worker.ends(None))] if worker.do == "Measure" else None
 
     result = run(plan_for(Route.APART), 2, for_config(0, is_lost, lambda worker: None))
     assert result.outcomes == ["ok", "ok"]
-    assert len(result.given("compile", 0)) == 1
+    assert len(result.given("Compile", 0)) == 1
 
 
 # --- used workers -------------------------------------------------------------------------------------------
@@ -1274,28 +1302,28 @@ def test_a_failure_in_a_used_worker_counts_only_when_a_fresh_one_repeats_it(
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         fails = worker.trial == 7 or (worker.trial in (2, 5) and worker.measured > 0)
-        return TROUBLES[trouble](worker) if worker.do == "measure" and fails else None
+        return TROUBLES[trouble](worker) if worker.do == "Measure" and fails else None
 
     result = run(plan, 9, act)
     expected = {"raises": "error", "hangs": "timeout"}.get(trouble, "crashed")
     assert result.outcomes == ["ok"] * 7 + [expected, "ok"]
-    last_try = result.given("measure", 7)[-1]
+    last_try = result.given("Measure", 7)[-1]
     assert last_try.measured == 0, "the verdict was spoken by a fresh worker"
-    assert len(result.given("measure", 7)) <= 2
+    assert len(result.given("Measure", 7)) <= 2
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_any_trouble_retires_a_measuring_worker(trouble: str) -> None:
-    act = for_config(0, when("measure", TROUBLES[trouble]))
+    act = for_config(0, when("Measure", TROUBLES[trouble]))
     result = run(plan_for(Route.APART, slots=1, configs_per_worker=100), 3, act)
     assert result.outcomes[1:] == ["ok", "ok"]
-    troubled, *others = [worker.number for worker in result.given("measure")]
+    troubled, *others = [worker.number for worker in result.given("Measure")]
     assert troubled not in others
 
 
 def test_a_used_worker_that_dies_between_two_configs_is_replaced_and_no_blame_falls_on_its_device() -> None:
     def dies_afterwards(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "measure":
+        if worker.do != "Measure":
             return None
         return [*measures(worker), (0.3, worker.ends(-int(signal.SIGSEGV)))]
 
@@ -1305,7 +1333,7 @@ def test_a_used_worker_that_dies_between_two_configs_is_replaced_and_no_blame_fa
     prepared = itertools.count()
 
     def its_heir_fails_once(worker: FakeWorker) -> list[Step] | None:
-        if worker.do == "prepare" and next(prepared) == 1:
+        if worker.do == "Prepare" and next(prepared) == 1:
             return [(0.1, worker.ends(1))]
         return dies_afterwards(worker)
 
@@ -1317,13 +1345,13 @@ def test_a_used_worker_that_dies_between_two_configs_is_replaced_and_no_blame_fa
 
 
 @ROUTES
-@pytest.mark.parametrize("do", ["compile", "measure"])
+@pytest.mark.parametrize("do", ["Compile", "Measure"])
 def test_a_worker_over_its_memory_limit_is_oom_with_the_figure(route: Route, do: str, memory: dict[int, int]) -> None:
     def takes(worker: FakeWorker) -> list[Step] | None:
         if worker.do != do:
             return None
         memory[worker.number] = 3 * GB
-        return [(0.1, worker.says("phase", "compile" if do == "compile" else "check"))]
+        return [(0.1, worker.says("PhaseEntered", "compile" if do == "Compile" else "check"))]
 
     result = run(plan_for(route, configs_per_worker=1), 3, for_config(1, takes))
     assert result.outcomes == ["ok", "oom", "ok"]
@@ -1350,7 +1378,7 @@ def test_the_memory_of_descendants_counts(memory: dict[int, int], monkeypatch: p
 
     def forks(worker: FakeWorker) -> list[Step]:
         memory[worker.number + 1_000_000] = memory[worker.number + 2_000_000] = GB - 1
-        return [(0.1, worker.says("phase", "load"))]
+        return [(0.1, worker.says("PhaseEntered", "load"))]
 
     result = run(plan_for(Route.TOGETHER), 3, for_config(1, forks))
     assert result.outcomes == ["ok", "oom", "ok"]
@@ -1375,7 +1403,7 @@ def test_when_the_machine_runs_short_the_largest_goes_and_is_tried_again_alone(
         plan_for(Route.TOGETHER, slots=3, parked=3), 3, clock=clock, sandbox=sandbox_of[0], available_memory=available
     )
     assert result.outcomes == ["ok", "ok", end]
-    assert [len(result.given("compile", index)) for index in range(3)] == [1, 1, 2]
+    assert [len(result.given("Compile", index)) for index in range(3)] == [1, 1, 2]
     assert end == "ok" or "the machine had only" in result.trials[2].message
 
 
@@ -1388,7 +1416,7 @@ def test_a_config_over_a_limit_that_nobody_set_is_tried_once_more_alone(
     clock = Clock()
 
     def takes(worker: FakeWorker) -> None:
-        if worker.do == "compile" and worker.trial == 1:
+        if worker.do == "Compile" and worker.trial == 1:
             memory[worker.number] = 2 * GB
             if worker.starts:
                 beside.extend((sandbox._compiling | sandbox._measuring) - {worker.number})
@@ -1397,7 +1425,7 @@ def test_a_config_over_a_limit_that_nobody_set_is_tried_once_more_alone(
     plan = plan_for(route, exclusive=exclusive, may_exceed_alone=True)
     result = run(plan, 6, clock=clock, sandbox=sandbox, available_memory=lambda: free)
     assert result.outcomes == ["ok", end, "ok", "ok", "ok", "ok"]
-    assert len(result.given("compile", 1)) == 2
+    assert len(result.given("Compile", 1)) == 2
     assert beside == []
     if end == "oom":
         assert "it held 2.15 GB alone, over its memory_limit of 1.93 GB" in result.trials[1].message
@@ -1409,7 +1437,7 @@ def test_a_config_over_a_limit_that_nobody_set_is_tried_once_more_alone(
 
 def immortal(worker: FakeWorker) -> list[Step]:
     worker.immortal = True
-    return [(0.1, worker.says("phase", "load" if worker.do == "compile" else "check"))]
+    return [(0.1, worker.says("PhaseEntered", "load" if worker.do == "Compile" else "check"))]
 
 
 @ROUTES
@@ -1417,18 +1445,18 @@ def test_a_worker_that_sigkill_does_not_end_costs_its_device_and_the_sweep_goes_
     route: Route,
 ) -> None:
     plan = plan_for(route, devices=fake_devices(2), parked=8)
-    result = run(plan, 12, for_config(1, when("measure", immortal)))
+    result = run(plan, 12, for_config(1, when("Measure", immortal)))
     assert result.outcomes == ["ok", "timeout", *["ok"] * 10]
     assert "does not die" in result.trials[1].message
-    stuck = result.given("measure", 1)[0].device
-    given_up = [worker.trial for worker in result.given("measure")].index(1)
-    later = result.given("measure")[given_up + 3 :]
+    stuck = result.given("Measure", 1)[0].device
+    given_up = [worker.trial for worker in result.given("Measure")].index(1)
+    later = result.given("Measure")[given_up + 3 :]
     assert any(worker.device != stuck for worker in later)
 
 
 @ROUTES
 def test_when_the_last_device_is_withdrawn_every_config_still_ends(route: Route) -> None:
-    result = run(plan_for(route, slots=2), 12, for_config(1, when("measure", immortal)))
+    result = run(plan_for(route, slots=2), 12, for_config(1, when("Measure", immortal)))
     assert result.trials[1].outcome is Outcome.TIMEOUT
     assert set(result.outcomes) <= {"ok", "timeout", "lost"}
     assert "lost" in result.outcomes
@@ -1437,7 +1465,7 @@ def test_when_the_last_device_is_withdrawn_every_config_still_ends(route: Route)
 
 
 def test_a_compile_worker_without_a_device_that_does_not_die_costs_nothing_but_its_config() -> None:
-    result = run(plan_for(Route.APART, slots=2), 6, for_config(1, when("compile", immortal)))
+    result = run(plan_for(Route.APART, slots=2), 6, for_config(1, when("Compile", immortal)))
     assert result.outcomes == ["ok", "timeout", "ok", "ok", "ok", "ok"]
     assert "does not die" in result.trials[1].message
 
@@ -1448,14 +1476,14 @@ def test_a_device_on_which_no_worker_gets_ready_is_withdrawn(configs_per_worker:
     broken = plan.devices[0].token
 
     def act(worker: FakeWorker) -> list[Step] | None:
-        if worker.do == "prepare" and worker.device == broken:
+        if worker.do == "Prepare" and worker.device == broken:
             return [(0.1, worker.raises("load", error="RuntimeError", message="no context"))]
         return None
 
     result = run(plan, 6, act)
     assert result.outcomes == ["ok"] * 6
-    assert {worker.device for worker in result.given("measure")} == {plan.devices[1].token}
-    assert 2 <= sum(worker.device == broken for worker in result.given("prepare")) <= 3
+    assert {worker.device for worker in result.given("Measure")} == {plan.devices[1].token}
+    assert 2 <= sum(worker.device == broken for worker in result.given("Prepare")) <= 3
 
 
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
@@ -1465,7 +1493,7 @@ def test_when_no_worker_gets_ready_on_the_last_device_every_config_ends_with_the
     configs_per_worker: int, exclusive: bool, status: int | None, outcome: str
 ) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker, exclusive=exclusive)
-    result = run(plan, 9, when("prepare", lambda worker: [(0.1, worker.ends(status))]))
+    result = run(plan, 9, when("Prepare", lambda worker: [(0.1, worker.ends(status))]))
     assert result.outcomes == [outcome] * 9
     assert all("no worker could be made ready" in trial.message for trial in result.trials.values())
 
@@ -1479,10 +1507,10 @@ def test_a_config_that_lacked_memory_beside_workers_made_ready_ahead_is_tried_ag
     configs_per_worker: int,
 ) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
-    once = for_config(1, when("measure", lambda worker: None if worker.starts else out_of_memory(worker)))
+    once = for_config(1, when("Measure", lambda worker: None if worker.starts else out_of_memory(worker)))
     result = run(plan, 12, once)
     assert result.outcomes == ["ok"] * 12
-    again = [worker.trial for worker in result.sandbox.given if worker.do != "compile"]
+    again = [worker.trial for worker in result.sandbox.given if worker.do != "Compile"]
     since = again[len(again) - again[::-1].index(1) - 1 :]
     # From then on a worker is made ready only when there is no other.
     assert all(since[at + 1] is not None for at in range(len(since) - 1) if since[at] is None)
@@ -1491,22 +1519,22 @@ def test_a_config_that_lacked_memory_beside_workers_made_ready_ahead_is_tried_ag
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
 def test_a_config_that_lacks_memory_without_them_too_has_run_out_of_it(configs_per_worker: int) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
-    result = run(plan, 6, for_config(1, when("measure", out_of_memory)))
+    result = run(plan, 6, for_config(1, when("Measure", out_of_memory)))
     assert result.outcomes == ["ok", "device_oom", "ok", "ok", "ok", "ok"]
-    assert len(result.given("measure", 1)) == 2
+    assert len(result.given("Measure", 1)) == 2
 
 
 def test_workers_made_ready_ahead_that_lack_memory_are_no_reason_to_withdraw_a_device() -> None:
     starts = itertools.count()
 
     def act(worker: FakeWorker) -> list[Step] | None:
-        return out_of_memory(worker) if worker.do == "prepare" and next(starts) in (1, 2, 3, 4) else None
+        return out_of_memory(worker) if worker.do == "Prepare" and next(starts) in (1, 2, 3, 4) else None
 
     assert run(plan_for(Route.APART, configs_per_worker=1), 6, act).outcomes == ["ok"] * 6
 
 
 def test_a_device_without_memory_for_a_single_worker_is_withdrawn() -> None:
-    result = run(plan_for(Route.APART, configs_per_worker=1), 6, when("prepare", out_of_memory))
+    result = run(plan_for(Route.APART, configs_per_worker=1), 6, when("Prepare", out_of_memory))
     assert result.outcomes == ["device_oom"] * 6
 
 
@@ -1514,7 +1542,7 @@ def test_a_worker_that_did_not_get_ready_once_is_no_reason_to_withdraw_a_device(
     starts = itertools.count()
 
     def act(worker: FakeWorker) -> list[Step] | None:
-        if worker.do == "prepare" and next(starts) % 2 == 0:
+        if worker.do == "Prepare" and next(starts) % 2 == 0:
             return [(0.1, worker.ends(1))]
         return None
 
@@ -1545,7 +1573,7 @@ def test_an_exception_in_the_caller_ends_the_sweep_and_frees_its_devices() -> No
 def test_a_program_that_needs_its_device_is_left_over_and_so_are_those_not_yet_begun() -> None:
     def unfit(worker: FakeWorker) -> list[Step]:
         return [
-            (0.1, worker.says("phase", "compile")),
+            (0.1, worker.says("PhaseEntered", "compile")),
             (0.5, worker.raises("compile", outcome="unfit", message="XLA tunes its dot_general on the device")),
             (0.01, worker.ends(0)),
         ]
@@ -1557,7 +1585,7 @@ def test_a_program_that_needs_its_device_is_left_over_and_so_are_those_not_yet_b
 
 
 def test_an_error_raised_where_there_was_no_device_waits_for_confirmation() -> None:
-    act = for_config(1, when("compile", lambda worker: [(0.1, worker.raises("compile"))]))
+    act = for_config(1, when("Compile", lambda worker: [(0.1, worker.raises("compile"))]))
     result = run(plan_for(Route.APART, target=TARGET), 3, act)
     assert set(result.trials) == {0, 2}
     trial, log = result.leftovers.unconfirmed[1]
@@ -1569,7 +1597,7 @@ def test_an_error_raised_where_there_was_no_device_waits_for_confirmation() -> N
 
 
 def test_an_error_raised_on_the_device_needs_no_confirmation() -> None:
-    act = for_config(1, when("measure", lambda worker: [(0.1, worker.raises("check"))]))
+    act = for_config(1, when("Measure", lambda worker: [(0.1, worker.raises("check"))]))
     result = run(plan_for(Route.APART, target=TARGET), 3, act)
     assert result.outcomes == ["ok", "error", "ok"]
 
@@ -1581,24 +1609,29 @@ def anything(generator: random.Random) -> Act:
     """Workers that mostly behave and sometimes do whatever there is to do."""
 
     def forged(worker: FakeWorker) -> Said:
-        types = ["phase", "ready", "compiled", "lowered", "measured", "done", "failed", "nonsense"]
         phases = ["load", "compile", "check", "measure", "measure", "lunch"]
         outcomes = ["error", "device_oom", "ok", "lost", "unfit" if generator.random() < 0.1 else "timeout"]
+        modules: list[str] = []
+        kinds: dict[str, dict[str, Any]] = {
+            "PhaseEntered": {},
+            "Ready": {"modules": modules},
+            "Compiled": {"compile_s": 0.5, "modules": modules},
+            "Lowered": {"program": generator.choice(["program 1", "program 2", "program of nobody"])},
+            "Measured": {
+                **GOOD["Measured"],
+                "samples_ms": generator.choice([[1.0], [], [float("nan")]]),
+                "disturbed": generator.choice([0, 0, 1, 2, "many"]),
+            },
+            "Compared": {"rounds_ms": [], "warm_ms": []},
+            "Failed": {**GOOD["Failed"], "outcome": generator.choice(outcomes), "text": "m"},
+            "Nonsense": {},
+        }
+        kind = generator.choice(list(kinds))
         message = {
-            "type": generator.choice(types),
+            "message": kind,
             "trial": generator.choice([worker.trial] * 4 + [None, 0]),
             "phase": generator.choice(phases),
-            "compile_s": 0.5,
-            "modules": [],
-            "samples_ms": generator.choice([[1.0], [], [float("nan")]]),
-            "own_ms": 1.0,
-            "disturbed": generator.choice([0, 0, 1, 2, "many"]),
-            "is_slow": False,
-            "clock": "wall",
-            "program": generator.choice(["program 1", "program 2", "program of nobody"]),
-            "outcome": generator.choice(outcomes),
-            "error": "E",
-            "message": "m",
+            **kinds[kind],
         }
         return Said(worker.number, message)
 
@@ -1672,19 +1705,19 @@ def reference() -> Iterator[Reference]:
 
 def agrees(worker: FakeWorker) -> list[Step]:
     """Measures a config whose output is that of all others."""
-    return [(0.2, measured(worker, group=0))]
+    return [(0.2, measured(worker, agreement={"group": 0}))]
 
 
 @EVERY_WAY
 def test_the_defaults_are_measured_before_all_that_are_compared_with_them(
     route: Route, exclusive: bool, reference: Reference
 ) -> None:
-    result = run(plan_for(route, exclusive=exclusive), 8, when("measure", agrees), reference=reference)
+    result = run(plan_for(route, exclusive=exclusive), 8, when("Measure", agrees), reference=reference)
     assert result.outcomes == ["ok"] * 8
-    first, *others = result.given("measure")
+    first, *others = result.given("Measure")
     assert first.trial == 5
-    assert (first.task["references"], first.task["standard"], first.task["keeps"]) == (0, None, True)
-    assert {(other.task["references"], other.task["standard"]) for other in others} == {(1, 0)}
+    assert (first.task.references, first.task.standard, first.task.keeps) == (0, None, True)
+    assert {(other.task.references, other.task.standard) for other in others} == {(1, 0)}
 
 
 def test_a_worker_that_dies_after_its_sweep_leaves_no_output_file_open(reference: Reference) -> None:
@@ -1707,18 +1740,18 @@ def test_defaults_that_are_lost_come_first_again_however_many_wait(
     route: Route, exclusive: bool, reference: Reference
 ) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
-        if worker.do == "compile" and worker.trial == 5 and worker.starts == 0:
+        if worker.do == "Compile" and worker.trial == 5 and worker.starts == 0:
             return [(20.0, worker.ends(None))]  # by then as many wait as there is room for
-        return agrees(worker) if worker.do == "measure" else None
+        return agrees(worker) if worker.do == "Measure" else None
 
     plan = plan_for(route, exclusive=exclusive, parked=2)
     result = run(plan, 12, act, reference=reference)
     assert result.outcomes == ["ok"] * 12
-    assert result.given("measure")[0].trial == 5
+    assert result.given("Measure")[0].trial == 5
 
 
 @ROUTES
-@pytest.mark.parametrize("do", ["compile", "measure"])
+@pytest.mark.parametrize("do", ["Compile", "Measure"])
 def test_where_the_defaults_fail_outputs_are_compared_one_after_another(
     route: Route, do: str, reference: Reference
 ) -> None:
@@ -1726,27 +1759,27 @@ def test_where_the_defaults_fail_outputs_are_compared_one_after_another(
     at_once: list[int] = []
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
-        if worker.do == "measure":
+        if worker.do == "Measure":
             at_once.append(len(sandbox._measuring))
         if worker.trial == 5 and worker.do == do:
-            return [(0.1, worker.raises(do if do == "compile" else "check"))]
-        return agrees(worker) if worker.do == "measure" else None
+            return [(0.1, worker.raises("compile" if do == "Compile" else "check"))]
+        return agrees(worker) if worker.do == "Measure" else None
 
     sandbox = FakeSandbox(clock, act)
     plan = plan_for(route, devices=fake_devices(2), parked=8)
     result = run(plan, 8, clock=clock, sandbox=sandbox, reference=reference)
     assert result.outcomes == ["ok"] * 5 + ["error"] + ["ok"] * 2
     assert set(at_once) == {1}
-    tasks = [worker.task for worker in result.given("measure") if worker.trial != 5]
-    assert {task["standard"] for task in tasks} == {None}
-    assert {task["bar_ms"] for task in tasks} == {None}, "the fastest may be wrong"
+    tasks = [worker.task for worker in result.given("Measure") if worker.trial != 5]
+    assert {task.standard for task in tasks} == {None}
+    assert {task.best_median_ms for task in tasks} == {None}, "the fastest may be wrong"
 
 
 def test_others_go_on_without_defaults_that_need_another_route(reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
-        if worker.do == "compile" and worker.trial == 5:
+        if worker.do == "Compile" and worker.trial == 5:
             return [(3.0, worker.raises("compile", outcome="unfit", message="its dots"))]
-        return agrees(worker) if worker.do == "measure" else None
+        return agrees(worker) if worker.do == "Measure" else None
 
     result = run(plan_for(Route.APART), 6, act, reference=reference)
     assert 5 in result.leftovers.unfit
@@ -1755,22 +1788,22 @@ def test_others_go_on_without_defaults_that_need_another_route(reference: Refere
 
 def test_a_config_of_the_same_program_runs_first_in_the_place_of_the_defaults(reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
-        if worker.do == "compile" and worker.trial in (0, 5):
+        if worker.do == "Compile" and worker.trial in (0, 5):
             return compiles(worker, 2.0 if worker.trial == 5 else 1.0, program="theirs")
-        return agrees(worker) if worker.do == "measure" else None
+        return agrees(worker) if worker.do == "Measure" else None
 
     result = run(plan_for(Route.TOGETHER), 6, act, reference=reference)
     assert result.outcomes == ["ok"] * 6
-    assert result.given("measure")[0].trial == 0
-    assert not result.given("measure", 5)
+    assert result.given("Measure")[0].trial == 0
+    assert not result.given("Measure", 5)
 
 
 @pytest.mark.parametrize("group", [7, -3, "0", 0.0, [0]])
 def test_a_config_that_claims_to_agree_with_nothing_there_is_has_crashed(group: object, reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
-        if worker.do != "measure":
+        if worker.do != "Measure":
             return None
-        return [(0.2, measured(worker, group=group if worker.trial == 2 else 0))]
+        return [(0.2, measured(worker, agreement={"group": group if worker.trial == 2 else 0}))]
 
     result = run(plan_for(Route.TOGETHER), 6, act, reference=reference)
     assert result.outcomes == ["ok", "ok", "crashed", "ok", "ok", "ok"]

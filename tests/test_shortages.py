@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import quarantune
-from quarantune.sandbox import habitat, pool, shortages, template, wire
+from quarantune.sandbox import codec, habitat, pool, shortages, template, wire
+from quarantune.sandbox.messages import Probe
 from quarantune.values.trial import SandboxError
 
 PROGRAM = """
@@ -133,7 +134,7 @@ def test_nothing_leaks_wherever_descriptors_run_out(monkeypatch: pytest.MonkeyPa
         try:
             with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
                 sandbox.open(load_timeout_s=None)
-                sandbox.start({"do": "probe", "trial": None, "platforms": "cpu", "last": True})
+                sandbox.start(codec.encode(Probe(platforms="cpu", last=True)))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

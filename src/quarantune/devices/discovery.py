@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -13,7 +14,8 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.devices.device import Device, cpu_device, describe_jax_devices, grouped, visible_devices
-from quarantune.sandbox import template
+from quarantune.sandbox import codec, template
+from quarantune.sandbox.messages import CompileTarget, Failed, PhaseEntered, Probe, Probed, Reply
 from quarantune.values.settings import Settings
 from quarantune.values.trial import SandboxError
 
@@ -65,7 +67,7 @@ def _describe(platform: str | None) -> dict[str, Any]:
 
 def devices_and_target(
     platform: str, settings: Settings, devices_per_trial: int = 1
-) -> tuple[list[Device], dict[str, Any] | None]:
+) -> tuple[list[Device], CompileTarget | None]:
     """Returns where to measure, and what a compiler must be told that has no device.
 
     Raises:
@@ -80,12 +82,12 @@ def devices_and_target(
     if described["config_text"] is None or platform not in ("cuda", "rocm"):
         return devices, None
     about = next(entry for entry in described["devices"] if entry["kind"] == kinds[0])
-    target = {
-        "platform": platform,
-        "config_text": described["config_text"],
-        "device_kind": about["kind"],
-        "num_cores": about["num_cores"],
-    }
+    target = CompileTarget(
+        platform=platform,
+        config_text=described["config_text"],
+        device_kind=about["kind"],
+        num_cores=about["num_cores"],
+    )
     return devices, target
 
 
@@ -113,17 +115,18 @@ def _probe(_: tuple[str | None, ...]) -> dict[str, Any]:
 
     with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
         sandbox.open(load_timeout_s=None)
-        number = sandbox.start({"do": "probe", "trial": None, "platforms": _platforms(), "last": True})
+        number = sandbox.start(codec.encode(Probe(platforms=_platforms(), last=True)))
         deadline = time.monotonic() + _PROBE_DEADLINE_S
-        said: dict[str, Any] = {}
+        reply: Reply | None = None
         while (left_s := deadline - time.monotonic()) > 0:
             for event in sandbox.poll(left_s):
                 if isinstance(event, pool.Said):
-                    said = event.message
+                    reply = codec.decode(event.message, PhaseEntered, Probed, Failed)
                 elif event.number == number:
-                    if said.get("type") == "probed":
-                        return said
-                    detail = said.get("message") or sandbox.log(number)[-2000:]
+                    if isinstance(reply, Probed):
+                        devices = [dataclasses.asdict(device) for device in reply.devices]
+                        return {"devices": devices, "config_text": reply.config_text}
+                    detail = (isinstance(reply, Failed) and reply.text) or sandbox.log(number)[-2000:]
                     raise SandboxError(f"the device probe failed: {detail}")
     raise SandboxError(
         f"the device probe did not end within {_PROBE_DEADLINE_S:g} s: a device's driver or a JAX plugin hangs; "

@@ -1,16 +1,424 @@
 """Every message that crosses a process boundary, one frozen dataclass for each.
 
-`sandbox.codec` encodes them, and decodes them where they arrive. The descriptors that travel with a message are part of
-its documentation.
+`sandbox.codec` encodes them, and decodes them where they arrive. The scheduler gives a worker tasks, and the worker
+answers with replies. The descriptors that travel with a message are part of its documentation.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from quarantune.values.trial import Outcome
+from quarantune.values.trial import Outcome, Phase
+
+EncodedConfig: TypeAlias = Mapping[str, Any]
+"""A config as `values.config_values.encode` returns it, and `restore` takes it."""
+
+
+# --- from the scheduler to a worker: tasks ---
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToleranceOptions:
+    """The fields of `measure.compare.Tolerance`."""
+
+    rtol: float
+    atol: float
+    max_mismatched_ratio: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """Options of a sweep that its workers need.
+
+    Attributes:
+        platform: the platform that configs run on; None for the one of this process.
+        warmup: untimed runs of each config.
+        rep: the largest number of timed samples of each config.
+        supply: how missing arguments are made.
+        tolerance: how far outputs may differ.
+        check_grad: whether gradients are compared, too.
+        time_grad: whether a config is compiled and timed together with its gradient.
+        compilation_cache: the directory of the caller's JAX compilation cache; None where there is none, or where
+            workers must not use it.
+    """
+
+    platform: str | None
+    warmup: int
+    rep: int
+    supply: str
+    tolerance: ToleranceOptions
+    check_grad: bool = False
+    time_grad: bool = False
+    compilation_cache: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileTarget:
+    """A device that programs are compiled for in a process that does not hold it.
+
+    Attributes:
+        platform: `cuda` or `rocm`.
+        config_text: XLA's description of the device.
+        device_kind: JAX's name of the device.
+        num_cores: the number of its cores; None where JAX does not know it.
+    """
+
+    platform: str
+    config_text: str
+    device_kind: str
+    num_cores: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """One thing for a worker to do.
+
+    Attributes:
+        trial: the index of the config; None for a task that belongs to none.
+        last: whether the worker ends after it.
+    """
+
+    trial: int | None = None
+    last: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probe(Task):
+    """Initialise a backend and describe its devices; answered by `Probed`.
+
+    Attributes:
+        platforms: the caller's `jax_platforms`; None for JAX's own choice.
+    """
+
+    platforms: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepare(Task):
+    """Take the device and make the arguments; answered by `Ready`.
+
+    Its descriptors are the outputs to compare with.
+    """
+
+    options: BenchOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Warm(Task):
+    """Make the arguments for a config to come; there is no answer."""
+
+    options: BenchOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compile(Task):
+    """Compile one config; answered by `Lowered` and `Compiled`.
+
+    Its descriptor, where there is one, is the file for the executable, which another worker runs.
+
+    Attributes:
+        config: the config.
+        options: the sweep's.
+        target: the device to compile for; None for the worker's own.
+        must_save: whether a program that cannot be saved is a failure.
+        as_data: whether the executable is for the caller, who runs no code of a worker to load it.
+    """
+
+    config: EncodedConfig
+    options: BenchOptions
+    target: CompileTarget | None = None
+    must_save: bool = False
+    as_data: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measure(Task):
+    """Check one config and time it; answered by `Checked` or `Measured`.
+
+    Its descriptors are the file of the executable, the outputs to compare with, and a file for the config's own output
+    where `keeps` is true.
+
+    Attributes:
+        config: the config.
+        load: whether the executable is loaded from its file; else the worker has compiled it and saves it there.
+        checked: whether the config has been checked before.
+        pause: whether the worker stops after an informative first run, with `Checked`.
+        best_median_ms: the time of the fastest config so far; None where there is none.
+        noise_samples: the number of samples taken in the sweep so far.
+        noise_disturbed: how many of them were disturbed.
+        references: the number of outputs to compare with.
+        standard: the position of the output that is right; None where that is not known.
+        keeps: whether an output that differs from all of them is kept.
+    """
+
+    config: EncodedConfig
+    load: bool
+    checked: bool = False
+    pause: bool = False
+    best_median_ms: float | None = None
+    noise_samples: int = 0
+    noise_disturbed: int = 0
+    references: int = 0
+    standard: int | None = None
+    keeps: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ComputeReference(Task):
+    """Write what `ref_fn` returns to the descriptor; answered by `ReferenceComputed`."""
+
+    options: BenchOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckShapes(Task):
+    """Compare the shapes of the function's output with the reference; answered by `ShapesChecked`.
+
+    Its descriptor is the file that `ComputeReference` wrote.
+    """
+
+    options: BenchOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finalist:
+    """A config of a comparison.
+
+    Attributes:
+        config: the config.
+        saved: whether its executable is among the descriptors; else it is compiled again.
+    """
+
+    config: EncodedConfig
+    saved: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare(Task):
+    """Time configs in turn; answered by `Compared`. Its descriptors are the executables of those that are saved."""
+
+    options: BenchOptions
+    entries: tuple[Finalist, ...]
+
+
+TASKS = (Probe, Prepare, Warm, Compile, Measure, ComputeReference, CheckShapes, Compare)
+"""Every task, for `codec.decode`."""
+
+
+# --- from a worker to the scheduler: replies ---
+
+
+class Raised(enum.StrEnum):
+    """The outcomes of a config that raised; all others are seen from outside the worker."""
+
+    ERROR = "error"
+    WRONG = "wrong"
+    DEVICE_OOM = "device_oom"
+    UNFIT = "unfit"
+    """The program must be compiled on its device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Agreement:
+    """The result of comparing a config's output with those of others.
+
+    Attributes:
+        group: the position of the output that it agrees with; the number of outputs where its own was kept;
+            `INCOMPARABLE`; or None where it differs from all and was not kept, or was not compared.
+    """
+
+    group: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reply:
+    """An answer of a worker.
+
+    Attributes:
+        trial: the one of the task that it answers.
+        phase: the phase that the worker is in.
+        pid: the worker's process id, in its first reply; else None.
+    """
+
+    trial: int | None
+    phase: Phase
+    pid: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probed(Reply):
+    """The devices of a backend.
+
+    Attributes:
+        devices: the devices, in JAX's order.
+        config_text: XLA's description of them; None where JAX has none.
+    """
+
+    devices: tuple[ProbedDevice, ...]
+    config_text: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProbedDevice:
+    """One device.
+
+    Attributes:
+        platform: `cpu`, `cuda`, `rocm` or `tpu`.
+        kind: JAX's name of it.
+        index: its position among JAX's devices.
+        num_cores: the number of its cores; None where JAX does not know it.
+    """
+
+    platform: str
+    kind: str
+    index: int
+    num_cores: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PhaseEntered(Reply):
+    """The worker has entered `phase`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ready(Reply):
+    """The worker has its device and waits for a config.
+
+    Attributes:
+        modules: names of the modules that it had to import.
+    """
+
+    modules: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lowered(Reply):
+    """The config was lowered, and is about to be compiled.
+
+    Attributes:
+        program: the hash of the lowered program; configs with the same hash need to run only once.
+    """
+
+    program: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compiled(Reply):
+    """The config was compiled.
+
+    Attributes:
+        compile_s: seconds spent tracing, lowering and compiling it.
+        modules: names of the modules that the worker had to import.
+    """
+
+    compile_s: float
+    modules: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checked(Reply):
+    """The config was checked, and its first run was long enough to be informative.
+
+    Attributes:
+        run_ms: milliseconds that the run took.
+        cpu_ms: the same without its waits for a CPU.
+        is_disturbed: whether it waited too long for its time to count.
+        agreement: the result of comparing its output.
+    """
+
+    run_ms: float
+    cpu_ms: float
+    is_disturbed: bool
+    agreement: Agreement | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured(Reply):
+    """The config was timed.
+
+    Attributes:
+        samples_ms: milliseconds of each run.
+        cpu_ms: the time that finalists are chosen by.
+        disturbed: how many samples were disturbed.
+        is_slow: whether sampling stopped because another config is faster beyond doubt.
+        clock: `device`, `queued` or `wall`.
+        agreement: the result of comparing its output; None where `Checked` told it before.
+    """
+
+    samples_ms: tuple[float, ...]
+    cpu_ms: float
+    disturbed: int
+    is_slow: bool
+    clock: str
+    agreement: Agreement | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReferenceComputed(Reply):
+    """The reference is in its file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShapesChecked(Reply):
+    """The shapes were compared.
+
+    Attributes:
+        differs: one sentence on how they differ; None where they agree or cannot be known.
+    """
+
+    differs: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared(Reply):
+    """The finalists were timed in turn.
+
+    Attributes:
+        rounds_ms: the samples of each, in milliseconds.
+        warm_ms: the same with warm caches; empty for those that are far behind.
+    """
+
+    rounds_ms: tuple[tuple[float, ...], ...]
+    warm_ms: tuple[tuple[float, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Failed(Reply):
+    """The task raised an exception, and the worker ends.
+
+    Attributes:
+        outcome: the kind of failure.
+        error: the exception's type.
+        text: its message.
+        traceback: the last lines of its traceback.
+        agreement: with which wrong output the config's own agrees; None where it was not compared.
+    """
+
+    outcome: Raised
+    error: str
+    text: str
+    traceback: str = ""
+    agreement: Agreement | None = None
+
+
+REPLIES = (
+    PhaseEntered,
+    Lowered,
+    Compiled,
+    Checked,
+    Measured,
+    Ready,
+    Failed,
+    ReferenceComputed,
+    ShapesChecked,
+    Compared,
+    Probed,
+)
+"""Every reply, for `codec.decode`; the most frequent first."""
+
 
 # --- between the caller's process, its template and the sweep's template ---
 

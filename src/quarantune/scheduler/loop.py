@@ -20,7 +20,33 @@ from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine, memory, stops
 from quarantune.measure import finals, sampling
-from quarantune.sandbox import pool, spool
+from quarantune.sandbox import codec, pool, spool
+from quarantune.sandbox.messages import (
+    REPLIES,
+    BenchOptions,
+    Checked,
+    CheckShapes,
+    Compare,
+    Compared,
+    Compile,
+    Compiled,
+    CompileTarget,
+    ComputeReference,
+    Failed,
+    Finalist,
+    Lowered,
+    Measure,
+    Measured,
+    PhaseEntered,
+    Prepare,
+    Raised,
+    Ready,
+    ReferenceComputed,
+    Reply,
+    ShapesChecked,
+    Task,
+    Warm,
+)
 from quarantune.scheduler.reference import UNTUNED, Reference
 from quarantune.values.config_values import encode
 from quarantune.values.trial import Config, Outcome, Phase, Route, Trial, is_plausible_ms
@@ -48,9 +74,8 @@ _MAX_DEVICE_FAILURES = 2
 _ERRAND_TRIES = 2
 _SHAPES_S = 10.0
 """How long the shapes of outputs may take to be known; they are only looked at to fail early."""
-_RAISED = frozenset({Outcome.ERROR, Outcome.WRONG, Outcome.DEVICE_OOM})
-"""What a worker may say its config came to; all else is seen from outside."""
 _Kept = TypeVar("_Kept")
+_Expected = TypeVar("_Expected", bound=Reply)
 _MAX_READY = 64
 """Executables that wait to be measured; each holds a descriptor."""
 _SPARE_WORKERS = 6
@@ -65,10 +90,8 @@ class SandboxLike(Protocol):
     @property
     def baseline_bytes(self) -> int: ...
     def common_files(self) -> set[memory.FileId]: ...
-    def start(
-        self, task: dict[str, Any], *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None
-    ) -> int: ...
-    def send(self, number: int, message: dict[str, Any], fds: Sequence[int] = ()) -> None: ...
+    def start(self, task: codec.Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int: ...
+    def send(self, number: int, message: codec.Frame, fds: Sequence[int] = ()) -> None: ...
     def finish(self, number: int) -> None: ...
     def kill(self, number: int) -> None: ...
     def forget(self, number: int) -> None: ...
@@ -102,8 +125,8 @@ class Plan:
     """
 
     route: Route
-    options: dict[str, Any]
-    target: dict[str, Any] | None
+    options: BenchOptions
+    target: CompileTarget | None
     slots: int
     devices: tuple[Device, ...]
     configs_per_worker: int
@@ -150,11 +173,11 @@ class _Worker:
     """Whether it was made ready while others had the same device."""
     errand_s: float | None = None
     """How long it may take for what is no trial, from its first phase on; None for one that runs trials."""
-    reply: dict[str, Any] | None = None
+    reply: Reply | None = None
     parked: bool = False
     run_ms: float | None = None
     """How long its first run took, where that tells something and it waits for its turn to go on."""
-    own_ms: float = 0.0
+    cpu_ms: float = 0.0
     """The same without the time that it waited for a CPU."""
     was_disturbed: bool = False
     """Whether its first run tells nothing: it waited long, or this process, and it too, perhaps, was stopped."""
@@ -262,7 +285,7 @@ class Scheduler:
         self._last_free = available_memory()
         self._oom_kills = machine.oom_kills()
         self._leftovers = Leftovers({}, {})
-        self._bar_ms: float | None = None
+        self._best_median_ms: float | None = None
         self._fastest_first_ms = float("inf")
         self._noise = sampling.Noise()
         self._executables: dict[int, bytes] = {}
@@ -323,14 +346,17 @@ class Scheduler:
             What they showed; nothing where they could not be compared.
         """
         ran = {index: self._twins.get(index, index) for index in configs}
-        entries = [{"config": encode(config), "saved": ran[index] in self._kept} for index, config in configs.items()]
+        entries = tuple(
+            Finalist(config=encode(config), saved=ran[index] in self._kept) for index, config in configs.items()
+        )
         fds = [self._kept[index][1] for index in ran.values() if index in self._kept]
         try:
-            reply = self._errand({"do": "compare", "entries": entries}, fds, patience=len(configs))
-            rounds_ms = [_checked_samples(samples_ms) for samples_ms in reply["rounds_ms"]]
-            warm_ms = [_checked_samples(samples_ms) if samples_ms else [] for samples_ms in reply["warm_ms"]]
+            task = Compare(options=self._plan.options, entries=entries, last=True)
+            reply = self._errand(task, fds, Compared, patience=len(configs))
+            rounds_ms = [_checked_samples(samples_ms) for samples_ms in reply.rounds_ms]
+            warm_ms = [_checked_samples(samples_ms) if samples_ms else [] for samples_ms in reply.warm_ms]
             return finals.Final.of(configs, rounds_ms, warm_ms)
-        except (ErrandError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+        except (ErrandError, TypeError, ValueError, ArithmeticError) as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
             return finals.Final()
 
@@ -342,8 +368,9 @@ class Scheduler:
         """
         limit_s = min(_SHAPES_S, self._plan.compile_timeout_s)
         try:
-            return str(self._errand({"do": "shapes"}, self._reference.fds, limit_s=limit_s)["differs"] or "")
-        except (ErrandError, KeyError):
+            task = CheckShapes(options=self._plan.options, last=True)
+            return self._errand(task, self._reference.fds, ShapesChecked, limit_s=limit_s).differs or ""
+        except ErrandError:
             return ""
 
     def refer(self, fd: int) -> None:
@@ -355,16 +382,24 @@ class Scheduler:
         Raises:
             ErrandError: the reference failed.
         """
-        self._errand({"do": "refer"}, [fd], patience=1)
+        task = ComputeReference(options=self._plan.options, last=True)
+        self._errand(task, [fd], ReferenceComputed)
 
     def _errand(
-        self, task: dict[str, Any], fds: Sequence[int], *, patience: int = 1, limit_s: float | None = None
-    ) -> dict[str, Any]:
+        self,
+        task: Task,
+        fds: Sequence[int],
+        expected: type[_Expected],
+        *,
+        patience: int = 1,
+        limit_s: float | None = None,
+    ) -> _Expected:
         """Has a worker with a device do something that is no trial; one that fails is replaced once.
 
         Args:
             task: what to do.
             fds: descriptors that go with it.
+            expected: the reply that says that it was done.
             patience: how many configs' worth of time it may take.
             limit_s: how many seconds it may take, if not so much.
 
@@ -388,7 +423,7 @@ class Scheduler:
             finally:
                 for state in self._devices:
                     state.lease.release()
-            if worker.reply is not None:
+            if isinstance(worker.reply, expected):
                 return worker.reply
             outcome, message = worker.verdict or (Outcome.LOST, "its process vanished")
             if outcome not in (Outcome.LOST, Outcome.CRASHED):
@@ -424,18 +459,17 @@ class Scheduler:
             os.close(fd)
         self._kept.clear()
 
-    def _send_on_errand(self, state: _DeviceState, task: dict[str, Any], fds: Sequence[int]) -> _Worker:
+    def _send_on_errand(self, state: _DeviceState, task: Task, fds: Sequence[int]) -> _Worker:
         while not state.lease.acquire(self._clock()):
             for event in self._sandbox.poll(_TICK_S):
                 self._handle(event)
             self._watch()
-        task = {**task, "trial": None, "options": self._plan.options, "last": True}
         worker = next((worker for worker in state.bench if worker.idle), None)
         if worker is not None:
             state.bench.remove(worker)
-            self._sandbox.send(worker.number, task, fds)
+            self._sandbox.send(worker.number, codec.encode(task), fds)
         else:
-            number = self._sandbox.start(task, fds=fds, environ=state.device.environ)
+            number = self._sandbox.start(codec.encode(task), fds=fds, environ=state.device.environ)
             worker = self._workers[number] = _Worker(number, None, state, 0.0)
         worker.idle, state.measuring = False, worker
         worker.deadline = self._clock() + STARTUP_DEADLINE_S
@@ -530,34 +564,28 @@ class Scheduler:
         if job.is_alone and self._plan.may_exceed_alone:
             alone_bytes = int(MEMORY_SHARE * self._available_memory())
             job.limit_bytes = max(self._plan.memory_limit_bytes, alone_bytes)
-        task = {
-            "do": "compile",
-            "trial": job.index,
-            "config": encode(job.config),
-            "options": self._plan.options,
-            "target": self._plan.target,
-        }
+        task = Compile(trial=job.index, config=encode(job.config), options=self._plan.options, target=self._plan.target)
         if (worker := self._spare) is not None:
             self._spare = None
             worker.job, worker.compiling = job, True
             worker.deadline = self._clock() + STARTUP_DEADLINE_S
-            self._sandbox.send(worker.number, task)  # it hears of it as soon as it is ready
+            self._sandbox.send(worker.number, codec.encode(task))  # it reads the task as soon as it is ready
             return
         state = min(self._devices, key=lambda state: self._load_of(state)) if self._together else None
         environ = {} if state is None else state.device.environ
         if self._together and not self._plan.compile_only:
-            number = self._sandbox.start(task, environ=environ)
+            number = self._sandbox.start(codec.encode(task), environ=environ)
         else:
             _close_executable(job)
             job.executable_fd = spool.create("executable")
-            task |= {"last": True, "must_save": not self._together, "as_data": self._plan.compile_only}
-            number = self._sandbox.start(task, fds=[job.executable_fd], environ=environ)
+            task = dataclasses.replace(task, last=True, must_save=not self._together, as_data=self._plan.compile_only)
+            number = self._sandbox.start(codec.encode(task), fds=[job.executable_fd], environ=environ)
         self._workers[number] = _Worker(number, job, state, self._clock() + STARTUP_DEADLINE_S, compiling=True)
 
     def _start_preparing(self) -> _Worker:
         state = min(self._devices, key=lambda state: self._load_of(state))
-        task = {"do": "warm", "trial": None, "options": self._plan.options}
-        number = self._sandbox.start(task, environ=state.device.environ)
+        task = Warm(options=self._plan.options)
+        number = self._sandbox.start(codec.encode(task), environ=state.device.environ)
         self._workers[number] = worker = _Worker(number, None, state, float("inf"), was_spare=True)
         return worker
 
@@ -589,9 +617,9 @@ class Scheduler:
         for worker in sorted(parked, key=lambda worker: worker.run_ms or 0.0):
             may_rule_out = not worker.was_disturbed and not self._reference.is_open
             if worker.run_ms is not None and worker.job is not None and may_rule_out:
-                fastest_ms = min(ms for ms in (self._bar_ms, worker.run_ms) if ms is not None)
+                fastest_ms = min(ms for ms in (self._best_median_ms, worker.run_ms) if ms is not None)
                 if sampling.is_hopeless(
-                    worker.own_ms,
+                    worker.cpu_ms,
                     fastest_ms=fastest_ms,
                     fastest_first_ms=self._fastest_first_ms,
                     noise=self._noise,
@@ -600,13 +628,13 @@ class Scheduler:
                     continue
             if state.lease.acquire(self._clock()):
                 worker.parked = False
-                self._grant(state, worker)
+                self._assign_device(state, worker)
             return
         state.lease.release()
 
     def _rule_out(self, worker: _Worker, job: _Job, run_ms: float, fastest_ms: float) -> None:
         message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
-        measured = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": worker.own_ms, "clock": "wall"}
+        measured = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": worker.cpu_ms, "clock": "wall"}
         self._keep_peak(worker)
         self._finish(job, worker, Outcome.SLOW, Phase.MEASURE, message, **measured)
         worker.job, worker.parked = None, False
@@ -635,7 +663,7 @@ class Scheduler:
             worker.job = self._ready.popleft()
             worker.idle = False
             state.bench.remove(worker)
-            self._grant(state, worker)
+            self._assign_device(state, worker)
 
     def _make_ready_ahead(self, state: _DeviceState) -> None:
         """Starts the measuring workers that will be needed, so that nobody waits for the driver to make contexts."""
@@ -656,13 +684,13 @@ class Scheduler:
         return len(self._ready) + len(self._pending) + self._compiling()
 
     def _start_measuring_worker(self, state: _DeviceState) -> None:
-        task = {"do": "prepare", "trial": None, "options": self._plan.options}
+        task = codec.encode(Prepare(options=self._plan.options))
         number = self._sandbox.start(task, fds=self._reference.fds, environ=state.device.environ)
         worker = _Worker(number, None, state, self._clock() + STARTUP_DEADLINE_S, is_ahead=self._load_of(state) > 0)
         self._workers[number] = worker
         state.bench.append(worker)
 
-    def _grant(self, state: _DeviceState, worker: _Worker) -> None:
+    def _assign_device(self, state: _DeviceState, worker: _Worker) -> None:
         """Gives a worker the device; from now on its time runs."""
         assert worker.job is not None
         state.measuring = worker
@@ -677,28 +705,31 @@ class Scheduler:
         if self._together and worker.run_ms is None:
             _close_executable(worker.job)  # of an earlier try
             worker.job.executable_fd = spool.create("executable")
-        task = {
-            "do": "measure",
-            "trial": worker.job.index,
-            "config": encode(worker.job.config),
-            "load": not self._together,
-            "checked": worker.run_ms is not None,
-            "pause": self._together,
+        offer = self._reference.offer()
+        task = Measure(
+            trial=worker.job.index,
+            config=encode(worker.job.config),
+            load=not self._together,
+            checked=worker.run_ms is not None,
+            pause=self._together,
             # The fastest of those that are wrong must not rule out the right ones.
-            "bar_ms": None if self._reference.is_open else self._bar_ms,
-            "noise": [self._noise.samples, self._noise.disturbed],
-            "last": last,
-            **self._reference.task(),
-        }
+            best_median_ms=None if self._reference.is_open else self._best_median_ms,
+            noise_samples=self._noise.samples,
+            noise_disturbed=self._noise.disturbed,
+            references=offer.references,
+            standard=offer.standard,
+            keeps=offer.keeps,
+            last=last,
+        )
         fds = [worker.job.executable_fd, *self._reference.fds]
         _close_output(worker)
         worker.offered = len(self._reference.fds)
-        if task["keeps"]:
+        if offer.keeps:
             worker.output_fd = spool.create("output")
             fds.append(worker.output_fd)
-        self._sandbox.send(worker.number, task, fds)
+        self._sandbox.send(worker.number, codec.encode(task), fds)
 
-    # Hearing
+    # Messages
 
     def _handle(self, event: pool.Event) -> None:
         worker = self._workers.get(event.number)
@@ -706,82 +737,92 @@ class Scheduler:
             if isinstance(event, pool.Ended):
                 self._sandbox.forget(event.number)
         elif isinstance(event, pool.Said):
-            self._hear(worker, event.message)
+            self._on_message(worker, event.message)
         elif isinstance(event, pool.Damaged):
-            self._condemn(worker, Outcome.CRASHED, f"it damaged its own connection: {event.reason}")
+            self._kill_with_verdict(worker, Outcome.CRASHED, f"it damaged its own connection: {event.reason}")
         else:
-            self._bury(worker, event.status)
+            self._on_exit(worker, event.status)
 
-    def _hear(self, worker: _Worker, message: dict[str, Any]) -> None:
+    def _on_message(self, worker: _Worker, frame: codec.Frame) -> None:
         expected = None if worker.job is None else worker.job.index
-        if worker.verdict is not None or message.get("trial") != expected:
+        if worker.verdict is not None or frame.get("trial") != expected:
             return  # late, or of a trial that is over
         try:
-            self._take(worker, message)
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            # A config can forge a frame; what it says then makes no sense.
-            self._condemn(worker, Outcome.CRASHED, f"it sent a message that makes no sense: {error!r}")
+            self._apply(worker, codec.decode(frame, *REPLIES))
+        except (TypeError, ValueError, ArithmeticError) as error:
+            # A config can forge a frame.
+            reason = f"it sent a message that makes no sense: {error!r}"
+            self._kill_with_verdict(worker, Outcome.CRASHED, reason)
 
-    def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
-        worker.phase = Phase(message["phase"])
-        if worker.job is not None and message["type"] == "phase":
+    def _apply(self, worker: _Worker, reply: Reply) -> None:
+        worker.phase = reply.phase
+        if worker.job is not None and isinstance(reply, PhaseEntered):
             self._on_phase(worker.job.index, worker.phase.value)
-        if worker.job is not None and "group" in message:
-            group, fd = message["group"], worker.output_fd
+        if worker.job is not None and isinstance(reply, (Checked, Measured, Failed)) and reply.agreement is not None:
+            group, fd = reply.agreement.group, worker.output_fd
             self._reference.note(worker.job.index, group, offered=worker.offered, fd=fd)
             _close_output(worker)
-        match message["type"]:
-            case "phase":
-                if (worker.compiling or worker.errand_s) and not worker.began:
-                    worker.began = True
-                    allowed_s = worker.errand_s or self._plan.compile_timeout_s
-                    worker.deadline = self._clock() + allowed_s
-            case "ready" if worker.device is not None and worker in worker.device.bench:
+        match reply:
+            case PhaseEntered():
+                self._begin(worker)
+            case Ready() if worker.device is not None and worker in worker.device.bench:
                 worker.idle, worker.deadline = True, float("inf")
                 worker.device.failures = 0
                 if self._plan.configs_per_worker == 1:  # there will be many more
-                    self._share_modules(message["modules"])
-            case "compiled" if worker.compiling and worker.job is not None:
-                worker.job.compile_s = _duration(message["compile_s"])
-                self._share_modules(message["modules"])
-                worker.compiling = False
-                if self._plan.compile_only:
-                    self._succeed_compiling(worker, worker.job)
-                elif self._together:
-                    worker.parked, worker.deadline = True, float("inf")
-                else:
-                    self._keep_peak(worker)
-                    _protect_executable(worker.job)
-                    self._ready.append(worker.job)
-                    worker.job = None
-                    # It ends by itself, unless the config has seen to it that it does not.
-                    worker.deadline = self._clock() + _KILL_DEADLINE_S
-            case "lowered" if worker.compiling and worker.job is not None:
+                    self._share_modules(reply.modules)
+            case Compiled() if worker.compiling and worker.job is not None:
+                self._take_compiled(worker, worker.job, reply)
+            case Lowered() if worker.compiling and worker.job is not None:
                 worker.job.slack_s = worker.deadline - self._clock()
-                self._recognise(worker, worker.job, str(message["program"]))
-            case "checked" if self._together and worker.device is not None and worker.device.measuring is worker:
-                worker.run_ms, worker.own_ms = _run_ms(message["run_ms"]), _duration(message["own_ms"])
-                is_disturbed = bool(message["is_disturbed"])
-                worker.was_disturbed = worker.was_disturbed or is_disturbed
-                self._noise.add(1, int(is_disturbed))
-                if worker.job is not None and worker.job.index != UNTUNED:
-                    self._fastest_first_ms = min(self._fastest_first_ms, worker.run_ms)
-                worker.held_s += self._clock() - worker.granted_at
-                worker.parked, worker.deadline, worker.device.measuring = True, float("inf"), None
-            case "measured" if (
+                self._recognise(worker, worker.job, reply.program)
+            case Checked() if self._together and worker.device is not None and worker.device.measuring is worker:
+                self._pause(worker, worker.device, reply)
+            case Measured() if (
                 worker.job is not None and worker.device is not None and worker.device.measuring is worker
             ):
-                self._succeed(worker, worker.job, worker.device, message)
-            case "done" if worker.errand_s is not None:
-                worker.reply = message
+                self._succeed(worker, worker.job, worker.device, reply)
+            case ReferenceComputed() | ShapesChecked() | Compared() if worker.errand_s is not None:
+                worker.reply = reply
                 self._retire(worker)
-            case "failed":
-                self._fail(worker, message)
+            case Failed():
+                self._fail(worker, reply)
 
-    def _share_modules(self, names: Any) -> None:
-        """Has later workers find imported what this one had to import."""
+    def _begin(self, worker: _Worker) -> None:
+        """Starts the clock of what is timed from a worker's first phase on."""
+        if (worker.compiling or worker.errand_s) and not worker.began:
+            worker.began = True
+            worker.deadline = self._clock() + (worker.errand_s or self._plan.compile_timeout_s)
+
+    def _take_compiled(self, worker: _Worker, job: _Job, reply: Compiled) -> None:
+        job.compile_s = _duration(reply.compile_s)
+        self._share_modules(reply.modules)
+        worker.compiling = False
+        if self._plan.compile_only:
+            self._succeed_compiling(worker, job)
+        elif self._together:
+            worker.parked, worker.deadline = True, float("inf")
+        else:
+            self._keep_peak(worker)
+            _protect_executable(job)
+            self._ready.append(job)
+            worker.job = None
+            # It ends by itself, unless the config keeps it from ending.
+            worker.deadline = self._clock() + _KILL_DEADLINE_S
+
+    def _pause(self, worker: _Worker, state: _DeviceState, reply: Checked) -> None:
+        """Takes the device from a worker after the first run of its config, which says how fast it may be."""
+        worker.run_ms, worker.cpu_ms = _run_ms(reply.run_ms), _duration(reply.cpu_ms)
+        worker.was_disturbed = worker.was_disturbed or reply.is_disturbed
+        self._noise.add(1, int(reply.is_disturbed))
+        if worker.job is not None and worker.job.index != UNTUNED:
+            self._fastest_first_ms = min(self._fastest_first_ms, worker.run_ms)
+        worker.held_s += self._clock() - worker.granted_at
+        worker.parked, worker.deadline, state.measuring = True, float("inf"), None
+
+    def _share_modules(self, names: Sequence[str]) -> None:
+        """Imports in the template the modules that a worker had to import, for later workers."""
         if names:
-            self._sandbox.share_modules([str(name) for name in names])
+            self._sandbox.share_modules(names)
 
     def _succeed_compiling(self, worker: _Worker, job: _Job) -> None:
         if os.fstat(job.executable_fd).st_size:
@@ -815,28 +856,28 @@ class Scheduler:
         message = f"{same}: {trial.message}" if trial.message else same
         self._settle_as(job, dataclasses.replace(trial, config=job.config, message=message), log)
 
-    def _succeed(self, worker: _Worker, job: _Job, state: _DeviceState, message: dict[str, Any]) -> None:
-        samples_ms = _checked_samples(message["samples_ms"])
+    def _succeed(self, worker: _Worker, job: _Job, state: _DeviceState, reply: Measured) -> None:
+        samples_ms = _checked_samples(reply.samples_ms)
         self._keep_peak(worker)
-        median_ms, own_ms = statistics.median(samples_ms), _run_ms(message["own_ms"])
-        self._noise.add(len(samples_ms), _count(message["disturbed"], most=len(samples_ms)))
+        median_ms, cpu_ms = statistics.median(samples_ms), _run_ms(reply.cpu_ms)
+        self._noise.add(len(samples_ms), _count(reply.disturbed, most=len(samples_ms)))
         if worker.run_ms is not None and not worker.was_disturbed:
-            self._noise.add_first_run(worker.own_ms, own_ms)
+            self._noise.add_first_run(worker.cpu_ms, cpu_ms)
         outcome, text = Outcome.OK, ""
-        if message["is_slow"]:
+        if reply.is_slow:
             outcome, text = (
                 Outcome.SLOW,
-                f"at best {min(samples_ms):.4g} ms, where another config takes {self._bar_ms:.4g}",
+                f"at best {min(samples_ms):.4g} ms, where another config takes {self._best_median_ms:.4g}",
             )
-        elif job.index != UNTUNED and (self._bar_ms is None or own_ms < self._bar_ms):
-            self._bar_ms = own_ms  # not the defaults' where they cannot win: all others may be slower
+        elif job.index != UNTUNED and (self._best_median_ms is None or cpu_ms < self._best_median_ms):
+            self._best_median_ms = cpu_ms  # not the defaults' where they cannot win: all others may be slower
         measured = {
             "time_ms": median_ms,
             "samples_ms": tuple(samples_ms),
-            "own_ms": own_ms,
-            "clock": str(message["clock"]),
+            "own_ms": cpu_ms,
+            "clock": reply.clock,
         }
-        self._keep_executable(job, own_ms)
+        self._keep_executable(job, cpu_ms)
         self._finish(job, worker, outcome, Phase.MEASURE, text, **measured)
         state.measuring, worker.job = None, None
         worker.used += 1
@@ -847,34 +888,34 @@ class Scheduler:
             worker.idle = True
             state.bench.append(worker)
 
-    def _keep_executable(self, job: _Job, own_ms: float) -> None:
+    def _keep_executable(self, job: _Job, cpu_ms: float) -> None:
         """Keeps the fastest configs' executables for a comparison, where there are any."""
         if os.fstat(job.executable_fd).st_size:
             _protect_executable(job)
-            self._kept[job.index] = (own_ms, job.executable_fd)
+            self._kept[job.index] = (cpu_ms, job.executable_fd)
             job.executable_fd = -1
         if len(self._kept) > finals.MOST_FINALISTS + (UNTUNED in self._kept):
             slowest = max(self._kept, key=lambda index: self._kept[index])
             os.close(self._kept.pop(slowest)[1])
 
-    def _fail(self, worker: _Worker, message: dict[str, Any]) -> None:
-        """Something was raised: the worker ends, and so it must, with whatever it did to itself."""
-        error, text = str(message["error"]), str(message["message"])
-        is_early = worker.compiling or worker.phase is Phase.LOAD
-        is_unfit = message["outcome"] == "unfit" and is_early and not self._together
-        if is_unfit and worker.job is not None and not worker.used:
-            self._hand_over(worker.job, text)
-            worker.job, worker.compiling = None, False
-            self._retire(worker)
-            return
-        outcome = Outcome.ERROR if is_unfit else Outcome(message["outcome"])
-        if outcome not in _RAISED:
-            raise ValueError(f"nothing raised is {outcome.value!r}")
-        worker.traceback = str(message.get("traceback", ""))
+    def _fail(self, worker: _Worker, reply: Failed) -> None:
+        """Ends a worker that raised, and with it whatever its config did to the process."""
+        if reply.outcome is Raised.UNFIT:
+            is_early = worker.compiling or worker.phase is Phase.LOAD
+            if not is_early or self._together:
+                raise ValueError("nothing raised here is 'unfit'")
+            if worker.job is not None and not worker.used:
+                self._hand_over(worker.job, reply.text)
+                worker.job, worker.compiling = None, False
+                self._retire(worker)
+                return
+        outcome = Outcome.ERROR if reply.outcome is Raised.UNFIT else Outcome(reply.outcome.value)
+        worker.traceback = reply.traceback
         if outcome is Outcome.WRONG:
-            self._condemn(worker, outcome, text)
+            self._kill_with_verdict(worker, outcome, reply.text)
         else:
-            self._condemn(worker, outcome, f"{error}: {text}" if text else error)
+            message = f"{reply.error}: {reply.text}" if reply.text else reply.error
+            self._kill_with_verdict(worker, outcome, message)
 
     def _hand_over(self, job: _Job, reason: str) -> None:
         """Leaves a job, and those not yet begun, to the other route: what is true of one config's program is of all."""
@@ -888,7 +929,7 @@ class Scheduler:
 
     # Ending
 
-    def _condemn(self, worker: _Worker, outcome: Outcome, message: str) -> None:
+    def _kill_with_verdict(self, worker: _Worker, outcome: Outcome, message: str) -> None:
         """Decides what a worker's end means, and brings it about."""
         if worker.verdict is None:
             worker.verdict = (outcome, message)
@@ -908,7 +949,7 @@ class Scheduler:
         # A worker holds nothing that matters here; one with a device would take seconds to close it politely.
         self._sandbox.kill(worker.number)
 
-    def _bury(self, worker: _Worker, status: int | None) -> None:
+    def _on_exit(self, worker: _Worker, status: int | None) -> None:
         """Draws the conclusion from a worker's end: a process that ends without a result did not succeed."""
         job = worker.job
         self._keep_peak(worker)
@@ -1063,9 +1104,9 @@ class Scheduler:
             self._pending.clear()
         for worker in list(self._workers.values()):
             if not self._devices:
-                self._condemn(worker, outcome, message)
+                self._kill_with_verdict(worker, outcome, message)
             elif worker.device is state:
-                self._condemn(worker, Outcome.LOST, message)  # another device will do
+                self._kill_with_verdict(worker, Outcome.LOST, message)  # another device will do
 
     # Watching
 
@@ -1084,7 +1125,7 @@ class Scheduler:
                 self._handle(event)
         for worker in list(self._workers.values()):
             if now >= worker.deadline:
-                self._condemn(worker, *self._overdue(worker))
+                self._kill_with_verdict(worker, *self._overdue(worker))
             elif worker.given_up_at is not None and now >= worker.given_up_at:
                 self._give_up(worker)
         if now >= self._next_tick:
@@ -1150,7 +1191,7 @@ class Scheduler:
             if worker.used_bytes > (limit := self._limit_of(worker)):
                 used, alone = _gigabytes(worker.used_bytes), " alone" if worker.job and worker.job.is_alone else ""
                 message = f"it held {used}{alone}, over its memory_limit of {_gigabytes(limit)}"
-                self._condemn(worker, Outcome.OOM, message)
+                self._kill_with_verdict(worker, Outcome.OOM, message)
         if any(worker.verdict and worker.verdict[0] is Outcome.OOM for worker in self._workers.values()):
             return  # what is dying has yet to give its memory back
         if not is_fast and now < self._next_free_look:
@@ -1172,7 +1213,7 @@ class Scheduler:
 
     def _blame_for_shortage(self, worker: _Worker, shortage: str) -> None:
         message = f"{shortage} and it held {_gigabytes(worker.used_bytes)}, the most of all"
-        self._condemn(worker, Outcome.OOM, message)
+        self._kill_with_verdict(worker, Outcome.OOM, message)
 
     def _weigh(self, workers: Sequence[_Worker], baseline: int, *, exactly: bool = False) -> None:
         """Notes how much each worker's tree holds now."""
@@ -1213,7 +1254,7 @@ def _count(value: Any, *, most: int) -> int:
 
 def _is_progress(event: pool.Event) -> bool:
     """Returns whether an event only tells how far a worker is, so that nothing can start for it."""
-    return isinstance(event, pool.Said) and event.message.get("type") == "phase"
+    return isinstance(event, pool.Said) and event.message.get("message") == PhaseEntered.__name__
 
 
 def _telling_part(log: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from quarantune.sandbox import spool
 from quarantune.values.shown import format_config
@@ -25,6 +24,21 @@ _MOST_WRONG_GROUPS = 3
 _SHOWN = 3
 
 Finish = Callable[[int, Trial, str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Offer:
+    """The outputs that a worker compares another with.
+
+    Attributes:
+        references: the number of them.
+        standard: the position of the one that is right; None where that is not known.
+        keeps: whether an output that differs from all of them is kept.
+    """
+
+    references: int
+    standard: int | None
+    keeps: bool
 
 
 class Reference:
@@ -87,21 +101,16 @@ class Reference:
         """Whether a config is that of the function's defaults, or lowers to their program."""
         return index in self._defaults
 
-    def task(self) -> dict[str, Any]:
-        """Returns what a worker must know to compare an output; the descriptors of `fds` go with it.
-
-        Returns:
-            `references`, how many outputs there are; `standard`, which of them is right, None where that is not known;
-            and `keeps`, whether an output that is like none of them is to be kept.
-        """
+    def offer(self) -> Offer:
+        """Returns what a worker is given to compare an output with; the descriptors of `fds` go with it."""
         most = _MOST_GROUPS if self._standard() is None else 1 + _MOST_WRONG_GROUPS
-        return {
-            "references": len(self.fds),
-            "standard": 0 if self._is_given else self._standard(),
-            "keeps": self._compares and len(self.fds) < most,
-        }
+        return Offer(
+            references=len(self.fds),
+            standard=0 if self._is_given else self._standard(),
+            keeps=self._compares and len(self.fds) < most,
+        )
 
-    def note(self, index: int, group: Any, *, offered: int, fd: int) -> None:
+    def note(self, index: int, group: int | None, *, offered: int, fd: int) -> None:
         """Notes with which output a config's agrees.
 
         Args:

@@ -16,6 +16,7 @@ from quarantune import jax_internals
 from quarantune.host import caller
 from quarantune.measure import finals
 from quarantune.sandbox import spool
+from quarantune.sandbox.messages import BenchOptions
 from quarantune.scheduler.reference import Reference, unlike
 from quarantune.transport import payload
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
@@ -31,7 +32,7 @@ def run(
     configs: Mapping[int, Config],
     *,
     arrays_fd: int,
-    options: dict[str, object],
+    options: BenchOptions,
     finish: Callable[[int, Trial, str], None],
     reference: Reference,
 ) -> None:
@@ -51,7 +52,7 @@ def run(
     _warn()
 
     def bench() -> Bench:
-        return Bench(call, arrays_fd=arrays_fd, options=options)
+        return Bench(call, arrays_fd=arrays_fd, options=dataclasses.asdict(options))
 
     if configs and "ref_fn" in call.companions:
         with _undisturbed(), _file("expected") as fd:
@@ -105,7 +106,7 @@ def _warn() -> None:
 
 
 def compare(
-    call: payload.Call, measured: Mapping[int, Trial], *, arrays_fd: int, options: dict[str, object]
+    call: payload.Call, measured: Mapping[int, Trial], *, arrays_fd: int, options: BenchOptions
 ) -> finals.Final:
     """Times the fastest configs in turn.
 
@@ -122,7 +123,7 @@ def compare(
     if len(finalists) < 2:
         return finals.Final()
     with _undisturbed():
-        bench = Bench(call, arrays_fd=arrays_fd, options=options)
+        bench = Bench(call, arrays_fd=arrays_fd, options=dataclasses.asdict(options))
         try:
             programs = [bench.compile(measured[index].config, target=None) for index in finalists]
             rounds_ms, warm_ms = bench.compare(programs)
@@ -134,20 +135,21 @@ def compare(
 
 def _check(bench: Bench, program: Program, index: int, reference: Reference) -> None:
     """Judges a config's output, and notes with which others it agrees."""
-    task, offered = reference.task(), len(reference.fds)
+    offer = reference.offer()
     with _file("output") as fd:
-        output_fd = fd if task["keeps"] else None
+        output_fd = fd if offer.keeps else None
         found: dict[str, int | None] = {}
         try:
-            standard = task["standard"]
-            group = bench.check(program, references=reference.fds, standard=standard, output_fd=output_fd)
+            group = bench.check(program, references=reference.fds, standard=offer.standard, output_fd=output_fd)
             found["group"] = group
         except WrongResultError as error:
             found["group"] = error.group
             raise
         finally:
             if found:
-                reference.note(index, found["group"], offered=offered, fd=-1 if output_fd is None else output_fd)
+                reference.note(
+                    index, found["group"], offered=offer.references, fd=-1 if output_fd is None else output_fd
+                )
 
 
 def _run_one(bench: Bench, config: Config, index: int, reference: Reference) -> Trial:

@@ -10,7 +10,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 import jax
 
@@ -20,7 +19,7 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.measure import finals
 from quarantune.sandbox import pool, spool
-from quarantune.sandbox.messages import LoadFailed
+from quarantune.sandbox.messages import BenchOptions, LoadFailed, ToleranceOptions
 from quarantune.scheduler.loop import MEMORY_SHARE, ErrandError, Leftovers, Plan, Scheduler
 from quarantune.scheduler.reference import UNTUNED, Reference, unlike
 from quarantune.sweep.events import SweepEvents
@@ -298,20 +297,23 @@ def _from_both_ends(configs: Mapping[int, Config], last: Collection[int]) -> dic
     return {index: configs[index] for index in [*ordered, *(index for index in configs if index in last)]}
 
 
-def worker_options(platform: str | None, options: Options) -> dict[str, Any]:
-    """Returns what `trial.Bench` is to know of the author's options, JSON-able; `platform` None is for this process."""
-    return {
-        "platform": platform,
-        "warmup": options.warmup,
-        "rep": options.rep,
-        "supply": "auto" if callable(options.supply) else options.supply,
-        "tolerance": {
-            "rtol": options.rtol,
-            "atol": options.atol,
-            "max_mismatched_ratio": options.max_mismatched_ratio,
-        },
-        "check_grad": options.check_grad or options.time_grad,
-        "time_grad": options.time_grad,
+def worker_options(platform: str | None, options: Options) -> BenchOptions:
+    """Returns the author's options that a worker needs.
+
+    Args:
+        platform: the platform that configs run on; None for the one of this process.
+        options: the author's.
+    """
+    return BenchOptions(
+        platform=platform,
+        warmup=options.warmup,
+        rep=options.rep,
+        supply="auto" if callable(options.supply) else options.supply,
+        tolerance=ToleranceOptions(
+            rtol=options.rtol, atol=options.atol, max_mismatched_ratio=options.max_mismatched_ratio
+        ),
+        check_grad=options.check_grad or options.time_grad,
+        time_grad=options.time_grad,
         # On a GPU, XLA itself would write there, and a killed worker would leave torn files.
-        "compilation_cache": jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
-    }
+        compilation_cache=jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
+    )

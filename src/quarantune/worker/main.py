@@ -7,18 +7,20 @@ config.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
-from quarantune.sandbox import spool, wire
+from quarantune.sandbox import codec, messages, spool, wire
+from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.wire import Connection, Message
 from quarantune.sandbox.worker_program import Shared
+from quarantune.values.trial import Phase
 
 if TYPE_CHECKING:
     from quarantune.transport import payload
-    from quarantune.values.trial import Config
     from quarantune.worker.bench import Bench, Program
 
 _MESSAGE_CHARS = 4000
@@ -43,6 +45,14 @@ def main(connection: Connection, shared: Shared, task: Message, fds: list[int]) 
         os._exit(code)
 
 
+class _Heading(TypedDict):
+    """The fields that all replies have."""
+
+    trial: int | None
+    phase: Phase
+    pid: int | None
+
+
 class Worker:
     """One worker's conversation with its scheduler."""
 
@@ -51,169 +61,222 @@ class Worker:
         self._shared = shared
         self._bench: Any = None
         self._program: Any = None
-        self._phase = "load"
+        self._phase = Phase.LOAD
         self._has_spoken = False
         self._trial: int | None = None
         self._modules = set(sys.modules)
 
-    def run(self, task: Message, fds: list[int]) -> None:
-        """Runs tasks until one fails, one says it is the last, or the scheduler closes the connection."""
-        pending = [(task, fds)]
+    def run(self, frame: Message, fds: list[int]) -> None:
+        """Runs tasks until one fails, one is the last, or the scheduler closes the connection."""
+        pending = [(frame, fds)]
         while True:
             for message, received in pending:
                 if not self._run_one(message, received):
                     return
             pending = self._connection.receive()
 
-    def _run_one(self, task: Message, fds: list[int]) -> bool:
-        self._trial = task.get("trial")
+    def _run_one(self, frame: Message, fds: list[int]) -> bool:
+        task = codec.decode(frame, *messages.TASKS)
+        self._trial = task.trial
         try:
             reply = self._do(task, fds)
         except BaseException as error:  # a config may raise anything, SystemExit and KeyboardInterrupt too
-            from quarantune.worker.failures import WrongResultError, outcome_of
-
-            about = describe_error(error)
-            if isinstance(error, WrongResultError):
-                about |= {"traceback": "", "group": error.group}  # where we raise it is nobody's business
-            self._send({"type": "failed", "outcome": outcome_of(error, self._phase), **about})
+            self._send(self._failure(error))
             return False
         finally:
             wire.close_all(fds)
         if reply is not None:
             self._send(reply)
-        return not task.get("last", False)
+        return not task.last
 
-    def _do(self, task: Message, fds: list[int]) -> Message | None:
-        from quarantune.measure import sampling
-        from quarantune.worker.bench import Bench
-        from quarantune.worker.failures import NeedsDeviceError
+    def _do(self, task: Task, fds: list[int]) -> Reply | None:
         from quarantune.worker.probe import probe
 
-        if task["do"] == "probe":
-            return {"type": "probed", **probe(task["platforms"])}
+        if isinstance(task, messages.Probe):
+            found = probe(task.platforms)
+            devices = tuple(messages.ProbedDevice(**device) for device in found["devices"])
+            return messages.Probed(**self._heading(), devices=devices, config_text=found["config_text"])
+        if isinstance(task, messages.Measure):
+            return self._measure(self._bench, task, fds)
+        assert isinstance(task, _WITH_OPTIONS)
+        bench = self._bench_for(task.options)
+        match task:
+            case messages.Prepare():
+                bench.prepare(fds)
+                return messages.Ready(**self._heading(), modules=self._new_modules())
+            case messages.Warm():
+                with contextlib.suppress(Exception):  # the config that comes meets it again, and reports it
+                    bench.prepare()
+                return None
+            case messages.Compile():
+                return self._compile(bench, task, fds)
+            case messages.CheckShapes():
+                self._enter(Phase.CHECK)
+                differs = bench.judge.shapes_differ(fds[0])
+                return messages.ShapesChecked(**self._heading(), differs=differs)
+            case messages.ComputeReference():
+                self._enter(Phase.CHECK)
+                bench.judge.compute_reference(fds[0])
+                return messages.ReferenceComputed(**self._heading())
+            case messages.Compare():
+                return self._compare(bench, task, fds)
+
+    def _bench_for(self, options: messages.BenchOptions) -> Bench:
+        """Returns the worker's bench, made when the first task needs it."""
+        from quarantune.worker.bench import Bench
+
         if self._bench is None:
             call = cast("payload.Call | None", self._shared.call)
             if call is None:
-                self._enter("load")
+                self._enter(Phase.LOAD)
                 call = load_call(self._shared.payload_fd, self._shared.cwd)
-            self._bench = Bench(call, arrays_fd=self._shared.arrays_fd, options=task["options"])
+            self._bench = Bench(call, arrays_fd=self._shared.arrays_fd, options=dataclasses.asdict(options))
         bench: Bench = self._bench
-        match task["do"]:
-            case "prepare":
-                bench.prepare(fds)
-                return {"type": "ready", "modules": self._new_modules()}
-            case "warm":
-                with contextlib.suppress(Exception):  # the config that comes will meet it again, and tell
-                    bench.prepare()
-                return None
-            case "compile":
-                return self._compile(bench, task, fds)
-            case "measure":
-                program = self._load(bench, task["config"], fds[0]) if task["load"] else self._program
-                found: Message = {}
-                if not task["checked"]:
-                    self._phase = "check"  # since it was told to: nobody needs to hear of it
-                    end = 1 + task["references"]
-                    found["group"] = bench.check(
-                        program,
-                        references=fds[1:end],
-                        standard=task["standard"],
-                        output_fd=fds[end] if task["keeps"] else None,
-                    )
-                    if task["pause"] and (run := bench.informative_first_run(program)) is not None:
-                        # It may be out of the race already, which the scheduler knows.
-                        return {
-                            "type": "checked",
-                            "run_ms": run.whole,
-                            "own_ms": run.least,
-                            "is_disturbed": run.is_disturbed,
-                            **found,
-                        }
-                self._enter("measure")
-                noise = sampling.Noise(*task["noise"])
-                measured = bench.measure(program, bar_ms=task["bar_ms"], noise=noise)
-                if not task["load"] and (not measured["is_slow"] or bench.is_plain):
-                    # A finalist, perhaps; one that cannot be saved is compiled anew for the final. What a plain
-                    # function leaves, if anything, is no more than what it has called.
-                    try:
-                        bench.save(program, fds[0])
-                    except NeedsDeviceError:
-                        pass
-                    except OSError:  # there is no room for it, or it would be too large a file
-                        os.ftruncate(fds[0], 0)
-                return {"type": "measured", **measured, **found}
-            case "shapes":
-                self._enter("check")
-                return {"type": "done", "differs": bench.judge.shapes_differ(fds[0])}
-            case "refer":
-                self._enter("check")
-                bench.judge.compute_reference(fds[0])
-                return {"type": "done"}
-            case "compare":
-                return self._compare(bench, task, fds)
-        raise ValueError(f"no such task: {task['do']!r}")
+        return bench
 
-    def _compile(self, bench: Bench, task: Message, fds: list[int]) -> Message:
+    def _compile(self, bench: Bench, task: messages.Compile, fds: list[int]) -> Reply:
         from quarantune.worker.failures import NeedsDeviceError
 
-        self._enter("compile")
+        self._enter(Phase.COMPILE)
         self._program = bench.compile(
-            task["config"],
-            target=task["target"],
+            dict(task.config),
+            target=None if task.target is None else dataclasses.asdict(task.target),
             away=bool(fds),
-            announce=lambda program: self._send({"type": "lowered", "program": program}),
+            announce=lambda program: self._send(messages.Lowered(**self._heading(), program=program)),
         )
         if fds:
-            with contextlib.suppress(*() if task["must_save"] else (NeedsDeviceError,)):
-                bench.save(self._program, fds[0], as_data=task["as_data"])
-        return {"type": "compiled", "compile_s": self._program.compile_s, "modules": self._new_modules()}
+            with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
+                bench.save(self._program, fds[0], as_data=task.as_data)
+        return messages.Compiled(**self._heading(), compile_s=self._program.compile_s, modules=self._new_modules())
 
-    def _load(self, bench: Bench, config: Config, fd: int) -> Program:
-        """Loads a program; one that calls what only tracing it makes known must be compiled where it runs."""
+    def _measure(self, bench: Bench, task: messages.Measure, fds: list[int]) -> Reply:
+        from quarantune.measure import sampling
+
+        program = self._load(bench, task.config, fds[0]) if task.load else self._program
+        agreement = None
+        if not task.checked:
+            agreement = self._check(bench, program, task, fds)
+            if task.pause and (run := bench.informative_first_run(program)) is not None:
+                # The config may be out of the race already, which only the scheduler knows.
+                return messages.Checked(
+                    **self._heading(),
+                    run_ms=run.whole,
+                    cpu_ms=run.least,
+                    is_disturbed=run.is_disturbed,
+                    agreement=agreement,
+                )
+        self._enter(Phase.MEASURE)
+        noise = sampling.Noise(task.noise_samples, task.noise_disturbed)
+        measured = bench.measure(program, bar_ms=task.best_median_ms, noise=noise)
+        if not task.load and (not measured["is_slow"] or bench.is_plain):
+            self._save_finalist(bench, program, fds[0])
+        return messages.Measured(
+            **self._heading(),
+            samples_ms=tuple(measured["samples_ms"]),
+            cpu_ms=measured["own_ms"],
+            disturbed=measured["disturbed"],
+            is_slow=measured["is_slow"],
+            clock=measured["clock"],
+            agreement=agreement,
+        )
+
+    def _check(self, bench: Bench, program: Program, task: messages.Measure, fds: list[int]) -> messages.Agreement:
+        self._phase = Phase.CHECK  # the scheduler knows: it has just given this worker the device
+        end = 1 + task.references
+        group = bench.check(
+            program,
+            references=fds[1:end],
+            standard=task.standard,
+            output_fd=fds[end] if task.keeps else None,
+        )
+        return messages.Agreement(group)
+
+    def _save_finalist(self, bench: Bench, program: Program, fd: int) -> None:
+        """Saves a program that may become a finalist; one that cannot be saved is compiled again for the final.
+
+        A plain function leaves at most a report of the programs that it has run.
+        """
+        from quarantune.worker.failures import NeedsDeviceError
+
+        try:
+            bench.save(program, fd)
+        except NeedsDeviceError:
+            pass
+        except OSError:  # there is no room for it, or it would be too large a file
+            os.ftruncate(fd, 0)
+
+    def _load(self, bench: Bench, config: messages.EncodedConfig, fd: int) -> Program:
+        """Loads a program; one that calls into tables that only tracing fills must be compiled where it runs."""
         from quarantune.worker.failures import NeedsDeviceError, outcome_of
 
-        self._phase = "load"
+        self._phase = Phase.LOAD
         try:
-            return bench.load(config, fd)
+            return bench.load(dict(config), fd)
         except Exception as error:
             if outcome_of(error, self._phase) != "error":
                 raise
             raise NeedsDeviceError(f"its executable cannot be loaded: {error}") from error
 
-    def _compare(self, bench: Bench, task: Message, fds: list[int]) -> Message:
+    def _compare(self, bench: Bench, task: messages.Compare, fds: list[int]) -> Reply:
         from quarantune.worker.failures import NeedsDeviceError
 
-        self._enter("compile")
+        self._enter(Phase.COMPILE)
         saved, programs = iter(fds), []
-        for entry in task["entries"]:
+        for entry in task.entries:
             program = None
-            if entry["saved"]:
+            if entry.saved:
                 with contextlib.suppress(NeedsDeviceError):
-                    program = self._load(bench, entry["config"], next(saved))
-            programs.append(program or bench.compile(entry["config"], target=None))
-        self._enter("check")
+                    program = self._load(bench, entry.config, next(saved))
+            programs.append(program or bench.compile(dict(entry.config), target=None))
+        self._enter(Phase.CHECK)
         for program in programs:
             bench.run(program)
-        self._enter("measure")
+        self._enter(Phase.MEASURE)
         rounds_ms, warm_ms = bench.compare(programs)
-        return {"type": "done", "rounds_ms": rounds_ms, "warm_ms": warm_ms}
+        return messages.Compared(
+            **self._heading(), rounds_ms=tuple(map(tuple, rounds_ms)), warm_ms=tuple(map(tuple, warm_ms))
+        )
 
-    def _enter(self, phase: str) -> None:
+    def _failure(self, error: BaseException) -> messages.Failed:
+        from quarantune.worker.failures import WrongResultError, outcome_of
+
+        about = describe_error(error)
+        is_wrong = isinstance(error, WrongResultError)
+        return messages.Failed(
+            **self._heading(),
+            outcome=messages.Raised(outcome_of(error, self._phase)),
+            error=about["error"],
+            text=about["message"],
+            traceback="" if is_wrong else about["traceback"],  # the place where it is raised here tells nothing
+            agreement=messages.Agreement(error.group) if isinstance(error, WrongResultError) else None,
+        )
+
+    def _enter(self, phase: Phase) -> None:
         self._phase = phase
-        self._send({"type": "phase"})
+        self._send(messages.PhaseEntered(**self._heading()))
 
-    def _send(self, message: Message) -> None:
-        about = {**message, "trial": self._trial, "phase": self._phase}
-        if not self._has_spoken:
-            about["pid"] = os.getpid()
-            self._has_spoken = True
-        self._connection.send(about)
+    def _heading(self) -> _Heading:
+        return {"trial": self._trial, "phase": self._phase, "pid": None if self._has_spoken else os.getpid()}
 
-    def _new_modules(self) -> list[str]:
-        """Names the modules imported here that the template lacked, so that it can import them for those to come."""
+    def _send(self, reply: Reply) -> None:
+        self._has_spoken = True
+        self._connection.send(codec.encode(reply))
+
+    def _new_modules(self) -> tuple[str, ...]:
+        """Names the modules imported here that the template lacked, so that it can import them for later workers."""
         names = sorted(sys.modules.keys() - self._modules)
         self._modules = set(sys.modules)
-        return names
+        return tuple(names)
+
+
+_WITH_OPTIONS = (
+    messages.Prepare,
+    messages.Warm,
+    messages.Compile,
+    messages.ComputeReference,
+    messages.CheckShapes,
+    messages.Compare,
+)
 
 
 def load_call(payload_fd: int, cwd: str | None) -> payload.Call:
