@@ -109,12 +109,15 @@ def test_configs_whose_programs_are_too_large_to_be_kept_are_measured_all_the_sa
     ],
 )
 def test_each_shortage_has_advice_of_its_own(number: int, advice: str) -> None:
-    with pytest.raises(SandboxError, match=f"^kernel: the sweep had to end .*{advice}"), shortages.told("kernel"):
+    with (
+        pytest.raises(SandboxError, match=f"^kernel: the sweep had to end .*{advice}"),
+        shortages.with_advice("kernel"),
+    ):
         raise OSError(number, os.strerror(number))
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    with pytest.raises(FileNotFoundError), shortages.told("kernel"):
+    with pytest.raises(FileNotFoundError), shortages.with_advice("kernel"):
         raise FileNotFoundError(errno.ENOENT, "no such file")
 
 

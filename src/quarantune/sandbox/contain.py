@@ -1,4 +1,4 @@
-"""What a process of ours does to itself, and to its descendants, so that nothing it does reaches beyond it."""
+"""Contains a worker: its session, signals, limits and output, and the kills that end it with all its descendants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quarantune.host import machine
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 2.0
-"""How long a killed tree is waited for; only a process in uninterruptible sleep outlasts it."""
+"""The longest wait for killed processes to exit; only a process in uninterruptible sleep takes longer."""
 
 _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
@@ -26,19 +26,20 @@ _IGNORED_BY_PYTHON = frozenset({signal.SIGPIPE, signal.SIGXFSZ})
 
 
 def reset_signals() -> None:
-    """Unblocks every signal and ends the ignoring of any, as the thread that started this process may have left them.
+    """Unblocks every signal and restores the default action of those that are ignored.
 
-    A new process inherits both. A template that never sees SIGCHLD would never tell that a worker has ended.
+    A new process inherits both from the thread that started it. A template that never receives SIGCHLD would never
+    report that a worker has ended.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in signal.valid_signals() - _IGNORED_BY_PYTHON:
         if signal.getsignal(number) is signal.SIG_IGN:
-            how = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            signal.signal(number, how)
+            handler = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, handler)
 
 
 def die_with_parent(parent: int) -> None:
-    """Asks the kernel to kill this process when `parent`'s forking thread ends; exits when it already has."""
+    """Has the kernel kill this process when the thread of `parent` that forked it ends; exits if `parent` is gone."""
     if _libc is not None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
@@ -46,19 +47,21 @@ def die_with_parent(parent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent dies."""
+    """Makes this process the parent of every descendant whose own parent has died."""
     if _libc is not None:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def contain_worker(*, parent: int, log_fd: int) -> None:
-    """Turns a freshly started process into a worker: own session, no core, first to go when memory is short.
+    """Turns a freshly started process into a worker.
+
+    The worker has a session of its own and dumps no core, and the kernel kills it before others when memory runs out.
 
     Args:
-        parent: the process it must not outlive.
-        log_fd: takes its stdout, its stderr and faulthandler's report.
+        parent: the process that the worker must not outlive.
+        log_fd: receives its stdout, its stderr and faulthandler's report.
     """
-    with contextlib.suppress(PermissionError):  # already a session's leader when it was spawned as one
+    with contextlib.suppress(PermissionError):  # a spawned worker leads a session already
         os.setsid()
     die_with_parent(parent)
     adopt_orphans()
@@ -69,13 +72,13 @@ def contain_worker(*, parent: int, log_fd: int) -> None:
 
 
 def redirect_output(log_fd: int) -> None:
-    """Sends stdout and stderr to `log_fd`, where faulthandler reports too, and gives stdin nothing to read."""
+    """Sends stdout, stderr and faulthandler's report to `log_fd`, and connects stdin to /dev/null."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
     os.dup2(log_fd, 1)
     os.dup2(log_fd, 2)
-    # The interpreter's stream objects may be the caller's replacements or hold a fork's unflushed text.
+    # In a fork, the stream objects may be the caller's replacements, or hold text that is not flushed yet.
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
     faulthandler.enable(file=2, all_threads=False)
@@ -91,15 +94,15 @@ def kill_tree(pid: int) -> None:
 
 
 def kill_orphans(known: Collection[int]) -> int:
-    """Kills and reaps every child of this process that is not in `known`, and whatever they leave behind.
+    """Kills and reaps every child of this process that is not in `known`, and all of their descendants.
 
-    An orphan's children become ours as it dies, so this goes round until none is left.
+    This process adopts the children of an orphan as it dies, so the search is repeated until it finds none.
 
     Args:
-        known: the children that are to stay.
+        known: the children that stay.
 
     Returns:
-        How many processes were killed.
+        The number of processes killed.
     """
     killed = 0
     deadline = time.monotonic() + KILL_DEADLINE_S

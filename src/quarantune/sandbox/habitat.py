@@ -1,4 +1,4 @@
-"""What a process has from the moment it starts: a template that was started with something else is out of date."""
+"""The properties that a process inherits for good when it starts, to tell whether a running template is out of date."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ import os
 from pathlib import Path
 
 _READ_AT_START = ("LD_", "PYTHON", "JAX_", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_")
-"""Variables that the loader, Python, JAX and numerical libraries read once; workers are given all others anew."""
+"""Prefixes of variables that the loader, Python, JAX and numerical libraries read once, at start-up.
+
+Every sweep gives its workers the current values of all other variables.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Habitat:
-    """What a child of this process would inherit for good.
+    """Properties that a new child of this process would keep for good.
 
     Attributes:
-        user: the user ids, the group ids and the further groups.
-        cpus: the CPUs that the calling thread may run on.
+        user: the user ids, the group ids and the supplementary groups.
+        cpus: the CPUs that the calling thread may use.
         cgroup: the control groups.
-        environ: the variables that are read once.
+        environ: the environment variables that are read once.
     """
 
     user: tuple[object, ...]
@@ -28,7 +31,7 @@ class Habitat:
 
 
 def current() -> Habitat:
-    """Returns what a child that is started now would inherit."""
+    """Returns the habitat that a child started now would inherit."""
     try:
         cgroup = Path("/proc/self/cgroup").read_text(encoding="utf-8")
     except OSError:

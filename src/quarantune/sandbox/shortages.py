@@ -1,4 +1,4 @@
-"""What to say where this process has run out of descriptors or of room, which is no config's fault."""
+"""Errors with advice, for a process that runs out of descriptors, memory or disk space through no config's fault."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from quarantune.values.trial import SandboxError
 
 
 @contextlib.contextmanager
-def told(name: str) -> Iterator[None]:
-    """Has a shortage within the block raise an error that says what to do.
+def with_advice(name: str) -> Iterator[None]:
+    """Replaces the `OSError` of a shortage within the block by an error that gives a remedy.
 
     Args:
         name: the tuned function's name.
 
     Raises:
-        SandboxError: instead of the `OSError` of a shortage.
+        SandboxError: a resource ran out.
     """
     try:
         yield

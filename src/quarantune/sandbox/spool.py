@@ -1,4 +1,4 @@
-"""Nameless files: what travels between processes lies in them, and nothing is left behind however a process ends."""
+"""Anonymous files for data that travels between processes; nothing of them remains, however a process ends."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from collections.abc import Sequence
 from quarantune.host import machine
 
 _MEMORY_SHARE = 4
-"""A file may take one part in this many of the free memory; a larger one goes to the disk."""
+"""A file lies in memory where it takes less than this fraction of the free memory (1 / n), and else on the disk."""
 _LOG_CAP_BYTES = 1 << 20
 _LOG_KEPT_BYTES = 16 << 10
 _BLOCK_BYTES = 16 << 20
 
 
 def create(label: str, *, size_bytes: int = 0) -> int:
-    """Returns a descriptor of a new nameless file.
+    """Returns a descriptor of a new anonymous file.
 
-    It lies in memory where that has room, else under TMPDIR; either way it has no name, so not even SIGKILL can leave
-    it behind.
+    The file lies in memory where there is room, and else under TMPDIR. It has no name in either place, so that not even
+    SIGKILL leaves it behind.
 
     Args:
-        label: shown by the system's tools.
-        size_bytes: how much will be written.
+        label: the file's name in the system's tools.
+        size_bytes: the size that it will have.
 
     Raises:
-        OSError: there is room for it nowhere.
+        OSError: there is no room for the file.
     """
     small = size_bytes <= _LOG_CAP_BYTES
     if hasattr(os, "memfd_create") and (small or size_bytes < machine.available_memory_bytes() // _MEMORY_SHARE):
@@ -39,19 +39,19 @@ def create(label: str, *, size_bytes: int = 0) -> int:
 
 
 def write(fd: int, data: bytes) -> None:
-    """Writes all of `data` at the file's position."""
+    """Writes all of `data` at the file's current position."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def read(fd: int) -> bytes:
-    """Returns all that a file holds."""
+    """Returns the whole content of a file."""
     return os.pread(fd, os.fstat(fd).st_size, 0)
 
 
 def write_parts(fd: int, parts: Sequence[bytes]) -> None:
-    """Writes byte strings so that `read_parts` finds them again."""
+    """Writes byte strings for `read_parts`."""
     lengths = [len(part) for part in parts]
     write(fd, struct.pack(f"<I{len(parts)}Q", len(parts), *lengths))
     for part in parts:
@@ -59,31 +59,31 @@ def write_parts(fd: int, parts: Sequence[bytes]) -> None:
 
 
 def read_parts(fd: int) -> list[bytes]:
-    """Returns the byte strings that `write_parts` wrote, which a worker may have forged.
+    """Returns the byte strings that `write_parts` wrote.
 
     Raises:
-        ValueError: the file holds something else.
+        ValueError: the file was not written by `write_parts`; a worker may have written anything to it.
     """
     data = read(fd)
     try:
         (count,) = struct.unpack_from("<I", data)
         lengths = struct.unpack_from(f"<{count}Q", data, 4)
     except (struct.error, MemoryError, OverflowError) as error:
-        raise ValueError("the file does not hold what was to be written there") from error
+        raise ValueError("the file does not hold a sequence of byte strings") from error
     parts, start = [], 4 + 8 * count
     for length in lengths:
         parts.append(data[start : start + length])
         start += length
     if start != len(data):
-        raise ValueError("the file does not hold what was to be written there")
+        raise ValueError("the file does not hold a sequence of byte strings")
     return parts
 
 
 def protect(fd: int) -> int:
-    """Returns a descriptor through which nobody can change the file, not even a config that knows its way about.
+    """Returns a read-only descriptor of the file, which no config can then change.
 
-    A file in memory is sealed, for good, or copied where a process that can write to it has seen to it that it cannot
-    be; one on the disk is only opened anew for reading.
+    A file in memory is sealed for good. Where a process with write access has prevented that, a copy is sealed instead.
+    A file on the disk is only reopened for reading.
     """
     try:
         _seal(fd)
@@ -114,14 +114,14 @@ def _protected_copy(fd: int) -> int:
 
 
 def create_log() -> int:
-    """Returns a nameless file to which several processes may append."""
+    """Returns a descriptor of a new anonymous file to which several processes may append."""
     fd = create("log")
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
     return fd
 
 
 def trim_log(fd: int) -> None:
-    """Cuts a log that has grown over its cap down to its end."""
+    """Shortens a log that has grown over its size cap to its last lines."""
     size = os.fstat(fd).st_size
     if size > _LOG_CAP_BYTES:
         kept = os.pread(fd, _LOG_KEPT_BYTES, size - _LOG_KEPT_BYTES)

@@ -1,4 +1,4 @@
-"""The wire between the scheduler, the templates and the workers: checksummed JSON frames, with descriptors beside them.
+"""The connections between the scheduler, the templates and the workers: checksummed JSON frames and descriptors.
 
 A frame is a magic word, a length, a CRC-32 and that many bytes of JSON. Nothing is ever unpickled. Bytes that do not
 parse are damage: a config can write anything to any descriptor it finds, this connection included.
@@ -28,18 +28,18 @@ MAX_FRAME_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
 _MAX_FDS = 16
 FRAME_DEADLINE_S = 10.0
-"""A frame whose first byte came this long ago and whose last has not is damage."""
+"""A frame that is still incomplete this long after its first byte is damage."""
 
 
 _Expected = TypeVar("_Expected")
 
 
 class WireError(RuntimeError):
-    """The stream is damaged: it cannot be believed any more."""
+    """The stream is damaged, so nothing more is read from it."""
 
 
 class WireClosedError(WireError):
-    """The other end is gone, or does not read."""
+    """The other end is closed, or does not read."""
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
@@ -62,7 +62,7 @@ class Decoder:
         self._damage: WireError | None = None
 
     def check(self) -> None:
-        """Raises the `WireError` that the last bytes fed gave cause to, if they held whole messages before it."""
+        """Raises the `WireError` for damage that followed the messages returned last."""
         if self._damage is not None:
             raise self._damage
 
@@ -72,15 +72,15 @@ class Decoder:
 
     @property
     def is_partial(self) -> bool:
-        """Whether bytes of an unfinished frame are waiting."""
+        """Whether the bytes of an incomplete frame are waiting for the rest."""
         return bool(self._buffer)
 
     def feed(self, data: bytes) -> list[Message]:
         """Returns the messages completed by `data`.
 
         Raises:
-            WireError: the bytes are no frame of ours. Messages before them count: they are returned, and `check`
-                raises.
+            WireError: the bytes are not a frame. Messages before the damage are returned first, and `check` raises
+                then.
         """
         self.check()
         self._buffer += data
@@ -123,8 +123,8 @@ def _parse(body: bytes, checksum: int) -> Message:
 class Connection:
     """One end of a socket pair that carries messages and descriptors.
 
-    Descriptors arrive with the first byte of the message that they were sent with, so a queue of them and a count in
-    the message are enough to match them.
+    Descriptors arrive with the first byte of their message, so a queue of descriptors and a count in each message are
+    enough to match them.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -143,11 +143,10 @@ class Connection:
         Args:
             message: the message.
             fds: descriptors that go with it.
-            within_s: how long a non-blocking socket may wait for an end that is slow to read; one that may be hostile
-                is given no time.
+            within_s: the longest wait, on a non-blocking socket, for the other end to read; 0 where it may be hostile.
 
         Raises:
-            WireClosedError: the other end is gone, or its buffer stays full because it does not read.
+            WireClosedError: the other end is closed, or does not read, so that its buffer stays full.
         """
         frame = encode({**message, "fds": len(fds)} if fds else message)
         deadline = time.monotonic() + within_s
@@ -171,8 +170,8 @@ class Connection:
     def receive(self) -> list[tuple[Message, list[int]]]:
         """Returns the messages that have arrived, each with its descriptors.
 
-        On a blocking socket this waits for some bytes, on a non-blocking one it never waits. A frame that has
-        arrived whole is always among what is returned, unless others came before it.
+        This waits for data on a blocking socket only. Where whole frames have arrived, at least the first of them is
+        returned.
 
         Raises:
             WireClosedError: the other end is closed.
@@ -190,7 +189,7 @@ class Connection:
             self._fds += fds
             if not data:
                 raise WireClosedError("the other end is closed")
-            if len(self._fds) > 2 * _MAX_FDS:  # those of an unfinished message and of the one behind it
+            if len(self._fds) > 2 * _MAX_FDS:  # more than an incomplete message and the next one have
                 raise WireError("more descriptors came than messages name")
             messages = self._decoder.feed(data)
             paired = [(message, self._take(message.pop("fds", 0))) for message in messages]
@@ -228,14 +227,14 @@ class Connection:
         return received
 
     def _note_partial(self, *, is_new: bool) -> None:
-        """Starts the unfinished frame's clock, which no further byte of the same frame sets back."""
+        """Starts the deadline of an incomplete frame, which further bytes of the same frame do not extend."""
         if not self._decoder.is_partial:
             self._partial_since = None
         elif is_new or self._partial_since is None:
             self._partial_since = time.monotonic()
 
     def check(self) -> None:
-        """Raises `WireError` when the stream was damaged behind the last message, or a frame is never finished."""
+        """Raises `WireError` where damage followed the last message, or an incomplete frame is over its deadline."""
         self._decoder.check()
         if self._partial_since is not None and time.monotonic() - self._partial_since > FRAME_DEADLINE_S:
             raise WireError("a frame was begun and never finished")
@@ -247,20 +246,20 @@ class Connection:
         return taken
 
     def hang_up(self) -> None:
-        """Ends the conversation for good: the other end sees it even where a fork of this process holds a copy."""
+        """Shuts the connection down, which the other end notices even if a fork of this process holds a copy."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self.close()
 
     def close(self) -> None:
-        """Closes this copy of the socket and every descriptor that came and was not taken."""
+        """Closes this copy of the socket and the descriptors that arrived and belong to no message yet."""
         close_all(self._fds)
         self._fds = []
         self._socket.close()
 
 
 def _receive_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
-    # MSG_CMSG_CLOEXEC: a descriptor that arrives between fork and exec of another thread must not leak.
+    # MSG_CMSG_CLOEXEC: a descriptor that arrives between another thread's fork and exec must not leak.
     fds = array.array("i")
     data, ancillary, _, _ = sock.recvmsg(
         _READ_BYTES, socket.CMSG_LEN(_MAX_FDS * fds.itemsize), getattr(socket, "MSG_CMSG_CLOEXEC", 0)
@@ -272,14 +271,14 @@ def _receive_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def connection_pair() -> tuple[Connection, socket.socket]:
-    """Returns our non-blocking end as a `Connection`, and the other end, blocking, to give away."""
+    """Returns a `Connection` that never blocks, and the socket at its other end, for another process."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.setblocking(False)
     return Connection(ours), theirs
 
 
 def close_all(fds: Sequence[int]) -> None:
-    """Closes descriptors, those already closed too."""
+    """Closes descriptors, and ignores those that are closed already."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)

@@ -121,7 +121,7 @@ def run(
     if not many:
         environ |= device.cheap_context(problem.platform, os.environ)
     with (
-        shortages.told(problem.name),
+        shortages.with_advice(problem.name),
         _spooled(packed) as (payload_fd, arrays_fd),
         pool.Sandbox(
             payload_fd=payload_fd,
