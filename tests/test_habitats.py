@@ -96,13 +96,13 @@ def test_a_compilation_cache_of_jax_that_cannot_be_written_is_no_hindrance(kind:
     script = f"""{KERNEL}
 import signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-from quarantune.resolve import resolver as resolve
-lend = resolve.Resolver.lend
-def lend_on_full_disk(self, compiled):
+from quarantune.resolve.compilation_seeds import CompilationSeeds
+add = CompilationSeeds.add
+def add_on_full_disk(self, compiled):
     assert compiled
     {full.replace(chr(10), chr(10) + "    ")}
-    lend(self, compiled)
-resolve.Resolver.lend = lend_on_full_disk
+    add(self, compiled)
+CompilationSeeds.add = add_on_full_disk
 agree()
 """
     environ: dict[str, str | None] = {

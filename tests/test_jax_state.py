@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 import quarantune
 from quarantune import jax_internals
 from quarantune.jax_internals import state
+from quarantune.resolve.call_key import keyed
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -31,8 +32,7 @@ X = np.arange(4, dtype=np.float32)
 
 
 def key_of(fn: quarantune.Autotuned, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    _, key = fn._resolver._describe(args, kwargs)
-    return dict(json.loads(key.text))
+    return dict(json.loads(keyed(fn._resolver.bind(args, kwargs)).key.text))
 
 
 @quarantune.autotune({"n": [1, 2]})

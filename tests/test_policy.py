@@ -26,9 +26,9 @@ import pytest
 import quarantune
 from quarantune import CacheMissError, CacheWarning
 from quarantune.cache import SCHEMA
-from quarantune.resolve import resolver
 from quarantune.sandbox import template
 from quarantune.sweep import sweep
+from quarantune.values import versions
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -263,9 +263,9 @@ def test_disable_cache_neither_reads_nor_writes_but_remembers_in_memory(
 def test_results_of_other_versions_are_used_with_one_warning_or_measured_again(
     version_check: str, name: str, sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch, cache_dir: Path
 ) -> None:
-    now = resolver.versions()
+    now = versions.versions()
     with monkeypatch.context() as then:
-        then.setattr(resolver, "versions", lambda: {**now, "jax": "0.0.1"})
+        then.setattr(versions, "versions", lambda: {**now, "jax": "0.0.1"})
         scaled(name)(X)
     monkeypatch.setenv("QUARANTUNE_VERSION_CHECK", version_check)
     if version_check == "1":

@@ -35,7 +35,7 @@ from quarantune.measure import finals
 from quarantune.sandbox import spool, template
 from quarantune.sweep import in_process, sweep, sweep_inputs
 from quarantune.sweep.events import SweepEvents
-from quarantune.sweep.routes import Swept
+from quarantune.sweep.swept import Swept
 from quarantune.transport import inputs, payload
 from quarantune.worker.bench import Bench
 

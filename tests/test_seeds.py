@@ -20,8 +20,8 @@ from jax.experimental import pallas as pl
 
 import quarantune
 from quarantune import Outcome, metrics, spaces
-from quarantune.resolve import resolver
 from quarantune.sweep import sweep, sweep_inputs
+from quarantune.values import versions
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -534,9 +534,9 @@ def test_triton_distributeds_function_is_a_plain_one_whose_tunables_need_no_defa
 def test_triton_distributeds_environment_forces_another_sweep_and_checks_versions(
     sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = resolver.versions()
+    now = versions.versions()
     with monkeypatch.context() as then:
-        then.setattr(resolver, "versions", lambda: {**now, "jax": "0.0.1"})
+        then.setattr(versions, "versions", lambda: {**now, "jax": "0.0.1"})
         gemm_function()(*matrices())
     assert len(sweeps) == 1
     with monkeypatch.context() as strict:

@@ -121,10 +121,11 @@ class Autotuned:
 
     @locks.lazy
     def _resolver(self) -> Resolver:
-        # Imported with the first call: what it takes to tune is a good part of what it takes to import JAX.
+        # Imported with the first call, because importing all that tuning needs takes a good part of JAX's own time.
         from quarantune.resolve.resolver import Resolver
+        from quarantune.resolve.tuned_function import TunedFunction
 
-        return Resolver(
+        function = TunedFunction(
             self.__wrapped__,
             self._configs,
             name=self.name,
@@ -133,6 +134,7 @@ class Autotuned:
             options=self._options,
             need_defaults=True,
         )
+        return Resolver(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with the best config for these arguments."""
@@ -156,14 +158,14 @@ class Autotuned:
             TypeError: a tunable parameter is given by hand.
         """
         try:
-            return self._resolver.tune(args, kwargs)
+            return self._resolver.tune(self._resolver.bind(args, kwargs))
         finally:
             self._own_memo.clear()
             self._last = _NOTHING
 
     def lookup(self, *args: Any, **kwargs: Any) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
-        config = self._resolver.lookup(args, kwargs)
+        config = self._resolver.lookup(self._resolver.bind(args, kwargs))
         return None if config is None else dict(config)
 
     def default(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,7 +188,8 @@ class Autotuned:
         The config is the remembered one, or the defaults. `jax.eval_shape(f, ...)` tunes, as tracing does: JAX
         keeps what it traces there for the calls that follow.
         """
-        config = {} if self._resolver.tunables_given(args, kwargs) else self._resolver.lookup(args, kwargs)
+        call = self._resolver.bind(args, kwargs)
+        config = {} if call.gives_tunables else self._resolver.lookup(call)
         keywords, _ = binding.split(self._jitted, config or {})
         return self._jitted.eval_shape(*args, **kwargs, **keywords)
 
@@ -212,9 +215,8 @@ class Autotuned:
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
         """Returns the config to add to a call: none where it has one of its own, or is to run untuned."""
-        if self._resolver.tunables_given(args, kwargs):
-            return {}
-        return self._resolver.config(args, kwargs) or {}
+        call = self._resolver.bind(args, kwargs)
+        return {} if call.gives_tunables else self._resolver.config(call) or {}
 
     def _call_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = self._memo_key(args, kwargs)
@@ -225,10 +227,11 @@ class Autotuned:
         if key is not None and (bound := memo.get(key)) is not None:
             self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
-        if self._resolver.tunables_given(args, kwargs):
+        call = self._resolver.bind(args, kwargs)
+        if call.gives_tunables:
             bound = self.__wrapped__
         else:
-            config = self._resolver.config(args, kwargs)
+            config = self._resolver.config(call)
             if config is None:
                 return self.__wrapped__(*args, **kwargs)  # untuned for now: another job may tune it any time
             bound = binding.bind(self.__wrapped__, config)
@@ -237,7 +240,7 @@ class Autotuned:
         if key is not None:
             memo[key] = bound
             self._keep_ready(context, args, kwargs, bound)
-        with self._resolver.lending():
+        with self._resolver.seeding_compilation():
             return bound(*args, **kwargs)
 
     def _keep_ready(

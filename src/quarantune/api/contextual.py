@@ -20,7 +20,7 @@ from quarantune.values.options import Options, checked_options
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
-    from quarantune.resolve.contextual_job import ContextResolver
+    from quarantune.resolve.contextual_job import ContextualFunction, ContextualResolver
 
 _MOST_REMEMBERED = 1024
 """Calls of a function that takes Python values may differ without end."""
@@ -93,10 +93,16 @@ class Contextual:
         self._memo: dict[Any, str] = {}
 
     @locks.lazy
-    def _resolver(self) -> ContextResolver:
-        from quarantune.resolve.contextual_job import ContextResolver
+    def _resolver(self) -> ContextualResolver:
+        from quarantune.resolve.contextual_job import ContextualResolver
 
-        return ContextResolver(
+        return ContextualResolver(self._function)
+
+    @locks.lazy
+    def _function(self) -> ContextualFunction:
+        from quarantune.resolve.contextual_job import ContextualFunction
+
+        return ContextualFunction(
             self.__wrapped__,
             name=self.name,
             signature=self._signature,
@@ -111,7 +117,7 @@ class Contextual:
         key = self._memo_key(args, kwargs)
         text = self._memo.get(key) if key is not None else None
         if text is None:
-            config = self._resolver.config(args, kwargs)
+            config = self._resolver.config(self._resolver.bind(args, kwargs))
             if config is None:
                 return self.__wrapped__(*args, **kwargs)
             text = str(config[assignment.KEY])
@@ -119,7 +125,7 @@ class Contextual:
                 if len(self._memo) >= _MOST_REMEMBERED:
                     self._memo.clear()
                 self._memo[key] = text
-        return self._resolver.runner(*args, **kwargs, **{assignment.KEY: text})
+        return self._function.runner(*args, **kwargs, **{assignment.KEY: text})
 
     def tune(self, *args: Any, **kwargs: Any) -> ContextualResult:
         """Tunes for these arguments now, even if a result is cached, and remembers what it finds.
@@ -128,19 +134,19 @@ class Contextual:
             TuningFailedError: the function failed with every config of a kernel.
         """
         try:
-            return cast("ContextualResult", self._resolver.tune(args, kwargs))
+            return cast("ContextualResult", self._resolver.tune(self._resolver.bind(args, kwargs)))
         finally:
             self._memo.clear()
 
     def lookup(self, *args: Any, **kwargs: Any) -> dict[assignment.Slot, Config] | None:
         """Returns each kernel's remembered config for these arguments, by the kernel's name and key, or None."""
-        config = self._resolver.lookup(args, kwargs)
+        config = self._resolver.lookup(self._resolver.bind(args, kwargs))
         return None if config is None else dict(assignment.Assignment(str(config[assignment.KEY])).chosen)
 
     def default(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with every kernel at its own defaults, tuned or not."""
         text = assignment.encode({}, others=assignment.DEFAULT)
-        return self._resolver.runner(*args, **kwargs, **{assignment.KEY: text})
+        return self._function.runner(*args, **kwargs, **{assignment.KEY: text})
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds to an instance, as a function does."""

@@ -46,6 +46,7 @@ class AutoTuner:
         **options: Any,
     ) -> None:
         from quarantune.resolve.resolver import Resolver
+        from quarantune.resolve.tuned_function import TunedFunction
 
         fn, signature, static_names = describe_function(fn)
         checked = checked_options("AutoTuner", options)
@@ -53,17 +54,17 @@ class AutoTuner:
         if static_names is not None:
             suitable.check_jit_options(fn, label)
         listed = configs if callable(configs) else config_space.expand(configs, fn_name=label, parameters=signature)
-        self._resolver = Resolver(
+        function = TunedFunction(
             fn,
             listed,
             name=checked.name or label,
             signature=signature,
             static_names=static_names,
             options=checked,
-            on_phase=on_progress,
         )
         if not callable(configs):
-            self._resolver.check(listed)
+            function.check(listed)
+        self._resolver = Resolver(function, on_phase=on_progress)
 
     def run(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Returns the best config for these arguments, from the cache or found out now.
@@ -72,7 +73,7 @@ class AutoTuner:
             TuningFailedError: every config failed.
             CacheMissError: nothing is cached and `ON_MISS` is `error`.
         """
-        return self._resolver.result(args, kwargs)
+        return self._resolver.result(self._resolver.bind(args, kwargs))
 
 
 def compile_configs(
@@ -99,6 +100,7 @@ def compile_configs(
         ValueError: the configs, or `num_workers`, are not valid.
     """
     from quarantune.resolve.resolver import Resolver
+    from quarantune.resolve.tuned_function import TunedFunction
     from quarantune.results.compiled_winner import Winner
     from quarantune.transport import executable_data
     from quarantune.transport.problem import as_structs
@@ -120,18 +122,21 @@ def compile_configs(
     else:
         listed = config_space.expand(configs, fn_name=label, parameters=signature, keep_repeated=True)
     expanded = config_space.distinct(listed)
-    resolver = Resolver(fn, expanded, name=label, signature=signature, static_names=static_names, options=Options())
-    resolver.check(expanded)
-    compiled = resolver.compile(args, kwargs, expanded, num_workers=num_workers)
+    function = TunedFunction(
+        fn, expanded, name=label, signature=signature, static_names=static_names, options=Options()
+    )
+    function.check(expanded)
+    resolver = Resolver(function)
+    compiled = resolver.compile(resolver.bind(args, kwargs), num_workers=num_workers)
     functions: dict[str, Callable[..., Any] | None] = {}
     for config, (trial, executable) in zip(expanded, compiled, strict=True):
         # It may compile and yet be unable to leave its worker.
-        function: Callable[..., Any] | None = binding.bind(fn, config)
+        bound: Callable[..., Any] | None = binding.bind(fn, config)
         if executable:
             with contextlib.suppress(ValueError):  # a config may have written anything there
-                function = Winner(fn, config, executable_data.loads(executable), args=args, kwargs=kwargs)
+                bound = Winner(fn, config, executable_data.loads(executable), args=args, kwargs=kwargs)
         elif trial.outcome.is_failure:
             warnings.warn(f"{label}: {config} did not compile: {trial.outcome.value}: {trial.message}", stacklevel=2)
-            function = None
-        functions[text_of(config)] = function
+            bound = None
+        functions[text_of(config)] = bound
     return [functions[text_of(config)] for config in listed]

@@ -1,4 +1,4 @@
-"""Tunes the kernels of one function, one after another, each with the others at their best so far."""
+"""Tunes the kernels of one function one after another, each with the others at their best so far."""
 
 from __future__ import annotations
 
@@ -10,17 +10,25 @@ import logging
 import random
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quarantune import cache
 from quarantune.cache import Entry
 from quarantune.measure import finals
-from quarantune.resolve.resolver import Resolver, _Run, space_of
+from quarantune.resolve.call_key import KeyedCall
+from quarantune.resolve.call_result import call_result
+from quarantune.resolve.entries import Times, space_of
+from quarantune.resolve.known_results import KnownResults
+from quarantune.resolve.resolver import Resolver
+from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.resolve.tuning_job import JobContext, TuningJob
 from quarantune.results import report
 from quarantune.results.contextual_result import ContextualResult, KernelChoice, labels
 from quarantune.results.progress import Progress
+from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.swept import Swept
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
 from quarantune.values import shown
@@ -28,18 +36,18 @@ from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
 
-if TYPE_CHECKING:
-    from quarantune.sweep.routes import Swept
-
 _logger = logging.getLogger("quarantune")
-
 
 _COMBINATIONS = 64
 """How many combinations of configs are tried where no kernel alone keeps a function from running."""
 
 
-class ContextResolver(Resolver):
-    """Finds, or finds out, the best assignment for each call of one function; its configs hold it under `KEY`."""
+class ContextualFunction(TunedFunction):
+    """A function whose kernels are tuned; its only config holds the assignment of configs to kernels under `KEY`.
+
+    Attributes:
+        runner: calls the function under an assignment.
+    """
 
     def __init__(
         self,
@@ -50,28 +58,32 @@ class ContextResolver(Resolver):
         static_names: frozenset[str] | None,
         options: Options,
     ) -> None:
-        """Sets up a resolver, as `Resolver` does; which kernels there are to choose for shows with a call."""
+        """Describes a function, as `TunedFunction` does; its calls show which kernels there are to tune."""
         space = [{KEY: assignment.encode({}, others=OWN)}]
         super().__init__(fn, space, name=name, signature=signature, static_names=static_names, options=options)
         self.runner = Runner(fn)
 
-    def _config_of(self, entry: Entry, configs: Sequence[Config], settings: Settings) -> Config | None:
+
+class _KnownAssignments(KnownResults):
+    """The known assignments for the calls of one function."""
+
+    def config_of(self, entry: Entry, configs: Sequence[Config], settings: Settings) -> Config | None:
+        """Returns the assignment of an entry if every kernel still has the config space that it had."""
         try:
             chosen = assignment.chosen_from(entry["config"]["assignment"])
             offered = [_is_offered(str(kernel["name"]), kernel["space"]) for kernel in entry["kernels"]]
         except (KeyError, TypeError, ValueError):
-            cache.report_once(f"{self.name}: the cached entry does not say what each kernel is to use: it is not used")
+            cache.report_once(
+                f"{self._function.name}: the cached entry does not say which config each kernel uses: it is not used"
+            )
             return None
-        if not all(offered) or not self._versions_serve(entry, settings):
+        if not all(offered) or not self.versions_serve(entry, settings):
             return None
         return {KEY: assignment.encode(chosen, others=OWN)}
 
-    def _run_for(self, *problem: Any, start_over: bool) -> _Run:
-        return _Descent(self, *problem, start_over=start_over)
-
 
 def _is_offered(name: str, space: Any) -> bool:
-    """Returns whether a kernel still has the configs it had; one not made yet, or that makes its configs, has."""
+    """Returns whether a kernel still has its configs; true for one not defined yet, or that makes its configs."""
     listed = [kernel._configs for kernel in assignment.kernels(name) if not callable(kernel._configs)]
     return not listed or any(space_of(configs) == space for configs in listed)
 
@@ -84,7 +96,14 @@ def _shown(chosen: Mapping[Slot, Config]) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """One sweep over the whole function: its trials, who won, who tied with it, and what the winner asked for."""
+    """One sweep over the whole function.
+
+    Attributes:
+        trials: the trials of all assignments, in order.
+        winner: the index of the best.
+        tie: the indices of those that are as fast.
+        slots: the kernels that were called under the best assignment.
+    """
 
     trials: tuple[Trial, ...]
     winner: int
@@ -98,22 +117,31 @@ class _Step:
         return time_ms
 
 
-class _Descent(_Run):
-    """One call whose kernels are being tuned by this process, or waited for while another does."""
+class ContextualJob(TuningJob):
+    """One call whose kernels this process tunes, or waits for while another process tunes them."""
 
-    _resolver: ContextResolver
+    def __init__(self, keyed: KeyedCall, context: JobContext, settings: Settings, *, start_over: bool) -> None:
+        """Sets up a job, as `TuningJob` does."""
+        super().__init__(keyed, context, settings, start_over=start_over)
+        assert isinstance(keyed.call.function, ContextualFunction)
+        self._runner = keyed.call.function.runner
 
     def run(self) -> ContextualResult:
+        """Returns the result: of tuning each kernel, or of the job that tuned meanwhile.
+
+        Raises:
+            TuningFailedError: the function failed with every config of a kernel.
+        """
         with contextlib.ExitStack() as stack:
-            stack.callback(self._tell_what_was_not_saved)
+            stack.callback(self._report_unsaved)
             if self._directory is not None:
-                progress = Progress(self._resolver.name, 0, shown=self._settings.progress)
+                progress = Progress(self._name, 0, shown=self._settings.progress)
                 stack.callback(progress.close)
                 if (answer := self._take_claim(progress, self._directory, stack)) is not None:
                     return self._result_of(answer)
-            return self._descend()
+            return self._tune_kernels()
 
-    def _descend(self) -> ContextualResult:
+    def _tune_kernels(self) -> ContextualResult:
         others, start, step = self._begin()
         baseline_ms = step.time_ms if others == FIRST else None
         slots, time_ms = step.slots, step.time_ms
@@ -123,7 +151,7 @@ class _Descent(_Run):
         # One at a time, because what a kernel is asked for may depend on the config of the one that calls it.
         while slot := next((slot for slot, seen in slots.items() if seen.configs and slot not in choices), None):
             chosen = start | {settled: choice.config for settled, choice in choices.items()}
-            step = self._settle(slot, slots[slot], chosen, others)
+            step = self._tune_kernel(slot, slots[slot], chosen, others)
             best = step.trials[step.winner]
             tie = tuple(step.trials[index].config for index in step.tie)
             choices[slot] = KernelChoice(
@@ -133,36 +161,36 @@ class _Descent(_Run):
             tries += [(first | chosen | {slot: trial.config}, trial) for trial in step.trials]
             spaces.append(slots[slot].space)
             slots, time_ms = step.slots, step.time_ms
-        _logger.info("%s: %.4g ms with %d kernels tuned", self._resolver.name, time_ms, len(choices))
-        return self._conclude_descent(choices, spaces, tries, time_ms, baseline_ms)
+        _logger.info("%s: %.4g ms with %d kernels tuned", self._name, time_ms, len(choices))
+        return self._conclude_kernels(choices, spaces, tries, time_ms, baseline_ms)
 
     def _begin(self) -> tuple[str, dict[Slot, Config], _Step]:
-        """Runs the function once as it comes, to see which kernels it calls and how long it takes.
+        """Runs the function once, to see which kernels it calls and how long it takes.
 
         Returns:
-            What kernels use that have no config yet: the first of theirs, or their defaults where that fails. Then the
-            configs to start from where that fails too, and the run.
+            The rule for kernels without a config: the first of their configs, or their defaults where the function
+            fails with these; the configs to start from where it fails with the defaults too; and the run.
         """
         try:
             return FIRST, {}, self._try([assignment.encode({}, others=FIRST)], [{"configs": "first"}], "all kernels")
         except TuningFailedError as error:
-            _logger.info("%s: starting from the kernels' defaults: %s", self._resolver.name, error)
+            _logger.info("%s: starting from the kernels' defaults: %s", self._name, error)
         try:
             default = assignment.encode({}, others=DEFAULT)
             return DEFAULT, {}, self._try([default], [{"configs": "default"}], "all kernels")
         except TuningFailedError as error:
-            _logger.info("%s: looking for configs with which it runs: %s", self._resolver.name, error)
+            _logger.info("%s: looking for configs with which it runs: %s", self._name, error)
         with tempfile.TemporaryDirectory(prefix="quarantune-") as reports:
-            return DEFAULT, *self._find_a_start(Runner(self._resolver.fn, reports))
+            return DEFAULT, *self._find_a_start(Runner(self._call.function.fn, reports))
 
     def _find_a_start(self, runner: Runner) -> tuple[dict[Slot, Config], _Step]:
         """Finds configs with which the function runs.
 
-        From the defaults one kernel at a time gets each of its configs. Where the function still fails, but calls more
-        kernels before it does, the search goes on from there. Where it does not, some combinations are tried.
+        Starting from the defaults, one kernel at a time gets each of its configs. Where the function still fails, but
+        calls more kernels before it does, the search goes on from there; otherwise some combinations are tried.
 
         Raises:
-            TuningFailedError: it fails with all that was tried.
+            TuningFailedError: the function fails with every assignment that was tried.
         """
         start: dict[Slot, Config] = {}
         seen: dict[Slot, Seen] = {}
@@ -200,12 +228,12 @@ class _Descent(_Run):
         step = self._try([*by_text], [_shown(chosen) for chosen in candidates], "combinations", runner)
         return candidates[step.winner], step
 
-    def _settle(self, slot: Slot, seen: Seen, chosen: Mapping[Slot, Config], others: str) -> _Step:
+    def _tune_kernel(self, slot: Slot, seen: Seen, chosen: Mapping[Slot, Config], others: str) -> _Step:
         """Tries every config of one kernel."""
         texts = [assignment.encode({**chosen, slot: config}, others=others) for config in seen.configs]
         step = self._try(texts, seen.configs, slot.name)
         best = shown.format_config(step.trials[step.winner].config)
-        _logger.info("%s: %s is best with %s: %.4g ms", self._resolver.name, slot.name, best, step.time_ms)
+        _logger.info("%s: %s is best with %s: %.4g ms", self._name, slot.name, best, step.time_ms)
         return step
 
     def _try(self, texts: Sequence[str], shown: Sequence[Config], kernel: str, runner: Runner | None = None) -> _Step:
@@ -213,26 +241,26 @@ class _Descent(_Run):
 
         Args:
             texts: the assignments.
-            shown: what to call each in trials and messages.
+            shown: the config that trials and messages show for each.
             kernel: the kernel in which they differ.
-            runner: what calls the function; None for the resolver's.
+            runner: calls the function; None for the runner of the function itself.
 
         Raises:
-            TuningFailedError: it failed under every one.
+            TuningFailedError: the function failed under every assignment.
         """
         trials: dict[int, Trial] = {}
-        runner = runner or self._resolver.runner
-        label = f"{self._resolver.name} ({kernel})"
+        runner = runner or self._runner
+        label = f"{self._name} ({kernel})"
         progress = Progress(label, len(texts), shown=self._settings.progress)
 
         def on_trial(index: int, trial: Trial) -> None:
             trials[index] = dataclasses.replace(trial, config=dict(shown[index]))
-            self._show_life()
+            self._refresh_claim()
             progress.step(trials[index])
 
         untuned = assignment.encode({}, others=DEFAULT)
         problem = dataclasses.replace(
-            self.problem(),
+            self._keyed.problem(),
             fn=runner,
             untuned={KEY: untuned},
             default=texts.index(untuned) if untuned in texts else None,
@@ -241,10 +269,10 @@ class _Descent(_Run):
             swept = sweep.run(
                 problem,
                 {index: {KEY: text} for index, text in enumerate(texts)},
-                options=self._resolver.options,
+                options=self._options,
                 settings=self._settings,
                 limits=self._limits.compiling_as_it_runs(),
-                events=SweepEvents(on_trial=on_trial, on_tick=self._show_life),
+                events=SweepEvents(on_trial=on_trial, on_tick=self._refresh_claim),
             )
         if swept.complaint:
             _logger.warning("%s: %s", label, swept.complaint)
@@ -256,17 +284,15 @@ class _Descent(_Run):
         return _Step(tuple(settled[index] for index in range(len(texts))), verdict.winner, verdict.tie, slots)
 
     def _slots(self, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
-        """Returns what was asked for under the winning assignment."""
+        """Returns the kernels that were called under the winning assignment."""
         if self._settings.isolation == "none":
             return assignment.read_report(runner.report({KEY: text}))
         try:
             return assignment.read_report(swept.executables[winner])
         except (KeyError, ValueError) as error:
-            raise SandboxError(
-                f"{self._resolver.name}: its worker did not say which kernels were called: {error!r}"
-            ) from error
+            raise SandboxError(f"{self._name}: its worker did not say which kernels were called: {error!r}") from error
 
-    def _conclude_descent(
+    def _conclude_kernels(
         self,
         choices: Mapping[Slot, KernelChoice],
         spaces: Sequence[dict[str, Any]],
@@ -274,7 +300,7 @@ class _Descent(_Run):
         time_ms: float,
         baseline_ms: float | None,
     ) -> ContextualResult:
-        """Remembers what was found, and returns it."""
+        """Saves the choices, and returns the result."""
         names = dict(zip(choices, labels([slot.name for slot in choices]), strict=True))
         trials = [
             dataclasses.replace(
@@ -286,32 +312,40 @@ class _Descent(_Run):
         chosen = {slot: choice.config for slot, choice in choices.items()}
         config: Config = {KEY: assignment.encode(chosen, others=OWN)}
         if self._directory is not None:
-            best = Trial(config=config, outcome=Outcome.OK, time_ms=time_ms)
             kernels = [
                 {**slot._asdict(), "config": choice.config, "time_ms": choice.time_ms, "space": space}
                 for (slot, choice), space in zip(choices.items(), spaces, strict=True)
             ]
-            entry = self._entry(best, trials) | {
+            entry = self._entry(config, Times(time_ms, None), trials) | {
                 "config": {"assignment": assignment.nested(chosen)},
                 "kernels": kernels,
                 "baseline_ms": baseline_ms,
             }
-            with self._saving():
-                store = self._resolver._store(self._settings)
-                store.put(self._resolver.name, self._key.device, self._key.text, entry)
-        return self._contextual(self._result(config, time_ms, tuple(trials)), [*choices.values()], baseline_ms)
+            self._save(entry)
+        result = call_result(self._keyed, config, Times(time_ms, None), tuple(trials))
+        return self._contextual(result, [*choices.values()], baseline_ms)
 
     def _result_of(self, entry: Entry) -> ContextualResult:
-        config = self._resolver._config_of(entry, self._configs, self._settings)
-        assert config is not None  # or it would not have been an answer
+        config = self._context.known.config_of(entry, self._configs, self._settings)
+        assert config is not None  # or the entry would not be usable
         kernels = [
             KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=float(entry["time_ms"]))
             for slot, chosen in assignment.Assignment(str(config[KEY])).chosen.items()
         ]
         time_ms, baseline_ms = float(entry["time_ms"]), entry.get("baseline_ms")
-        return self._contextual(self._result(config, time_ms, (), from_cache=True), kernels, baseline_ms)
+        result = call_result(self._keyed, config, Times(time_ms, None), from_cache=True)
+        return self._contextual(result, kernels, baseline_ms)
 
-    def _contextual(self, result: Any, kernels: Sequence[KernelChoice], baseline_ms: float | None) -> ContextualResult:
+    def _contextual(
+        self, result: TuningResult, kernels: Sequence[KernelChoice], baseline_ms: float | None
+    ) -> ContextualResult:
         fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
-        fields["fn"] = functools.partial(self._resolver.runner, **result.best_config)
+        fields["fn"] = functools.partial(self._runner, **result.best_config)
         return ContextualResult(**fields, kernels=tuple(kernels), baseline_ms=baseline_ms)
+
+
+class ContextualResolver(Resolver):
+    """Finds the best assignment for each call of one function; its configs hold the assignment under `KEY`."""
+
+    _known_results = _KnownAssignments
+    _tuning_job = ContextualJob

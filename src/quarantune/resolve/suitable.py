@@ -1,4 +1,4 @@
-"""Refuses, before any worker starts, functions and arguments with which every config would fail."""
+"""Refuses functions and arguments with which every config would fail, before any worker starts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def check_jit_options(fn: Callable[..., Any], name: str) -> None:
     """Raises where a jitted function has options with which it cannot be tuned.
 
     Args:
-        fn: what `jax.jit` returned.
-        name: what to call it in the message.
+        fn: the jitted function.
+        name: its name in messages.
 
     Raises:
-        TypeError: it accepts no config, or cannot be rebuilt in a worker.
+        TypeError: the function accepts no config, or cannot be rebuilt in a worker.
     """
     options = jax_internals.jit_options(fn)
     if options.takes_no_keywords:
@@ -35,11 +35,11 @@ def check_jit_options(fn: Callable[..., Any], name: str) -> None:
 
 
 def check_arguments(arguments: Mapping[str, Any], name: str) -> None:
-    """Raises where `jax.jit` would not take an argument.
+    """Raises where `jax.jit` would refuse an argument.
 
     Args:
         arguments: the arguments that are not static, by parameter.
-        name: what to call the function in the message.
+        name: the function's name in messages.
 
     Raises:
         TypeError: an argument is, or contains, something that is neither array nor number.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
@@ -24,6 +23,7 @@ from quarantune.scheduler.loop import MEMORY_SHARE, ErrandError, Leftovers, Plan
 from quarantune.scheduler.reference import UNTUNED, Reference, unlike
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.swept import Swept
 from quarantune.transport.problem import Problem
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
@@ -40,25 +40,6 @@ _DEVICE_PARKED = 4
 """The same on an accelerator, for each device: every one of them holds a context there."""
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
 Finish = Callable[[int, Trial, str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Swept:
-    """What a sweep found out beside its trials.
-
-    Attributes:
-        final: what the finalists showed.
-        compiled: what of some configs JAX's compilation cache can hold, by key, by the configs' indices.
-        executables: some configs' executables as `winner.Winner` loads them, by index.
-        default_time_ms: how long the function's defaults took in milliseconds, where they ran beside the configs.
-        complaint: how outputs disagreed, where the author should know; else empty.
-    """
-
-    final: finals.Final = dataclasses.field(default_factory=finals.Final)
-    compiled: dict[int, dict[str, bytes]] = dataclasses.field(default_factory=dict)
-    executables: dict[int, bytes] = dataclasses.field(default_factory=dict)
-    default_time_ms: float | None = None
-    complaint: str = ""
 
 
 class Routes:

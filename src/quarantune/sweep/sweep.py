@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery
@@ -18,15 +17,13 @@ from quarantune.sandbox import shortages, spool, template, wire
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import END, SweepEvents
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.swept import Swept
 from quarantune.transport import payload
 from quarantune.transport.problem import Problem
 from quarantune.values import config_values, shown
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, Trial
-
-if TYPE_CHECKING:
-    from quarantune.sweep.routes import Swept
 
 _logger = logging.getLogger("quarantune")
 
@@ -154,7 +151,7 @@ def _run_here(
                 packed.call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish, reference=reference
             )
             final = in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options)
-            return routes.Swept(final, default_time_ms=reference.default_time_ms, complaint=reference.complaint())
+            return Swept(final, default_time_ms=reference.default_time_ms, complaint=reference.complaint())
 
 
 def _check_sizes(problem: Problem, configs: Mapping[int, Config]) -> None:

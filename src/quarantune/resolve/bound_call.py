@@ -1,0 +1,133 @@
+"""One call of a tuned function, bound once: its arguments, and the answers of its author's functions about it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from quarantune.host import locks
+from quarantune.resolve import suitable
+from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.transport import binding
+from quarantune.transport.problem import as_structs, fitted, is_array, named
+from quarantune.values import config_space
+from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, freeze
+from quarantune.values.trial import Config
+
+
+class BoundCall:
+    """One call of a tuned function.
+
+    Whatever takes the author's functions to find out is found out once, when it is first needed: a callable that makes
+    configs, and `prune_fn` for each config, are called at most once per call.
+
+    Attributes:
+        function: the function.
+        args: the positional arguments of the call.
+        kwargs: its keyword arguments.
+    """
+
+    def __init__(self, function: TunedFunction, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.function = function
+        self.args = args
+        self.kwargs = dict(kwargs)
+
+    @property
+    def name(self) -> str:
+        """The function's name in the cache."""
+        return self.function.name
+
+    @locks.lazy
+    def is_symbolic(self) -> bool:
+        """Whether the shape of an argument is symbolic, as in `jax.export`."""
+        return suitable.has_symbolic_shapes(self.args, self.kwargs)
+
+    @property
+    def has_no_key(self) -> bool:
+        """Whether nothing can be remembered for the call, because its shapes are symbolic."""
+        return self.function.options.key_fn is None and self.is_symbolic
+
+    @locks.lazy
+    def statics(self) -> frozenset[str]:
+        """The parameters that count by value."""
+        if self.function.static_names is not None:
+            return self.function.static_names
+        # The tunables are left out of the call, and need not have a default.
+        bound = self.function.signature.bind_partial(*self.args, **self.kwargs)
+        bound.apply_defaults()
+        return frozenset(name for name, value in named(bound) if not any(map(is_array, jax.tree.leaves(value))))
+
+    @locks.lazy
+    def configs(self) -> list[Config]:
+        """The configs to try, with those that `prune_fn` drops."""
+        function = self.function
+        if not callable(function.configs):
+            return list(function.configs)
+        struct_args, struct_kwargs = self.fitted(function.configs, *as_structs(self.args, self.kwargs))
+        configs = config_space.expand_callable(
+            function.configs, struct_args, struct_kwargs, fn_name=function.name, parameters=function.signature
+        )
+        function.check(configs)
+        return configs
+
+    @locks.lazy
+    def pruned(self) -> frozenset[int]:
+        """The indices of the configs that `prune_fn` drops."""
+        prune_fn = self.function.options.prune_fn
+        if prune_fn is None:
+            return frozenset()
+        args, kwargs = self.fitted(functools.partial(prune_fn, {}), *as_structs(self.args, self.kwargs))
+        return frozenset(
+            index for index, config in enumerate(self.configs) if not prune_fn(dict(config), *args, **kwargs)
+        )
+
+    @property
+    def tunables(self) -> frozenset[str]:
+        """The names that the configs set."""
+        if not self.function.tunables:  # a callable makes the configs, and this is its first call
+            self.function.tunables = frozenset(self.configs[0])
+        return self.function.tunables
+
+    @property
+    def gives_tunables(self) -> bool:
+        """Whether the caller sets a tunable parameter by hand.
+
+        Raises:
+            TypeError: the function does not take such arguments.
+        """
+        if callable(self.function.configs) and self.has_no_key:
+            return False  # it runs with its defaults anyway, and configs for symbolic shapes could not be made
+        return not self.tunables.isdisjoint(self.function.signature.bind(*self.args, **self.kwargs).arguments)
+
+    @locks.lazy
+    def default_index(self) -> int | None:
+        """The index of the config that equals the function's own defaults, or None."""
+        parameters = self.function.parameters
+        defaults = {name: freeze(parameters[name].default) for name in self.configs[0] if name in parameters}
+        if COMPILER_OPTIONS in self.configs[0]:
+            defaults.setdefault(COMPILER_OPTIONS, NO_OPTIONS)
+        return next((index for index, config in enumerate(self.configs) if _same(config, defaults)), None)
+
+    @property
+    def untuned(self) -> Config | None:
+        """The config that sets nothing, so that the function runs with its own defaults; None where it cannot."""
+        keywords, _ = binding.split(self.function.fn, self.configs[0])
+        tunables = [self.function.parameters.get(name) for name in keywords]
+        if any(tunable is None or tunable.default is inspect.Parameter.empty for tunable in tunables):
+            return None
+        return None if self.default_index in self.pruned else {}
+
+    def fitted(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the call as one of the author's functions takes it, which may leave static parameters out."""
+        return fitted(function, self.function.signature, self.statics, args, kwargs)
+
+
+def _same(config: Config, other: Mapping[str, Any]) -> bool:
+    """Returns whether two configs are equal; 1 and True differ."""
+    return config == other and [*map(type, config.values())] == [type(other[name]) for name in config]

@@ -1,0 +1,147 @@
+"""The key under which the result of a call is remembered, and how it is found."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from quarantune import cache
+from quarantune.devices import discovery
+from quarantune.jax_internals import state as jax_state
+from quarantune.resolve import suitable
+from quarantune.resolve.bound_call import BoundCall
+from quarantune.transport import assignment as assignments
+from quarantune.transport import manual_axes
+from quarantune.transport.manual_axes import Axes
+from quarantune.transport.problem import CallDescription, Problem, describe_call, key_part, named
+from quarantune.values import shardings
+from quarantune.values.describe import describe_static
+
+_STATE = "jax settings"
+"""The name of JAX's settings in an entry, among those of the parameters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CallKey:
+    """One problem on one kind of device.
+
+    Attributes:
+        device: the kind of device.
+        text: the description of the problem as canonical JSON.
+    """
+
+    device: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeyedCall:
+    """A call together with its key.
+
+    Attributes:
+        call: the call.
+        key: its key.
+        platform: the platform that the call runs on: `cpu`, `cuda`, `rocm` or `tpu`.
+        values: the values of the call that the key holds, by parameter.
+        jax_state: JAX's settings that the key holds.
+        axes: the axes of the mesh that the function communicates over, where it does so inside `shard_map`.
+        tunables_given: the tunable parameters that the caller sets by hand.
+    """
+
+    call: BoundCall
+    key: CallKey
+    platform: str
+    values: dict[str, Any]
+    jax_state: dict[str, Any]
+    axes: Axes | None
+    tunables_given: frozenset[str]
+
+    @property
+    def readable(self) -> dict[str, Any]:
+        """The values of the key in a form that people can read."""
+        return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
+
+    def problem(self) -> Problem:
+        """Returns the call as a sweep takes it."""
+        call = self.call
+        return Problem(
+            fn=call.function.fn,
+            name=call.name,
+            args=call.args,
+            kwargs=call.kwargs,
+            platform=self.platform,
+            device_kind=self.key.device,
+            manual_mesh=self.axes.mesh if self.axes is not None else None,
+            untuned=call.untuned,
+            default=call.default_index,
+        )
+
+
+def keyed(call: BoundCall) -> KeyedCall:
+    """Returns a call with its key, in the current state of JAX's settings.
+
+    Raises:
+        TypeError: an argument cannot be described, or `key_fn` returned a value that JSON cannot hold.
+    """
+    function = call.function
+    tunables, statics = call.tunables, call.statics
+    if function.is_jitted:
+        bound = named(function.signature.bind_partial(*call.args, **call.kwargs))
+        suitable.check_arguments({name: value for name, value in bound if name not in statics}, call.name)
+    description = describe_call(
+        function.signature, statics, tunables, call.args, call.kwargs, is_jitted=function.is_jitted
+    )
+    devices = description.devices
+    platform, kind = discovery.platform_and_kind(devices[0].platform if devices else None)
+    values = _key_values(call, description)
+    axes = None
+    if description.has_tracers and function.is_jitted:
+        axes = manual_axes.communicated_over(function.fn, call.args, call.kwargs)
+    if axes is not None:
+        values = {**values, "communicates over": axes.sizes}
+    assignment = assignments.current()
+    state = jax_state.describe(describe_static, own=None if assignment is None else assignment.text)
+    if (mesh := shardings.describe_context_mesh(call.args, call.kwargs)) is not None:
+        state["mesh"] = mesh
+    parts = {"call": values, "code": function.fingerprint.digest} | ({"jax": state} if state else {})
+    return KeyedCall(
+        call=call,
+        key=CallKey(kind, cache.canonical_json(parts)),
+        platform=platform,
+        values=values,
+        jax_state=state,
+        axes=axes,
+        tunables_given=description.tunables_given,
+    )
+
+
+def keyed_to_tune(call: BoundCall) -> KeyedCall:
+    """Returns a call to tune with its key.
+
+    Raises:
+        TypeError: its shapes are symbolic, or it sets a tunable by hand, with which every config would run.
+    """
+    if call.is_symbolic:
+        raise TypeError(f"{call.name}: symbolic shapes have no data to measure with: tune it with concrete shapes")
+    described = keyed(call)
+    if given := described.tunables_given:
+        verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
+        raise TypeError(f"{call.name}: {', '.join(sorted(given))} {verb} tuned here: leave {them} out")
+    return described
+
+
+def _key_values(call: BoundCall, description: CallDescription) -> dict[str, Any]:
+    """Returns the part of the key that describes the arguments; `key_fn` describes the arrays where there is one."""
+    key_fn = call.function.options.key_fn
+    if key_fn is None:
+        return description.key_values
+    args, kwargs = call.fitted(key_fn, call.args, call.kwargs)
+    returned = key_fn(*args, **kwargs)
+    bucket = key_part(returned)
+    try:
+        cache.canonical_json(bucket)
+    except (TypeError, ValueError) as error:
+        hint = "; for symbolic shapes return what it returns for the concrete ones" if call.is_symbolic else ""
+        raise TypeError(f"{call.name}: key_fn returned {returned!r}, which JSON cannot hold: {error}{hint}") from None
+    static = {name: value for name, value in description.key_values.items() if name in call.statics}
+    return {**static, "key_fn": bucket}

@@ -1,0 +1,51 @@
+"""Builds the result of a call: of a sweep that has ended, or of a config that was remembered."""
+
+from __future__ import annotations
+
+from quarantune.resolve.call_key import KeyedCall
+from quarantune.resolve.entries import Times
+from quarantune.results.compiled_winner import without_arrays
+from quarantune.results.result import TuningResult
+from quarantune.transport import binding
+from quarantune.transport.problem import as_structs
+from quarantune.values import versions
+from quarantune.values.trial import Config, Trial
+
+
+def call_result(
+    keyed: KeyedCall,
+    config: Config,
+    times: Times,
+    trials: tuple[Trial, ...] = (),
+    *,
+    tie: tuple[Config, ...] = (),
+    from_cache: bool = False,
+    executable: bytes | None = None,
+) -> TuningResult:
+    """Returns the result of a call.
+
+    Args:
+        keyed: the call.
+        config: its best config.
+        times: its times.
+        trials: the trials of all configs; none for a result that was remembered.
+        tie: the configs that are as fast as the best.
+        from_cache: whether the result was remembered.
+        executable: the executable of the best config, where there is one.
+    """
+    call = keyed.call
+    return TuningResult(
+        best_config=config,
+        time_ms=times.best_ms,
+        trials=trials,
+        key=keyed.key.text,
+        device=keyed.key.device,
+        from_cache=from_cache,
+        tie=tie,
+        default_time_ms=times.default_ms,
+        versions=versions.versions(),
+        executable=executable,
+        call=without_arrays(call.args, call.kwargs),
+        structs=as_structs(call.args, call.kwargs),
+        fn=binding.bind(call.function.fn, config),
+    )

@@ -1,0 +1,108 @@
+"""The function that is tuned, with its configs and its author's options; the same for all of its calls."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from quarantune import cache, jax_internals
+from quarantune.cache import Fingerprint
+from quarantune.host import locks
+from quarantune.resolve.entries import space_of
+from quarantune.transport import binding
+from quarantune.values import config_space
+from quarantune.values.options import Options
+from quarantune.values.trial import Config
+
+
+class TunedFunction:
+    """A function with its configs and its author's options.
+
+    Attributes:
+        fn: the function, jitted or not; configs reach it as keyword arguments.
+        configs: the expanded configs, or a callable that makes them for a call.
+        name: the function's name in the cache.
+        signature: its signature.
+        static_names: its static parameters; None where it is not jitted.
+        options: its author's options.
+        tunables: the names that its configs set; empty for a callable that makes configs and has not been called.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        configs: Sequence[Config] | Callable[..., Any],
+        *,
+        name: str,
+        signature: inspect.Signature,
+        static_names: frozenset[str] | None,
+        options: Options,
+        need_defaults: bool = False,
+    ) -> None:
+        """Describes a function; nothing is read or started.
+
+        Args:
+            fn: the function.
+            configs: the expanded configs, or a callable that makes them for a call.
+            name: the function's name in the cache.
+            signature: its signature.
+            static_names: its static parameters; None for a function that is not jitted, where every argument without
+                an array counts by value.
+            options: its author's options.
+            need_defaults: whether every tunable must have a default, because the function is also called without it.
+
+        Raises:
+            TypeError: the options differentiate a function that is not jitted.
+        """
+        if options.time_grad and static_names is None:
+            raise TypeError(
+                f"{name}: time_grad=True differentiates the function, which jax.jit must have wrapped for that: put "
+                f"jax.jit on it, or leave time_grad out"
+            )
+        self.fn = fn
+        self.configs = configs
+        self.name = name
+        self.signature = signature
+        self.static_names = static_names
+        self.options = options
+        self.tunables: frozenset[str] = frozenset() if callable(configs) else frozenset(configs[0])
+        self._need_defaults = need_defaults
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The function's parameters by name."""
+        return self.signature.parameters
+
+    @property
+    def is_jitted(self) -> bool:
+        """Whether `jax.jit` has wrapped the function."""
+        return self.static_names is not None
+
+    @locks.lazy
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the function's code and of the options that affect which config wins."""
+        return cache.fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Distinguishes the function from others of the same name in this process."""
+        space = "" if callable(self.configs) else space_of(self.configs)["hash"]
+        return f"{self.fingerprint.digest} {space}"
+
+    def check(self, configs: Sequence[Config]) -> None:
+        """Raises where the function cannot take the keys of a config."""
+        if not self.is_jitted:
+            config_space.check_keywords(configs, parameters=self.signature, fn_name=self.name)
+            return
+        # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
+        static_names = frozenset(jax_internals.jit_options(self.fn).static_argnames)
+        config_space.check_parameters(
+            configs,
+            parameters=self.signature,
+            static_names=static_names,
+            fn_name=self.name,
+            need_defaults=self._need_defaults,
+        )
+        binding.check(self.fn, configs, name=self.name)

@@ -1,0 +1,350 @@
+"""Tunes for one call: claims its key, reads the journal, prunes, sweeps and saves, or waits for the job that does."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from quarantune import cache
+from quarantune.cache import CacheWriteError, Claim, Entry, Journal
+from quarantune.measure import finals, sampling
+from quarantune.resolve.call_key import KeyedCall
+from quarantune.resolve.call_result import call_result
+from quarantune.resolve.compilation_seeds import CompilationSeeds
+from quarantune.resolve.entries import Times, find_config, open_store, space_of, times_of
+from quarantune.resolve.known_results import KnownResults
+from quarantune.results import report
+from quarantune.results.progress import Progress
+from quarantune.results.result import TuningResult
+from quarantune.sweep import sweep
+from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.swept import Swept
+from quarantune.values import shown, versions
+from quarantune.values.config_values import encode, text_of
+from quarantune.values.settings import Settings
+from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError, count_outcomes
+
+_logger = logging.getLogger("quarantune")
+
+_HEARTBEAT_S = 1.0
+"""How often a tuning job refreshes its claim."""
+_CLAIM_WORST_CASE_S = 60.0
+"""A tuning job whose claim has not been refreshed for this long is stopped, or its host is gone."""
+_WAIT_MESSAGE_S = 5.0
+"""How often a waiting job reports that it waits."""
+_UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
+"""Outcomes that a journal's trial does not settle: the config runs again."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobContext:
+    """The surroundings of a tuning job.
+
+    Attributes:
+        known: the known results of the function, which decide whether an entry of the cache can be used.
+        seeds: receives the winner's executable.
+        on_phase: as in `SweepEvents`.
+    """
+
+    known: KnownResults
+    seeds: CompilationSeeds
+    on_phase: Callable[[int, str], None]
+
+
+class TuningJob:
+    """One call that this process tunes for, or waits for while another process tunes."""
+
+    def __init__(self, keyed: KeyedCall, context: JobContext, settings: Settings, *, start_over: bool) -> None:
+        """Sets up a job; nothing is read or started.
+
+        Args:
+            keyed: the call.
+            context: the surroundings of the job.
+            settings: the operator's settings.
+            start_over: whether every config runs again, whatever the cache and the journal hold.
+        """
+        self._keyed = keyed
+        self._key = keyed.key
+        self._call = keyed.call
+        self._name = keyed.call.name
+        self._options = keyed.call.function.options
+        self._configs = keyed.call.configs
+        self._context = context
+        self._settings = settings
+        self._limits = SweepLimits.of(self._options, settings)
+        self._start_over = start_over
+        self._trials: dict[int, Trial] = {}
+        self._troubled: set[int] = set()
+        self._unsaved: CacheWriteError | None = None
+        self._directory: Path | None = None if settings.disable_cache else settings.cache_dir
+        self._journal = Journal(settings.cache_dir, self._name, self._key.device, self._key.text)
+        self._claim: Claim | None = None
+        self._next_heartbeat = 0.0
+
+    def run(self) -> TuningResult:
+        """Returns the result: of a sweep, or of the job that tuned meanwhile.
+
+        Raises:
+            TuningFailedError: every config failed.
+        """
+        progress = Progress(self._name, len(self._configs), shown=self._settings.progress)
+        with contextlib.closing(progress), contextlib.ExitStack() as stack:
+            stack.callback(self._report_unsaved)
+            if self._directory is not None:
+                answer = self._take_claim(progress, self._directory, stack)
+                if answer is not None:
+                    return self._result_of(answer)
+                self._read_journal()
+            self._prune(progress)
+            return self._conclude(self._sweep(progress))
+
+    # The claim
+
+    def _take_claim(self, progress: Progress, directory: Path, stack: contextlib.ExitStack) -> Entry | None:
+        """Makes this job the one that tunes, or returns the entry of the job that did.
+
+        Raises:
+            TuningFailedError: every config failed in that job.
+        """
+        claim = Claim(directory, self._name, self._key.device, self._key.text, worst_case_s=self._claim_worst_case_s())
+
+        def done() -> Entry | TuningFailedError | None:
+            return None if self._start_over else self._context.known.usable_entry(self._keyed, self._settings)
+
+        next_message_s = 0.0
+
+        def on_wait(holder: str, waited_s: float) -> None:
+            nonlocal next_message_s
+            if waited_s >= next_message_s:
+                next_message_s = waited_s + _WAIT_MESSAGE_S
+                progress.say(f"waiting for {holder} to tune it ({waited_s:.0f} s)")
+
+        try:
+            answer: Entry | TuningFailedError | Claim = cache.wait(claim, done, on_wait, failed=self._failure_of)
+        except CacheWriteError as error:
+            cache.report_once(f"{self._name}: the results of this process are not saved: {error}")
+            self._directory = None
+            return None
+        if isinstance(answer, Claim):
+            self._claim = stack.enter_context(claim)
+            return None
+        if isinstance(answer, TuningFailedError):
+            raise answer
+        return answer
+
+    def _claim_worst_case_s(self) -> float:
+        """Returns the longest time between two refreshes of the claim, in seconds.
+
+        Nothing refreshes it while the function is loaded, or while a config runs in this process.
+        """
+        limits = self._limits
+        silent_s = limits.compile_timeout_s + (self._settings.isolation == "none") * limits.timeout_s
+        return _CLAIM_WORST_CASE_S + silent_s
+
+    def _refresh_claim(self) -> None:
+        now = time.monotonic()
+        if self._claim is not None and now >= self._next_heartbeat:
+            self._next_heartbeat = now + _HEARTBEAT_S
+            self._claim.refresh()
+
+    def _failure_of(self, about: Mapping[str, object]) -> Entry | TuningFailedError | None:
+        """Returns the failure of the job that tuned meanwhile, if it ran the same configs under the same limits."""
+        if self._start_over or about.get("space") != space_of(self._configs):
+            return None
+        trials = about.get("trials")
+        if about.get("limits") != self._limits.deadlines() or not isinstance(trials, list):
+            return None
+        try:
+            trials = [Trial.from_json(trial) for trial in trials]
+        except (KeyError, TypeError, ValueError):
+            return None
+        if len(trials) != len(self._configs):
+            return None
+        pairs = zip(trials, self._configs, strict=True)
+        return self._failure(tuple(dataclasses.replace(trial, config=config) for trial, config in pairs))
+
+    def _failure(self, trials: tuple[Trial, ...]) -> TuningFailedError:
+        return TuningFailedError(report.failure_message(self._name, trials), trials=trials, key=self._key.text)
+
+    # The journal
+
+    def _read_journal(self) -> None:
+        """Takes over the trials of an interrupted sweep, or discards them where the job starts over."""
+        positions = {text_of(config): index for index, config in enumerate(self._configs)}
+        refused = 0
+        for record in self._journal.records():
+            try:
+                trial = Trial.from_json(record["trial"])
+                index = positions.get(cache.canonical_json(trial.config))
+                if index is None:
+                    continue
+                trial = dataclasses.replace(trial, config=self._configs[index])
+                if not self._start_over and self._still_counts(trial, record):
+                    self._trials[index] = trial
+            except (KeyError, TypeError, ValueError, AttributeError):
+                refused += 1
+        if refused:
+            cache.report_once(
+                f"{refused} records of the journal in {str(self._journal.directory)!r} are no trials: they are not used"
+            )
+        if self._start_over:
+            with self._saving():
+                self._journal.discard()
+
+    def _still_counts(self, trial: Trial, record: Mapping[str, object]) -> bool:
+        if trial.outcome in _UNSETTLED:
+            return False
+        if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits.deadlines():
+            return False
+        return not self._settings.version_check or record["versions"] == versions.versions()
+
+    def _record(self, index: int, trial: Trial) -> None:
+        if self._directory is None:
+            return
+        self._refresh_claim()
+        with self._saving():
+            self._journal.append(
+                {"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": versions.versions()}
+            )
+            is_trouble = trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT)
+            if is_trouble or (index in self._troubled and trial.outcome not in _UNSETTLED):
+                cache.remember_trouble(
+                    self._directory, self._name, self._key.device, encode(trial.config), trial.outcome.value
+                )
+
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        try:
+            yield
+        except CacheWriteError as error:
+            self._unsaved = error
+
+    def _report_unsaved(self) -> None:
+        # One report is enough: of the result if it could not be saved, else of some trials.
+        if self._unsaved is not None:
+            cache.report_once(str(self._unsaved))
+
+    # The sweep
+
+    def _prune(self, progress: Progress) -> None:
+        for index in sorted(self._call.pruned):
+            trial = Trial(config=self._configs[index], outcome=Outcome.PRUNED, message="prune_fn said no")
+            self._trials[index] = trial
+            progress.step(trial)
+
+    def _sweep(self, progress: Progress) -> Swept:
+        """Runs the configs that have no trial yet, and compares the fastest of all."""
+        left = {index: config for index, config in enumerate(self._configs) if index not in self._trials}
+        progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
+        if not left and len(finals.finalists(self._trials)) < 2:
+            return Swept()
+        self._troubled = self._find_troubled(left)
+        last = set() if self._start_over else self._troubled
+        ordered = sorted(left, key=lambda index: index in last)
+
+        def on_trial(index: int, trial: Trial) -> None:
+            self._trials[index] = trial
+            self._record(index, trial)
+            progress.step(trial)
+
+        return sweep.run(
+            self._keyed.problem(),
+            {index: left[index] for index in ordered},
+            options=self._options,
+            settings=self._settings,
+            limits=self._limits,
+            events=SweepEvents(on_trial=on_trial, on_tick=self._refresh_claim, on_phase=self._context.on_phase),
+            troubled=last,
+            known=self._trials,
+        )
+
+    def _find_troubled(self, left: Mapping[int, Config]) -> set[int]:
+        """Returns the configs that crashed or hung for this function on this device, whatever the shapes."""
+        if self._directory is None:
+            return set()
+        known = cache.troublesome(self._directory, self._name, self._key.device)
+        return {index for index, config in left.items() if text_of(config) in known}
+
+    # The result
+
+    def _conclude(self, swept: Swept) -> TuningResult:
+        if swept.complaint:
+            _logger.warning("%s: %s", self._name, swept.complaint)
+        usable = [trial for trial in self._trials.values() if trial.outcome is Outcome.OK and trial.time_ms is not None]
+        if not usable:
+            raise self._leave_failure()
+        default = self._call.default_index
+        self._trials, verdict = finals.conclude(self._trials, swept.final, default=default)
+        trials = tuple(self._trials[index] for index in range(len(self._configs)))
+        best, tie = trials[verdict.winner], tuple(trials[index].config for index in verdict.tie)
+        self._log_winner(best, tie, usable)
+        assert best.time_ms is not None
+        times = Times(best.time_ms, swept.default_time_ms if default is None else trials[default].time_ms)
+        self._save(self._entry(best.config, times, trials))
+        executable = None
+        if self._keyed.axes is None:  # otherwise the executable is for the arrays of all shards
+            self._context.seeds.add(swept.compiled.get(verdict.winner, {}))
+            executable = swept.executables.get(verdict.winner)
+        return call_result(self._keyed, best.config, times, trials, tie=tie, executable=executable)
+
+    def _leave_failure(self) -> TuningFailedError:
+        """Returns the error that every config failed; jobs that wait now get it too, and later ones tune again."""
+        trials = tuple(self._trials[index] for index in range(len(self._configs)))
+        if self._directory is not None:
+            # Another process may find the machine in a better state.
+            with self._saving():
+                self._journal.discard()
+        if self._claim is not None:
+            failure = {
+                "space": space_of(self._configs),
+                "limits": self._limits.deadlines(),
+                "trials": [trial.to_json() for trial in trials],
+            }
+            self._claim.leave_failure(failure)
+        return self._failure(trials)
+
+    def _log_winner(self, best: Trial, tie: Sequence[Config], usable: Sequence[Trial]) -> None:
+        _logger.info(
+            "%s: best of %d is %s: %.4g ms%s",
+            self._name,
+            len(self._configs),
+            shown.format_config(best.config),
+            best.time_ms,
+            f", level with {' and '.join(map(shown.format_config, tie))}" if tie else "",
+        )
+        if (scatter := sampling.typical_spread(usable)) > sampling.BUSY[best.clock or "wall"]:
+            _logger.warning(
+                "%s: the samples scatter by %.0f%%, far above the usual: %s was busy or its clock throttled",
+                self._name,
+                100 * scatter,
+                self._key.device,
+            )
+
+    def _entry(self, config: Config, times: Times, trials: Sequence[Trial]) -> Entry:
+        return {
+            "config": encode(config),
+            "time_ms": times.best_ms,
+            "default_time_ms": times.default_ms,
+            "key_values": self._keyed.readable,
+            "fingerprint": self._call.function.fingerprint.parts,
+            "space": space_of(self._configs),
+            "versions": versions.versions(),
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "trials": count_outcomes(trials),
+        }
+
+    def _save(self, entry: Entry) -> None:
+        if self._directory is not None:
+            with self._saving():
+                open_store(self._settings).put(self._name, self._key.device, self._key.text, entry)
+
+    def _result_of(self, entry: Entry) -> TuningResult:
+        config = find_config(entry["config"], self._configs)
+        assert config is not None  # or the entry would not be usable
+        return call_result(self._keyed, config, times_of(entry), from_cache=True)

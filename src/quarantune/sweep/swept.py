@@ -1,0 +1,26 @@
+"""The findings of one sweep beside its trials."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from quarantune.measure import finals
+
+
+@dataclasses.dataclass(frozen=True)
+class Swept:
+    """The findings of a sweep beside its trials.
+
+    Attributes:
+        final: the comparison of the finalists.
+        compiled: by the index of a config, the contents for JAX's compilation cache, by JAX's own key.
+        executables: by the index of a config, its executable as `compiled_winner.Winner` loads it.
+        default_time_ms: the time of the function's defaults in milliseconds, where they ran beside the configs.
+        complaint: how outputs disagreed, where the author should know; else empty.
+    """
+
+    final: finals.Final = dataclasses.field(default_factory=finals.Final)
+    compiled: dict[int, dict[str, bytes]] = dataclasses.field(default_factory=dict)
+    executables: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    default_time_ms: float | None = None
+    complaint: str = ""
