@@ -324,10 +324,10 @@ def test_the_code_in_memory_is_tuned_and_not_the_file_as_it_was_edited_since(tmp
 import importlib
 from pathlib import Path
 import edited_module, helper_module
-from quarantune.transport import payload
+from quarantune.transport import pickling
 
 def by_name():
-    return payload.travels_by_name(edited_module.kernel), payload.travels_by_name(edited_module.plain)
+    return pickling.travels_by_name(edited_module.kernel), pickling.travels_by_name(edited_module.plain)
 
 files = {{name: Path(__file__).with_name(f"{{name}}_module.py") for name in ("edited", "helper")}}
 texts = {{name: file.read_text() for name, file in files.items()}}
@@ -350,7 +350,7 @@ files["helper"].write_text(edits["a module it uses"][1])
 agree(edited_module.kernel, 3)
 assert edited_module.kernel.lookup(X) == {{"n": 2}}
 try:
-    payload.dumps(edited_module.plain)
+    pickling.dumps(edited_module.plain)
 except TypeError as error:
     assert "'lock' used by 'plain'" in str(error), error
     assert "edited_module, helper_module changed on disk" in str(error), error

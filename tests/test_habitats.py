@@ -118,7 +118,7 @@ def test_a_fork_finds_every_lock_free_whatever_other_threads_do(tmp_path: Path) 
 import signal, threading, types, warnings
 import cloudpickle
 from quarantune.host import locks
-from quarantune.transport import payload
+from quarantune.transport import pickling
 from quarantune.sandbox import template
 
 made_up = sys.modules["made_up"] = types.ModuleType("made_up")
@@ -155,10 +155,10 @@ def fork_while(busy, work):
     assert status == 0, status
 
 def pack():
-    payload.dumps(lambda: 1)
+    pickling.dumps(lambda: 1)
     assert not cloudpickle.list_registry_pickle_by_value()
 
-fork_while(lambda: payload.dumps([made_up.helper, Slow()]), pack)
+fork_while(lambda: pickling.dumps([made_up.helper, Slow()]), pack)
 lazy = Lazy()
 fork_while(lambda: lazy.value, lambda: Lazy().value)
 

@@ -22,7 +22,8 @@ from jax.extend.core import primitives
 
 import quarantune
 from quarantune import jax_internals
-from quarantune.transport import inputs, payload
+from quarantune.transport import arrays, inputs, payload, pickling
+from quarantune.transport.call import Call
 
 # A script without a guard, as users write them: all of it lives in `__main__`. Each case is a call; the
 # script packs it and writes down what the call gives here, another process says what it gives there.
@@ -562,7 +563,7 @@ def test_the_x64_mode_of_a_context_travels(travelled: dict[str, Any]) -> None:
     assert travelled["a_closure"]["x64"] is False
 
 
-def _roundtrip(fn: Any, *args: Any, **kwargs: Any) -> tuple[payload.Call, tuple[Any, ...], dict[str, Any]]:
+def _roundtrip(fn: Any, *args: Any, **kwargs: Any) -> tuple[Call, tuple[Any, ...], dict[str, Any]]:
     packed = payload.pack_call(fn, args, kwargs)
     with tempfile.TemporaryFile() as spool:
         payload.write_arrays(packed, spool.fileno())
@@ -575,12 +576,12 @@ def _plain(*args: Any, **kwargs: Any) -> None:
 
 
 def test_a_function_of_an_importable_module_arrives_as_itself() -> None:
-    assert payload.loads(payload.dumps(_plain)) is _plain
-    assert payload.loads(payload.dumps(jnp.matmul)) is jnp.matmul
+    assert pickling.loads(pickling.dumps(_plain)) is _plain
+    assert pickling.loads(pickling.dumps(jnp.matmul)) is jnp.matmul
 
 
 def test_the_jitted_function_inside_a_wrapper_arrives_as_itself() -> None:
-    assert payload.loads(payload.dumps(wrapped_twice.__wrapped__)) is wrapped_twice.__wrapped__
+    assert pickling.loads(pickling.dumps(wrapped_twice.__wrapped__)) is wrapped_twice.__wrapped__
 
 
 @functools.lru_cache
@@ -590,7 +591,7 @@ def wrapped_twice(a: jax.Array) -> jax.Array:
 
 
 def test_a_primitive_arrives_as_itself() -> None:
-    assert payload.loads(payload.dumps(primitives.sin_p)) is primitives.sin_p
+    assert pickling.loads(pickling.dumps(primitives.sin_p)) is primitives.sin_p
 
 
 def test_jit_options_survive_the_rebuilding() -> None:
@@ -606,7 +607,7 @@ def test_jit_options_survive_the_rebuilding() -> None:
         inline=True,
         compiler_options={"xla_embed_ir_in_executable": True},
     )
-    there = payload.loads(payload.dumps(fn))
+    there = pickling.loads(pickling.dumps(fn))
     assert there is not fn
     assert jax_internals.jit_options(there) == jax_internals.jit_options(fn)
     assert jax_internals.jit_options(fn).static_names == {"mode", "n"}
@@ -691,7 +692,7 @@ def test_jax_arguments_arrive_in_buffers_of_their_own_every_time() -> None:
 def test_arrays_made_of_numpy_data_own_their_buffer_wherever_the_data_is(offset: int) -> None:
     room = np.arange(1000, dtype=np.float32)
     start = (offset - room.ctypes.data) % 128 // 4
-    array = payload.restore_array(room[start : start + 500], False, None)
+    array = arrays.restore_array(room[start : start + 500], False, None)
     address = array.unsafe_buffer_pointer()
     result = jax.jit(lambda a: a + 1, donate_argnums=0)(array)
     assert result.unsafe_buffer_pointer() == address
@@ -773,10 +774,10 @@ def test_dumping_leaves_cloudpickles_global_list_alone(monkeypatch: pytest.Monke
     made_up = types.ModuleType("made_up_module")
     exec("def helper(a): return a + 1", vars(made_up))
     monkeypatch.setitem(sys.modules, "made_up_module", made_up)
-    blob = payload.dumps(made_up.helper)
+    blob = pickling.dumps(made_up.helper)
     assert not cloudpickle.list_registry_pickle_by_value()
     monkeypatch.delitem(sys.modules, "made_up_module")
-    assert payload.loads(blob)(1) == 2
+    assert pickling.loads(blob)(1) == 2
 
 
 def test_a_lock_in_a_closure_is_named_with_the_way_to_it() -> None:
@@ -852,14 +853,14 @@ def test_a_named_sharding_in_a_closure_says_what_to_do_instead() -> None:
         return jax.lax.with_sharding_constraint(a, sharding)
 
     with pytest.raises(TypeError, match=r"closure variable 'sharding' of .*make the mesh inside the function"):
-        payload.dumps(kernel)
+        pickling.dumps(kernel)
 
 
 def test_a_tracer_in_a_closure_says_to_pass_it_as_an_argument() -> None:
     @jax.jit
     def outer(a: jax.Array) -> jax.Array:
         with pytest.raises(TypeError, match=r"closure variable 'a' of .*as an argument instead"):
-            payload.dumps(lambda: a)
+            pickling.dumps(lambda: a)
         return a
 
     outer(jnp.ones(3))

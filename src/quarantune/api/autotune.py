@@ -16,7 +16,7 @@ from quarantune.host import locks
 from quarantune.resolve import suitable
 from quarantune.results.result import TuningResult
 from quarantune.transport import assignment as assignments
-from quarantune.transport import binding, differentiation, payload
+from quarantune.transport import binding, differentiation, pickling
 from quarantune.values import config_space, naming
 from quarantune.values.options import Options, checked_options
 from quarantune.values.trial import Config
@@ -207,7 +207,7 @@ class Autotuned:
 
     def __reduce__(self) -> Any:
         """Travels by name, or as the function and how to tune it; what was remembered stays here."""
-        if payload.travels_by_name(self):
+        if pickling.travels_by_name(self):
             return self.__qualname__
         self._jit_options.check_can_travel(_name_of(self))
         options = dataclasses.replace(self._options, name=self.name)  # a worker's `__main__` is another

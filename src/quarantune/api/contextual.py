@@ -158,9 +158,9 @@ class Contextual:
 
     def __reduce__(self) -> Any:
         """Travels by name, or as the function and how to tune it; what was remembered stays here."""
-        from quarantune.transport import payload
+        from quarantune.transport import pickling
 
-        if payload.travels_by_name(self):
+        if pickling.travels_by_name(self):
             return self.__wrapped__.__qualname__
         return Contextual, (self.__wrapped__, dataclasses.replace(self._options, name=self.name))
 

@@ -133,7 +133,7 @@ class TuningResult:
             SavedResultError: the result was loaded without its function.
             OSError: the directory cannot be written to.
         """
-        from quarantune.transport import payload
+        from quarantune.transport import pickling
 
         folder = Path(directory)
         if isinstance(self.fn, functools.partial) and self.fn.func is _refuse:
@@ -144,7 +144,7 @@ class TuningResult:
         folder.mkdir(parents=True, exist_ok=True)
         plain = binding.function_of(self.fn)
         parts = {
-            _FUNCTION: payload.dumps(
+            _FUNCTION: pickling.dumps(
                 (plain, self.call, originals([self.best_config, *self.tie, *(trial.config for trial in self.trials)]))
             )
         }
@@ -214,11 +214,11 @@ class TuningResult:
     def _with_function(self, contents: dict[str, bytes]) -> TuningResult:
         from quarantune.devices import discovery
         from quarantune.results.compiled_winner import Winner
-        from quarantune.transport import payload
+        from quarantune.transport import pickling
         from quarantune.transport.executable import loads as load
         from quarantune.values.versions import versions
 
-        plain, call, *rest = payload.loads(contents[_FUNCTION])  # results of old hold no config values
+        plain, call, *rest = pickling.loads(contents[_FUNCTION])  # results of old hold no config values
         values = rest[0] if rest else {}
         best = restore(self.best_config, values)
         fn: Callable[..., Any] = binding.bind(plain, best)

@@ -18,7 +18,7 @@ from quarantune.measure import finals
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.scheduler.reference import Reference, unlike
-from quarantune.transport import payload
+from quarantune.transport.call import Call
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.worker.bench import Bench, Program
 from quarantune.worker.failures import WrongResultError, outcome_of
@@ -28,7 +28,7 @@ _logger = logging.getLogger("quarantune")
 
 
 def run(
-    call: payload.Call,
+    call: Call,
     configs: Mapping[int, Config],
     *,
     arrays_fd: int,
@@ -105,9 +105,7 @@ def _warn() -> None:
     caller.warn(message, RuntimeWarning)
 
 
-def compare(
-    call: payload.Call, measured: Mapping[int, Trial], *, arrays_fd: int, options: BenchOptions
-) -> finals.Final:
+def compare(call: Call, measured: Mapping[int, Trial], *, arrays_fd: int, options: BenchOptions) -> finals.Final:
     """Times the fastest configs in turn.
 
     Args:

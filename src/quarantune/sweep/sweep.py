@@ -19,6 +19,7 @@ from quarantune.sweep.events import END, SweepEvents
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.swept import Swept
 from quarantune.transport import payload
+from quarantune.transport.call import PackedCall
 from quarantune.transport.problem import Problem
 from quarantune.values import config_values, shown
 from quarantune.values.options import Options
@@ -135,7 +136,7 @@ def run(
 
 def _run_here(
     problem: Problem,
-    packed: payload.PackedCall,
+    packed: PackedCall,
     configs: Mapping[int, Config],
     measured: Mapping[int, Trial],
     options: Options,
@@ -167,7 +168,7 @@ def _check_sizes(problem: Problem, configs: Mapping[int, Config]) -> None:
             )
 
 
-def _check_devices(problem: Problem, packed: payload.PackedCall, options: Options) -> None:
+def _check_devices(problem: Problem, packed: PackedCall, options: Options) -> None:
     if problem.platform == "tpu":
         raise ValueError(
             "a TPU belongs to the process that uses it, so workers cannot measure on it: "
@@ -182,7 +183,7 @@ def _check_devices(problem: Problem, packed: payload.PackedCall, options: Option
 
 
 @contextlib.contextmanager
-def _spooled(packed: payload.PackedCall) -> Iterator[tuple[int, int]]:
+def _spooled(packed: PackedCall) -> Iterator[tuple[int, int]]:
     """Yields descriptors of the payload and of the arrays, which no worker can write to; -1 for no arrays."""
     with contextlib.ExitStack() as stack:
         fds = []

@@ -8,7 +8,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from quarantune import jax_internals
-from quarantune.transport import payload
+from quarantune.transport import pickling
 
 
 def dumps(compiled: Any) -> bytes:
@@ -20,7 +20,7 @@ def dumps(compiled: Any) -> bytes:
     Raises:
         Exception: it cannot leave this process.
     """
-    return payload.dumps((*serialize_executable.serialize(compiled), _device_ids(compiled)))
+    return pickling.dumps((*serialize_executable.serialize(compiled), _device_ids(compiled)))
 
 
 def dumps_as_data(compiled: Any) -> bytes:
@@ -43,7 +43,7 @@ def loads(blob: bytes) -> Any:
     Raises:
         ValueError: this process lacks one of the devices.
     """
-    serialized, in_tree, out_tree, device_ids = payload.loads(blob)
+    serialized, in_tree, out_tree, device_ids = pickling.loads(blob)
     jax_internals.prepare_to_load(serialized)
     here = {device.id: device for device in jax.devices()}
     if missing := [number for number in device_ids if number not in here]:

@@ -14,14 +14,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from quarantune import jax_internals
-from quarantune.transport.payload import (
-    ArrayRef,
-    ArraySpec,
-    Call,
-    dtype_from_name,
-    is_key_dtype,
-    restore_array,
-)
+from quarantune.transport.arrays import dtype_from_name, is_key_dtype, restore_array
+from quarantune.transport.call import ArrayRef, ArraySpec, Call
 from quarantune.values.shardings import MeshSpec
 
 KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from quarantune import jax_internals
 from quarantune.transport import inputs
-from quarantune.transport.payload import ArrayRef, Call
+from quarantune.transport.call import ArrayRef, Call
 from quarantune.values.shardings import MeshSpec, sharding_of
 
 

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.transport import inputs, payload
+from quarantune.transport import inputs
+from quarantune.transport.call import Call
 
 Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
@@ -23,7 +24,7 @@ class CallArguments:
         may_be_overwritten: whether a run may write into its arguments, so that each run needs fresh ones.
     """
 
-    def __init__(self, call: payload.Call, *, arrays_fd: int, supply: Any) -> None:
+    def __init__(self, call: Call, *, arrays_fd: int, supply: Any) -> None:
         """Sets up the arguments; none is made yet.
 
         Args:

@@ -16,7 +16,8 @@ from quarantune import jax_internals
 from quarantune.host.waits import Taken, Watch
 from quarantune.measure import clocks, finals, sampling
 from quarantune.sandbox import spool
-from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes, payload
+from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes
+from quarantune.transport.call import Call
 from quarantune.values.config_values import restore, text_of
 from quarantune.values.trial import Config
 from quarantune.worker.arguments import Arguments, CallArguments
@@ -55,7 +56,7 @@ class Bench:
         judge: compares outputs.
     """
 
-    def __init__(self, call: payload.Call, *, arrays_fd: int, options: dict[str, Any]) -> None:
+    def __init__(self, call: Call, *, arrays_fd: int, options: dict[str, Any]) -> None:
         """Sets up the bench.
 
         Args:

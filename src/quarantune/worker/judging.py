@@ -17,7 +17,9 @@ from quarantune.measure import compare, on_device
 from quarantune.measure.elements import Tolerance
 from quarantune.measure.gradients import gradients
 from quarantune.sandbox import spool
-from quarantune.transport import binding, inputs, payload, pickling
+from quarantune.transport import binding, inputs, pickling
+from quarantune.transport.arrays import is_key_dtype
+from quarantune.transport.call import Call
 from quarantune.values.trial import INCOMPARABLE, Config
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.failures import WrongResultError
@@ -26,7 +28,7 @@ from quarantune.worker.failures import WrongResultError
 class Judge:
     """Compares the outputs of one call's configs, and their gradients where those count."""
 
-    def __init__(self, call: payload.Call, arguments: CallArguments, options: dict[str, Any]) -> None:
+    def __init__(self, call: Call, arguments: CallArguments, options: dict[str, Any]) -> None:
         """Sets up the judge.
 
         Args:
@@ -227,7 +229,7 @@ def _on_host(tree: Any) -> Any:
     """Returns a tree with its arrays as numpy arrays, which hold no device and can travel."""
 
     def fetched(leaf: Any) -> Any:
-        is_plain = isinstance(leaf, jax.Array) and not payload.is_key_dtype(leaf.dtype)
+        is_plain = isinstance(leaf, jax.Array) and not is_key_dtype(leaf.dtype)
         return np.asarray(leaf) if is_plain else leaf
 
     return jax.tree.map(fetched, tree)

@@ -20,7 +20,7 @@ from quarantune.sandbox.worker_program import Shared
 from quarantune.values.trial import Phase
 
 if TYPE_CHECKING:
-    from quarantune.transport import payload
+    from quarantune.transport.call import Call
     from quarantune.worker.bench import Bench, Program
 
 _MESSAGE_CHARS = 4000
@@ -126,7 +126,7 @@ class Worker:
         from quarantune.worker.bench import Bench
 
         if self._bench is None:
-            call = cast("payload.Call | None", self._shared.call)
+            call = cast("Call | None", self._shared.call)
             if call is None:
                 self._enter(Phase.LOAD)
                 call = load_call(self._shared.payload_fd, self._shared.cwd)
@@ -279,7 +279,7 @@ _WITH_OPTIONS = (
 )
 
 
-def load_call(payload_fd: int, cwd: str | None) -> payload.Call:
+def load_call(payload_fd: int, cwd: str | None) -> Call:
     """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it."""
     from quarantune.transport import payload
 

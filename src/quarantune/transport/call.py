@@ -1,0 +1,129 @@
+"""A call in transit: its function, its arguments with a reference for each array, and a description of each array."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+
+from quarantune import jax_internals
+from quarantune.values.shardings import MeshSpec, ShardingSpec
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArraySpec:
+    """One array among a call's arguments.
+
+    Attributes:
+        index: its number among the arrays of the call.
+        shape: its shape.
+        dtype: the name of its dtype; for a PRNG key array, the dtype of its key data.
+        weak_type: whether it is weakly typed.
+        kind: `jax` or `numpy` array, or PRNG `key` array.
+        key_impl: the PRNG implementation of a key array, else None.
+        offset: where its bytes start in the spool.
+        nbytes: how many bytes it has in the spool; 0 if the worker generates it.
+        made: whether the worker generates the array, because there is no concrete value.
+        sharding: how it is laid out over several devices; None if it is on one device.
+        is_transposed: whether the spool has the bytes of its transpose. A numpy array in Fortran order keeps its order,
+            as the speed of a plain callable may depend on it.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: str
+    weak_type: bool = False
+    kind: Literal["jax", "numpy", "key"] = "jax"
+    key_impl: str | None = None
+    offset: int = 0
+    nbytes: int = 0
+    made: bool = False
+    sharding: ShardingSpec | None = None
+    is_transposed: bool = False
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """The shape of the data in the spool, where key arrays have further axes."""
+        return self.shape if self.key_impl is None else self.shape + jax_internals.key_data_shape(self.key_impl)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayRef:
+    """Stands for an array in the argument trees of a call.
+
+    It has a shape and a dtype because a pytree class of the user's may read them when it is unflattened.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return len(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call as it arrives in a worker.
+
+    Attributes:
+        fn: the function.
+        args: positional arguments, with an `ArrayRef` for each array.
+        kwargs: keyword arguments, likewise.
+        specs: the arrays the references point to.
+        companions: functions that judge the function's output, by name.
+        config_values: the config values that JSON cannot restore, by their JSON texts.
+        context_mesh: the mesh that the worker sets; None for none.
+        own_shardings: in the caller's process, how each array is laid out over the caller's devices, None for an array
+            that is on one device or whose devices are not known; empty in a worker, which has other devices.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    specs: tuple[ArraySpec, ...]
+    companions: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    config_values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    context_mesh: MeshSpec | None = None
+    own_shardings: tuple[jax.sharding.NamedSharding | None, ...] = ()
+
+    @property
+    def devices_needed(self) -> int:
+        """How many devices the arrays, or the mesh of the context, are laid out over."""
+        return devices_needed(self.specs, self.context_mesh)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedCall:
+    """A call ready to be sent.
+
+    Attributes:
+        blob: everything except the bytes of the arrays, for `payload.unpack_call`.
+        call: the same call for trials in this process.
+        arrays: the arrays in the spool, and those that the worker generates.
+        context_mesh: the mesh that a worker sets; None for none.
+        spool_bytes: the size of the spool.
+        sources: the caller's arrays, in the order of `arrays`; None for each that the worker generates.
+    """
+
+    blob: bytes
+    call: Call = dataclasses.field(repr=False, compare=False)
+    arrays: tuple[ArraySpec, ...]
+    context_mesh: MeshSpec | None
+    spool_bytes: int
+    sources: tuple[Any, ...] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def devices_needed(self) -> int:
+        """How many devices the arrays, or the mesh of the context, are laid out over."""
+        return devices_needed(self.arrays, self.context_mesh)
+
+
+def devices_needed(specs: tuple[ArraySpec, ...], mesh: MeshSpec | None) -> int:
+    """Returns how many devices arrays, or the mesh of the context, are laid out over; at least 1."""
+    meshes = [spec.sharding.mesh for spec in specs if spec.sharding is not None]
+    return max((mesh.size for mesh in [*meshes, *([mesh] if mesh else [])]), default=1)
