@@ -1,4 +1,4 @@
-"""Which line of the user's code led here: warnings point to it, however deep inside this package and JAX they arose."""
+"""Finds the line of the user's code that led here: warnings from deep inside this package or JAX point to it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PASSED_THROUGH = frozenset({"quarantune", "jax", "jaxlib", "contextlib", "funct
 def warn(message: str, category: type[Warning]) -> None:
     """Issues a warning that points to the user's line.
 
-    `warnings.warn` would want the number of frames in between, which depends on the way that a call took: a cached
-    warning may come from a plain call, from a trace that JAX makes, or from `lookup`.
+    `warnings.warn` needs the number of frames in between, which varies: the same warning may come from a plain call,
+    from a trace that JAX makes, or from `lookup`.
 
     Args:
         message: the text.
@@ -38,7 +38,7 @@ def users_module() -> str:
 
 
 def _users_frame() -> types.FrameType:
-    """Returns the innermost frame of the user's code; the outermost of all where none is."""
+    """Returns the innermost frame of the user's code, or the outermost frame where there is none."""
     frame = sys._getframe(1)
     while _package(frame) in _PASSED_THROUGH and frame.f_back is not None:
         frame = frame.f_back

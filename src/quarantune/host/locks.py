@@ -1,4 +1,4 @@
-"""Locks that a fork finds free, and attributes computed once: a fork lacks the threads that held or computed them."""
+"""Locks and lazy attributes that work after a fork, where the threads that held or computed them are missing."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ os.register_at_fork(after_in_child=_free_in_fork)
 
 
 class lazy(functools.cached_property[_T]):
-    """An attribute computed when it is first asked for, as `functools.cached_property` but without its lock.
+    """An attribute computed at its first use, like `functools.cached_property` but without its lock.
 
-    That lock, which Python 3.11 has, is one for all instances, and stays held in a fork. Threads that ask together may
-    compute the attribute twice; all are given the same value.
+    Python 3.11 has one such lock for all instances, which stays held in a fork. Threads that read the attribute at the
+    same time may compute it twice; all get the same value.
     """
 
     def __get__(self, instance: Any, owner: type | None = None) -> _T:  # type: ignore[override]
-        """Returns the value, kept in the instance's dictionary from now on."""
+        """Returns the value, and keeps it in the instance's dictionary."""
         if instance is None:
             return self  # type: ignore[return-value]
         value: _T = vars(instance).setdefault(self.attrname, self.func(instance))

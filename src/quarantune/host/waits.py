@@ -1,4 +1,4 @@
-"""How long work takes by itself: without the time that its threads were ready to run and had no CPU."""
+"""The time that work takes without waiting for a CPU: without the time that its threads were ready but not running."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import NamedTuple, TypeVar
 
 _THREADS = "/proc/self/task"
 _MOST_HELD = 64
-"""Files kept open, which saves opening them for each run; those of further threads leave the work its descriptors."""
+"""How many files are kept open, to save opening them for each run; more would take descriptors from the work."""
 _NEGLIGIBLE = 0.1
-"""Waits below this share of a run are left in it: to be woken takes a while on a quiet machine, too."""
+"""Waits below this share of a run are left in it: waking up takes a while on a quiet machine, too."""
 _DISTURBED = 0.25
 """A run that waited for a larger share than this was disturbed."""
 _Result = TypeVar("_Result")
 
 
 class Taken(NamedTuple):
-    """What a run took, in milliseconds or any other unit.
+    """The time of a run, in milliseconds or any other unit.
 
     Attributes:
         whole: from its start to its end.
-        own: an estimate of what it takes where nobody else wants the CPUs.
-        least: what it takes at the very least, as far as that is known; a config is ruled out by nothing else.
+        own: an estimate of the time without other processes on the CPUs.
+        least: a lower bound of that time; only this bound rules a config out.
     """
 
     whole: float
@@ -39,45 +39,45 @@ class Taken(NamedTuple):
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether so much of it was spent waiting that it tells little of the run itself."""
+        """Whether waits took so large a share that the rest is unreliable."""
         return self.least < (1 - _DISTURBED) * self.whole
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing had to be taken off, so that it is no estimate."""
+        """Whether no wait was taken off, so that `own` is no estimate."""
         return self.own == self.whole
 
     def scaled(self, factor: float) -> Taken:
-        """Returns the same in another unit, or for one of several runs."""
+        """Returns the times in another unit, or of one run among several."""
         return Taken(factor * self.whole, factor * self.own, factor * self.least)
 
 
 def fastest(samples: Sequence[Taken]) -> Taken:
-    """Returns the fastest of some samples, of those that need no estimating if there are any.
+    """Returns the fastest sample, among those without waits if there are any.
 
-    Threads that wait together have more taken off than they cost, which would make slow runs of a busy moment the
-    fastest of all.
+    For threads that wait at the same time, more is taken off than they cost, which would make slow runs of a busy
+    moment the fastest.
     """
     return min([sample for sample in samples if sample.is_clean] or samples, key=lambda sample: sample.own)
 
 
 class ThreadTimes(NamedTuple):
-    """How long a thread has run, and waited for a CPU, in nanoseconds."""
+    """The times that a thread has run, and waited for a CPU, in nanoseconds."""
 
     ran_ns: int
     waited_ns: int
 
 
 class Watch:
-    """Times work and tells what of it was spent waiting for a CPU, by Linux's `schedstat`; elsewhere nothing was.
+    """Times work, and the part of it spent waiting for a CPU, by Linux's `schedstat`; elsewhere that part counts as 0.
 
-    Threads wait one after another as often as at the same time, so that all their waits count, not the longest. Where
-    they wait together that is too much, so that a run takes at least as long as its busiest thread has run. That does
-    not hold where threads spin until others have done their part, as those of BLAS libraries do in plain functions.
+    Threads wait one after another as often as at the same time, so that the sum of their waits is taken off. Where they
+    wait at the same time, that is too much; therefore a run takes at least as long as its busiest thread has run. That
+    bound is wrong where threads spin until others have done their part, as those of BLAS libraries do.
     """
 
     def __init__(self, *, spins: bool) -> None:
-        """Opens the watch; close it.
+        """Sets up the watch, to be used as a context manager.
 
         Args:
             spins: whether threads may spin while others wait for a CPU.
@@ -95,7 +95,7 @@ class Watch:
         self._files.clear()
 
     def time(self, work: Callable[[], _Result]) -> tuple[Taken, _Result]:
-        """Does work and returns what it took, in seconds, and its result."""
+        """Does work and returns its time, in seconds, and its result."""
         before = self.read()
         ran, started = time.thread_time_ns(), time.perf_counter()
         result = work()
@@ -104,12 +104,12 @@ class Watch:
         return self._taken(whole_s, before, self.read(), ran), result
 
     def read(self) -> dict[str, ThreadTimes]:
-        """Returns what each thread of this process has run and waited until now."""
+        """Returns how long each thread of this process has run and waited until now."""
         times = {}
         for thread, fd in list(self._files.items()):
             try:
                 times[thread] = _times(fd)
-            except (OSError, ValueError):  # it has ended
+            except (OSError, ValueError):  # the thread has ended
                 os.close(self._files.pop(thread))
         with contextlib.suppress(OSError):
             for thread in os.listdir(_THREADS):
@@ -133,7 +133,7 @@ class Watch:
         waited_s = 1e-9 * sum(times.waited_ns - before.get(thread, none).waited_ns for thread, times in after.items())
         if waited_s < _NEGLIGIBLE * whole_s:
             return Taken.exactly(whole_s)
-        # What the kernel notes of a thread that is running, as the one that asks, is some milliseconds old.
+        # The kernel's figure for a running thread, such as this one, is some milliseconds old.
         others = {thread: times for thread, times in after.items() if thread != self._me}
         ran = [ran_ns, *(times.ran_ns - before.get(thread, none).ran_ns for thread, times in others.items())]
         busiest_s = min(whole_s, 1e-9 * max(ran))

@@ -19,7 +19,7 @@ Configs: TypeAlias = "Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]"
 
 
 _MOST_CONFIGS = 1_000_000
-"""More are taken for a mistake: a generator without an end, or a grid of far too many values."""
+"""More are considered a mistake: an endless generator, or a grid of far too many values."""
 _MOST_NESTED = 32
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -51,7 +51,7 @@ def expand(
         fn_name: the function being tuned, for error messages.
         parameters: the signature of the function being tuned, whose defaults stand for the keys that a config lacks;
             None where every config must have all keys.
-        keep_repeated: whether a config is there as often as it was given.
+        keep_repeated: whether to keep a config as often as it was given.
 
     Raises:
         TypeError: the configs are not of these forms, or hold something that is no config value.
@@ -70,7 +70,7 @@ def expand(
 
 
 def distinct(configs: Iterable[Config]) -> list[Config]:
-    """Returns the configs without those that are there already."""
+    """Returns the configs without repetitions."""
     unique: dict[str, Config] = {}
     for config in configs:
         unique.setdefault(text_of(config), config)
@@ -94,10 +94,10 @@ def expand_callable(
         kwargs: its keyword arguments, likewise.
         fn_name: the function being tuned, for error messages.
         parameters: as for `expand`.
-        keep_repeated: whether a config is there as often as it was made.
+        keep_repeated: whether to keep a config as often as it was made.
 
     Raises:
-        TypeError: what it made is no config space.
+        TypeError: its result is no config space.
         ValueError: it made no config, or configs whose keys differ.
     """
     made = configs_fn(*args, **kwargs)
@@ -122,7 +122,7 @@ def check_parameters(
     """Checks that every tunable is a static keyword parameter with a default.
 
     Args:
-        configs: what `expand` returned.
+        configs: the configs that `expand` returned.
         parameters: the signature of the function being tuned.
         static_names: the parameters that `jax.jit` treats as static where they are given by keyword.
         fn_name: the function's name, for error messages.
@@ -167,7 +167,7 @@ def check_keywords(configs: Sequence[Config], *, parameters: inspect.Signature, 
     """Checks that a function which is not jitted takes every tunable as a keyword argument.
 
     Args:
-        configs: what `expand` returned.
+        configs: the configs that `expand` returned.
         parameters: the signature of the function being tuned.
         fn_name: the function's name, for error messages.
 
@@ -273,7 +273,7 @@ def _default(name: str, parameters: inspect.Signature | None, where: str) -> Con
 
 
 def _check_classes(configs: Iterable[Config], fn_name: str) -> None:
-    """Checks that no two values of different classes are written alike, as a class is written by its name alone."""
+    """Checks that values of different classes have different texts, which hold only the name of a class."""
     classes: dict[str, type] = {}
     for value in (value for config in configs for value in config.values() if is_tagged(value)):
         kind = type(value)
@@ -304,9 +304,9 @@ def _value(value: Any, where: str, outer: tuple[int, ...]) -> ConfigValue:
     """Returns a config value, lists as tuples and dicts as `FrozenDict` so that jit can hash them.
 
     Args:
-        value: what was given.
-        where: how to get there from the configs, for error messages.
-        outer: the identities of what it is in.
+        value: the given value.
+        where: its path within the configs, for error messages.
+        outer: the identities of the containers around it.
     """
     if id(value) in outer or len(outer) > _MOST_NESTED:
         how = "contains itself" if id(value) in outer else f"is nested more than {_MOST_NESTED} deep"
@@ -334,7 +334,7 @@ def _value(value: Any, where: str, outer: tuple[int, ...]) -> ConfigValue:
 
 
 def _tagged_value(value: Any, where: str, inside: tuple[int, ...]) -> ConfigValue:
-    """Returns an enum's member as it is, and a dataclass or a named tuple whose fields are config values."""
+    """Returns an enum's member unchanged, or a dataclass or named tuple with checked fields."""
     changed = {}
     for field in field_names(value) or ():
         given = getattr(value, field)

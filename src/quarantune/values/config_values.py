@@ -1,4 +1,4 @@
-"""Config values that JSON has no word for: how enums, dataclasses and dicts are written down, and made again."""
+"""Config values that JSON lacks: how enums, dataclasses and dicts are encoded, and restored."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 
 
 class FrozenDict(dict[str, Any]):
-    """A dict that cannot change, and therefore has a hash: `jax.jit` asks that of every static argument."""
+    """A dict that cannot change, and therefore has a hash, which `jax.jit` needs of every static argument."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> Any:
-        """Travels as an ordinary dict does."""
+        """Pickles like an ordinary dict."""
         return FrozenDict, (dict(self),)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
@@ -41,7 +41,7 @@ def freeze(value: Any) -> Any:
 
 
 def is_tagged(value: Any) -> bool:
-    """Returns whether a value is an enum's member, a dataclass or a named tuple, written with a tag that says so."""
+    """Returns whether a value is an enum's member, a dataclass or a named tuple, which JSON needs a tag for."""
     return isinstance(value, enum.Enum) or field_names(value) is not None
 
 
@@ -53,9 +53,9 @@ def field_names(value: Any) -> list[str] | None:
 
 
 def tagged(value: Any) -> dict[str, Any]:
-    """Returns what stands for an enum's member, a dataclass or a named tuple; fields are as they are.
+    """Returns a dict in place of an enum's member, a dataclass or a named tuple; its fields are left unchanged.
 
-    The type is there by its qualified name alone: the same file is `__main__` here and a module there.
+    The type is given by its qualified name without the module: one file may be `__main__` here and a module there.
     """
     name = type(value).__qualname__
     if isinstance(value, enum.Enum):
@@ -73,24 +73,24 @@ def encode(value: Any) -> Any:
 
 
 def text_of(value: Any) -> str:
-    """Returns what equal configs, or values, have in common, 1 and True being different things."""
+    """Returns a text that is the same for equal configs, or values; 1 and True are not equal."""
     return json.dumps(encode(value), sort_keys=True, separators=(",", ":"))
 
 
 def originals(configs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the values that JSON alone does not give back, by their texts: for `restore`."""
+    """Returns the values that JSON alone does not preserve, by their texts, for `restore`."""
     values = (value for config in configs for value in config.values())
     return {text_of(value): value for value in values if _has_tagged(value)}
 
 
 def restore(config: Mapping[str, Any], originals: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config that went through JSON as it was before.
+    """Returns a config with the values that it had before it went through JSON.
 
-    Nothing is imported or built by name: what a file says picks one of the values that are here already.
+    Nothing is imported or built by name: a file can only select one of the values that exist here already.
 
     Args:
-        config: what `encode` made of it.
-        originals: values to take, by their texts.
+        config: the config as `encode` returned it.
+        originals: the values to restore, by their texts.
     """
     if not originals:
         return {name: freeze(value) for name, value in config.items()}

@@ -1,4 +1,4 @@
-"""What a tuned function is called in the cache."""
+"""The name of a tuned function in the cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def cache_name(fn: Callable[..., Any]) -> str:
 
 
 def module_name(fn: Callable[..., Any]) -> str:
-    """Returns the function's module; for a script its file's stem, as `__main__` would be the same for all.
+    """Returns the function's module; for a script the stem of its file, because `__main__` is the same for all.
 
-    A jitted `functools.partial` says that it is of `functools`: it counts as one of the module that tunes it.
+    For a jitted `functools.partial`, whose module is given as `functools`, returns the module that tunes it.
     """
     module = getattr(fn, "__module__", None) or "unknown"
     if module == functools.__name__ and isinstance(inspect.unwrap(fn), functools.partial):

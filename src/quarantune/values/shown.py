@@ -1,4 +1,4 @@
-"""Configs and their values as people read them."""
+"""Formats configs and their values for people."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def format_value(value: object) -> str:
     if isinstance(value, str):
         return printable(value)
     if (names := field_names(value)) is not None:
-        # All but what the class says by itself: that is what tells one config from another.
-        told = [name for name in names if getattr(value, name) != getattr(type(value), name, _NO_DEFAULT)]
-        return f"({', '.join(f'{name}={format_value(getattr(value, name))}' for name in told)})"
+        # Without the defaults of the class: only the others distinguish configs.
+        shown = [name for name in names if getattr(value, name) != getattr(type(value), name, _NO_DEFAULT)]
+        return f"({', '.join(f'{name}={format_value(getattr(value, name))}' for name in shown)})"
     if isinstance(value, tuple):
         return f"[{','.join(map(_inner, value))}]"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Words for messages and tables: the name that was meant, a value that fits a line, text that a terminal only shows."""
+"""Text for messages and tables: the nearest known name, values that fit a line, text that is safe for a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MOST_SHOWN = 80
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns a sentence with the known name that is nearest, led by a space; empty where none is near."""
+    """Returns a space and a sentence with the nearest known name; empty where none is near."""
     folded = {candidate.casefold(): candidate for candidate in known}
     close = difflib.get_close_matches(name.casefold(), folded, n=1)
     return f" Did you mean {folded[close[0]]!r}?" if close else ""
@@ -25,7 +25,7 @@ def shown(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text that any terminal shows as it is: control characters and lone surrogates as their escapes."""
+    """Returns a text with control characters and lone surrogates escaped, so that any terminal can show it."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

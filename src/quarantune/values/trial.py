@@ -1,4 +1,4 @@
-"""What can become of a config: outcomes, phases, the trial record and the errors a face raises."""
+"""The record of a trial: outcomes, phases, routes; and the errors that public functions raise."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ConfigValue: TypeAlias = Any
 Config: TypeAlias = dict[str, ConfigValue]
 
 INCOMPARABLE = -1
-"""Stands, among the positions of outputs to compare with, for one that cannot be compared with any."""
+"""Takes the place of a position among reference outputs where an output cannot be compared with any."""
 
 _SHORTEST_MS = 1e-6
 """No call takes less than a nanosecond."""
 _LONGEST_MS = 1e8
-"""Longer samples are the clock's error, not the kernel's: a device clock was seen to answer with nearly 2^64 ns."""
+"""Longer samples are errors of the clock: a device clock has returned nearly 2^64 ns."""
 
 
 class Outcome(enum.StrEnum):
@@ -47,7 +47,7 @@ _NOT_FAILURES = frozenset({Outcome.OK, Outcome.SLOW, Outcome.PRUNED, Outcome.NOT
 
 
 class Phase(enum.StrEnum):
-    """Where in its life a trial was when it ended."""
+    """The phase in which a trial ended."""
 
     LOAD = "load"
     COMPILE = "compile"
@@ -60,19 +60,19 @@ _LARGEST_NUMBER = 2**63
 
 
 class Route(enum.StrEnum):
-    """Which processes ran a trial."""
+    """The processes that ran a trial."""
 
     TOGETHER = "together"
     """One worker compiled and measured."""
     APART = "apart"
     """One worker compiled without the device, another measured on it."""
     IN_PROCESS = "in_process"
-    """No worker: the caller's own process, by the operator's wish."""
+    """No worker: the caller's own process, as the operator chose."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What one config came to.
+    """The result of one config.
 
     Attributes:
         config: the config tried.
@@ -80,15 +80,15 @@ class Trial:
         phase: the phase it ended in; None where it never started.
         time_ms: median time of one call in milliseconds; None unless measured.
         samples_ms: the samples behind the median, in milliseconds.
-        own_ms: the time that finalists are chosen by: that of the fastest sample without its waits for a CPU, or the
+        own_ms: the time by which finalists are chosen: that of the fastest sample without its waits for a CPU, or the
             median of a device's own clock; None unless measured.
         compile_s: seconds spent tracing, lowering and compiling.
-        peak_memory_bytes: the largest host memory its process was seen to hold.
-        message: one sentence that says what happened; empty where all went well.
+        peak_memory_bytes: the largest host memory that its process was observed to hold.
+        message: the reason for the outcome, one sentence; empty where all went well.
         log_tail: the last lines the trial wrote to stdout or stderr.
         route: which processes ran it; None where it never started.
-        device: the device it was measured on, as `cuda:0`; empty where it was not.
-        clock: what timed it: `device`, `queued` or `wall`; empty where it was not.
+        device: the device it was measured on, as `cuda:0`; empty where it was not measured.
+        clock: the clock that timed it: `device`, `queued` or `wall`; empty where it was not timed.
     """
 
     config: Config
@@ -107,29 +107,29 @@ class Trial:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the trial as JSON-able data, with nothing left out."""
-        # Not dataclasses.asdict: it copies all parts deeply, and this is done for every config.
+        # dataclasses.asdict copies all parts deeply, which is too slow for every config.
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return data | {"config": encode(self.config), "samples_ms": list(self.samples_ms)}
 
     @property
     def level_ms(self) -> float | None:
-        """The time to choose finalists by; an older version's journal may hold the median only."""
+        """The time by which finalists are chosen; the median for a trial from an older version's journal."""
         return self.own_ms if self.own_ms is not None else self.time_ms
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trial:
-        """Returns the trial that `to_json` described, its config as JSON gives it back.
+        """Returns the trial that `to_json` described, its config as JSON returns it.
 
         Raises:
-            KeyError, TypeError, ValueError: this describes none, or one with times that no call can take.
+            KeyError, TypeError, ValueError: this describes no trial, or one with impossible times.
         """
         if not isinstance(data, Mapping):
             raise TypeError(f"{data!r:.80} is no trial")
         _check_types(data)
         route, phase, time_ms = data.get("route"), data.get("phase"), data.get("time_ms")
         samples_ms, own_ms = tuple(data.get("samples_ms", ())), data.get("own_ms")
-        for told_ms in (*samples_ms, *(known for known in (time_ms, own_ms) if known is not None)):
-            if not is_plausible_ms(told_ms):
+        for given_ms in (*samples_ms, *(known for known in (time_ms, own_ms) if known is not None)):
+            if not is_plausible_ms(given_ms):
                 raise ValueError("it has a time that no call can take")
         if data["outcome"] == Outcome.OK and time_ms is None:
             raise ValueError("it is ok, and has no time")
@@ -151,7 +151,7 @@ class Trial:
 
 
 def _check_types(data: Mapping[str, Any]) -> None:
-    """Raises where the parts of a described trial are not of their types, as anybody may have described it."""
+    """Checks the types in a described trial, which anybody may have written."""
     types: dict[str, tuple[type, ...]] = {
         "config": (dict,),
         "outcome": (str,),
@@ -176,8 +176,8 @@ def _check_types(data: Mapping[str, Any]) -> None:
 
 
 def is_plausible_ms(time_ms: object) -> bool:
-    """Returns whether a number of milliseconds can be the time of one call; anything may lie in a shared directory."""
-    # Compared as it is: a huge whole number is no float.
+    """Returns whether a value can be the time of one call in milliseconds; files may hold anything."""
+    # Compared without conversion: a huge integer does not fit a float.
     return isinstance(time_ms, (int, float)) and not isinstance(time_ms, bool) and _SHORTEST_MS <= time_ms < _LONGEST_MS
 
 
@@ -212,4 +212,4 @@ class ReferenceFailedError(RuntimeError):
 
 
 class SandboxError(RuntimeError):
-    """The machinery around the configs failed: no worker could be started, or none stayed alive."""
+    """The sandbox itself failed: no worker could be started, or none stayed alive."""

@@ -1,4 +1,4 @@
-"""The versions that a result was made under."""
+"""The versions of JAX, this package and a driver, recorded with each result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quarantune._version import __version__
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Returns the versions that a result was made under: JAX, its library, this package, and a GPU's driver."""
+    """Returns the versions of JAX, its library, this package, and a GPU's driver."""
     found = {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "quarantune": __version__}
     with contextlib.suppress(OSError):
         found["nvidia_driver"] = Path("/sys/module/nvidia/version").read_text(encoding="utf-8").strip()
