@@ -1,4 +1,4 @@
-"""Which devices a sweep may use, and what a worker must be told to see some of them."""
+"""Devices, which of them a sweep may use, and the environment of a worker that sees only some of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One device that can be measured on, or several that are one trial's.
+    """A device that trials run on, or a group of devices that one trial uses.
 
     Attributes:
         platform: `cpu`, `cuda`, `rocm` or `tpu`.
-        kind: what the cache calls it, such as `NVIDIA H200`; for a CPU the processor's model and the cores available.
-        token: what names it in the platform's visibility variable, several with commas between; empty for a CPU.
+        kind: its name in the cache, such as `NVIDIA H200`; for a CPU the processor's model and the available cores.
+        token: its value in the platform's visibility variable, comma-separated for a group; empty for a CPU.
     """
 
     platform: str
@@ -28,31 +28,31 @@ class Device:
 
     @property
     def name(self) -> str:
-        """What people and other tuners on this machine call it."""
+        """Its name in messages and in the names of leases."""
         return f"{self.platform}:{self.token}" if self.token else self.platform
 
     @property
     def members(self) -> tuple[Device, ...]:
-        """The single devices it is made of."""
+        """The single devices of a group."""
         return tuple(dataclasses.replace(self, token=token) for token in self.token.split(","))
 
     @property
     def environ(self) -> dict[str, str]:
-        """The environment variables that make it all that a process sees."""
+        """The environment variables of a process that sees no other device of this platform."""
         variable = _VISIBLE.get(self.platform)
         return {} if variable is None else {variable: self.token}
 
 
 def cheap_context(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment in which a process that uses a single device gets its context soonest.
+    """Returns the environment in which a process creates the context of a single device fastest.
 
-    The driver makes contexts, and takes them down, one after another whatever the number of cores, and more than half
-    of what that costs are the eight hardware queues that CUDA asks for: 0.15 s on an H200, 0.06 s with one queue.
-    Kernels of one stream, as those of a program for one device are, need no other.
+    The driver creates and destroys contexts one after another, however many cores there are. More than half of the
+    time goes into the eight hardware queues that CUDA requests: 0.15 s on an H200, and 0.06 s with one queue. The kernels of
+    a program for one device run in one stream and need only one queue.
 
     Args:
         platform: the devices' platform.
-        environ: the caller's environment, which decides where it says anything about it.
+        environ: the caller's environment, whose own setting has priority.
     """
     return {_QUEUES: "1"} if platform == "cuda" and _QUEUES not in environ else {}
 
@@ -71,7 +71,7 @@ def describe_jax_devices(devices: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _platform_of(device: Any) -> str:
-    """Returns `cpu`, `cuda`, `rocm` or `tpu`: JAX's device calls the second and third `gpu`."""
+    """Returns `cpu`, `cuda`, `rocm` or `tpu`; JAX's devices call both `cuda` and `rocm` `gpu`."""
     if device.platform != "gpu":
         return str(device.platform)
     version = device.client.platform_version.lower()
@@ -79,7 +79,7 @@ def _platform_of(device: Any) -> str:
 
 
 def cpu_device() -> Device:
-    """Returns the machine's processor as a device: what it measures depends on how many cores there are."""
+    """Returns the machine's processor as a device; its kind includes the number of cores, which times depend on."""
     return Device("cpu", f"{machine.processor_name()} ({machine.available_cpus()} cores)")
 
 
@@ -91,14 +91,14 @@ def visible_devices(
     Args:
         probed: `platform`, `kind` and `index` of each device the caller's own JAX would see, in its order.
         environ: the caller's environment, whose visibility variable the indices are relative to.
-        allowed: the operator's `DEVICES`, as indices among `probed` or as the tokens of the visibility variable; None
-            allows all.
+        allowed: the operator's `DEVICES`, as indices in `probed` or as values of the visibility variable; None allows
+            all devices.
 
     Returns:
-        The devices; a CPU counts as one however many JAX makes of it.
+        The devices; a CPU is one device, however many JAX makes of it.
 
     Raises:
-        ValueError: `allowed` names a device that is not there.
+        ValueError: `allowed` names a device that does not exist.
     """
     if not probed or probed[0]["platform"] == "cpu":
         return [cpu_device()]
@@ -114,17 +114,17 @@ def visible_devices(
 
 
 def grouped(devices: Sequence[Device], size: int) -> list[Device]:
-    """Returns devices joined into groups for trials that need several.
+    """Joins devices into groups for trials that need several.
 
     Args:
         devices: single devices of one kind.
-        size: how many make a group.
+        size: the number of devices in a group.
 
     Returns:
-        The groups, in order; devices that are too few for one more are left out.
+        The groups, in order; devices left over at the end are not used.
 
     Raises:
-        ValueError: there is not one group.
+        ValueError: there are too few devices for one group.
     """
     if len(devices) < size:
         there = ", ".join(device.name for device in devices)

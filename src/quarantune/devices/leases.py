@@ -1,4 +1,4 @@
-"""Leases: the right to measure on a device, for which the tuners of one user and machine take turns."""
+"""Device leases: the tuners of one user on one machine take turns at measuring on a device."""
 
 from __future__ import annotations
 
@@ -17,37 +17,38 @@ from quarantune.host import machine
 _logger = logging.getLogger("quarantune")
 
 _NAMESPACE = "_QUARANTUNE_LEASE_NAMESPACE"
-"""Prefixes the names of leases, so that test processes that run side by side do not wait for one another's turns."""
+"""Environment variable with a prefix for the names of leases, so that parallel tests do not wait for each other."""
 _PATIENCE_S = 60.0
-"""A lease held by another tuner for this long is taken for stuck."""
+"""A lease that another tuner has held for this long is considered stuck."""
 _YIELD_S = 0.12
-"""After a turn, a lease is left alone this long where somebody else waits: more than two of their polls."""
-_LOOK_S = 0.5
-"""How often a waiting tuner looks at the holder; one that is stopped at two looks will not go on by itself."""
+"""After a turn, a tuner leaves the lease to waiting tuners for this long: over two of their polling intervals."""
+_CHECK_S = 0.5
+"""Interval between a waiting tuner's checks of the holder; a holder that is stopped at two checks is passed over."""
 _BACKLOG = 1024
 _CREDENTIALS = struct.Struct("3i")
 
 
 class Lease:
-    """The right to measure on a device: other tuners of this user, in any process or thread, wait for it.
+    """The right to measure on a device; other tuners of this user, in any process or thread, wait for it.
 
-    That of a group is the right to every device in it, taken whole or not at all, so that no two wait for each other.
-    It is a name in Linux's abstract socket namespace: the kernel frees it with its holder, whatever that dies of, and
-    there is no file to be left behind. A second name says that somebody waits, so that a busy tuner lets others have a
-    turn. The holder listens, so that those who wait can ask the kernel who it is. Where there are no such names every
-    tuner has its way at once.
+    The lease on a group of devices covers all of them or none, so that no two tuners wait for each other.
 
-    A holder that will not let go is passed over: measuring goes on beside it, with one warning, for the life of this
-    object, which is that of a sweep.
+    A lease is a name in Linux's abstract socket namespace: the kernel frees the name when its holder dies, for whatever
+    reason, and no file is left behind. A second name says that a tuner waits, so that a busy tuner gives others a turn.
+    The holder listens on its socket, so that a waiting tuner can ask the kernel for its process. Systems without such
+    names have no leases, and every tuner measures at once.
+
+    A holder that does not release the lease is passed over: measuring goes on beside it, with one warning, for the
+    lifetime of this object, which is one sweep.
     """
 
     def __init__(self, device: Device, *, thread: int | None = None) -> None:
-        """Sets up a lease, held by nobody.
+        """Prepares a lease that is not held yet.
 
         Args:
             device: the device.
-            thread: the thread whose sweep this is for. One that is started from a callback of another sweep of the same
-                thread does not wait for that one, which cannot go on meanwhile.
+            thread: the thread that runs the sweep. A sweep that is started from a callback of another sweep in the same
+                thread does not wait for the outer one, which cannot go on meanwhile.
         """
         self._device = device
         self._thread = thread
@@ -56,24 +57,24 @@ class Lease:
         self._waits_since: float | None = None
         self._had_turn = False
         self._not_before = 0.0
-        self._passes = False
-        self._next_look = 0.0
-        self._suspicion = ""
+        self._is_passed_over = False
+        self._next_check = 0.0
+        self._last_doubt = ""
 
     def acquire(self, now: float) -> bool:
         """Takes the lease if it is free; never waits.
 
         Args:
-            now: the time in seconds on any steady clock.
+            now: seconds on any monotonic clock.
 
         Returns:
-            Whether to measure now: the lease is held, or its holder is passed over.
+            Whether measuring may begin: the lease is held now, or its holder is passed over.
         """
         if self._held or sys.platform != "linux":
             return True
         if self._had_turn:
             self._had_turn = False
-            self._not_before = now + _YIELD_S if self._somebody_waits() else now
+            self._not_before = now + _YIELD_S if self._others_wait() else now
         if now < self._not_before:
             return False
         self._held = _bind_all(self._names("lease"))
@@ -84,12 +85,12 @@ class Lease:
                 _threads.update(dict.fromkeys(self._names("lease"), self._thread))
             self._stop_waiting()
             return True
-        if not self._passes:
+        if not self._is_passed_over:
             self._wait(now)
-        return self._passes
+        return self._is_passed_over
 
     def release(self) -> None:
-        """Gives the lease up; one that is not held is no harm."""
+        """Releases the lease, if it is held."""
         self._stop_waiting()
         if self._held:
             if self._thread is not None:
@@ -100,40 +101,40 @@ class Lease:
             self._had_turn = True
 
     def _wait(self, now: float) -> None:
-        """Queues up, unless there is no point in waiting."""
+        """Queues up for the lease, and passes over a holder that is not worth waiting for."""
         if self._thread is not None and self._thread in map(_threads.get, self._names("lease")):
-            self._passes = True
+            self._is_passed_over = True
             _logger.debug("a sweep that waits for this one holds %s", self._device.name)
             return
         for name in self._names("queue"):
             if name not in self._waiting and (place := _bind(name)) is not None:
                 self._waiting[name] = place
         if self._waits_since is None:
-            self._waits_since = self._next_look = now
+            self._waits_since = self._next_check = now
             _logger.info("waiting for %s: another tuner is measuring on it", self._device.name)
         if now - self._waits_since > _PATIENCE_S:
             self._pass(f"another tuner has held {self._device.name} for over {_PATIENCE_S:g} s")
-        elif now >= self._next_look:
-            self._next_look = now + _LOOK_S
+        elif now >= self._next_check:
+            self._next_check = now + _CHECK_S
             holders = [_holder(name) for name in self._names("lease")]
-            complaints = [complaint for holder in holders if (complaint := holder.complaint)]
-            if complaints and (complaints[0] == self._suspicion or any(holder.is_foreign for holder in holders)):
-                self._pass(f"{self._device.name} is held by {complaints[0]}")
-            self._suspicion = complaints[0] if complaints else ""
+            doubts = [doubt for holder in holders if (doubt := holder.doubt)]
+            if doubts and (doubts[0] == self._last_doubt or any(holder.is_foreign for holder in holders)):
+                self._pass(f"{self._device.name} is held by {doubts[0]}")
+            self._last_doubt = doubts[0] if doubts else ""
 
     def _pass(self, reason: str) -> None:
         _logger.warning("%s; measuring beside it", reason)
-        self._passes = True
+        self._is_passed_over = True
         self._stop_waiting()
 
-    def _somebody_waits(self) -> bool:
+    def _others_wait(self) -> bool:
         probes = _bind_all(self._names("queue"))
         _close_all(probes)
         return not probes
 
     def _stop_waiting(self) -> None:
         self._waits_since = None
-        self._suspicion = ""
+        self._last_doubt = ""
         _close_all(self._waiting.values())
         self._waiting.clear()
 
@@ -144,14 +145,14 @@ class Lease:
 
 @dataclasses.dataclass(frozen=True)
 class _Holder:
-    """Who holds a name.
+    """The process that holds a name.
 
     Attributes:
-        complaint: why not to wait for it; empty where there is no reason.
-        is_foreign: whether it is a process of another user, which no tuner of this user's can be.
+        doubt: a reason not to wait for it, as a description of the process; empty where there is none.
+        is_foreign: whether it belongs to another user, so that it cannot be a tuner of this user.
     """
 
-    complaint: str = ""
+    doubt: str = ""
     is_foreign: bool = False
 
 
@@ -162,7 +163,7 @@ def _holder(name: str) -> _Holder:
             probe.connect(name)
             credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         except ConnectionRefusedError:
-            # Nobody, by now, or one that has yet to listen: it is asked once more before it counts.
+            # The holder may have gone, or may not listen yet, so this counts only if the next check finds the same.
             return _Holder("a process that is no tuner, as it does not listen")
         except OSError:
             return _Holder()
@@ -175,7 +176,7 @@ def _holder(name: str) -> _Holder:
 
 
 def _bind(name: str) -> socket.socket | None:
-    """Returns a socket that owns `name`, or None where another one does."""
+    """Returns a socket that owns `name`; None where another socket owns it."""
     claimed = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         claimed.bind(name)
@@ -187,7 +188,7 @@ def _bind(name: str) -> socket.socket | None:
 
 
 def _bind_all(names: Sequence[str]) -> list[socket.socket]:
-    """Returns sockets that own all the names, or none where another one owns any."""
+    """Returns sockets that own all of the names; none where any of them is taken."""
     bound: list[socket.socket] = []
     for name in names:
         if (claimed := _bind(name)) is None:
@@ -204,14 +205,14 @@ def _close_all(sockets: Iterable[socket.socket]) -> None:
 
 _claimed: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 _threads: dict[str, int] = {}
-"""The thread whose sweep holds a lease of this process, by name."""
+"""For each lease held by this process, the thread whose sweep holds it."""
 
 
-def _disclaim() -> None:
-    """Closes, in a fork, the copies of what its parent holds: they would keep it from ever being free again."""
+def _close_in_fork() -> None:
+    """Closes, in a fork, the copies of the parent's sockets, which would keep the names in use."""
     for claimed in list(_claimed):
         claimed.close()
     _threads.clear()
 
 
-os.register_at_fork(after_in_child=_disclaim)
+os.register_at_fork(after_in_child=_close_in_fork)
