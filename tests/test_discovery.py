@@ -35,4 +35,4 @@ def test_a_plugin_that_hangs_ends_the_probe_with_advice_and_nothing_stays(
         discovery._probe.__wrapped__((None,))
     template.close_shared()
     monkeypatch.setattr(discovery, "_PROBE_DEADLINE_S", 120.0)
-    assert discovery._probe.__wrapped__(("cpu",))["devices"][0]["platform"] == "cpu"
+    assert discovery._probe.__wrapped__(("cpu",)).devices[0].platform == "cpu"

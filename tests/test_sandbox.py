@@ -27,7 +27,7 @@ from quarantune.devices.device import Device, cheap_context, visible_devices
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.sandbox import codec, pool, spool, template, template_watch
-from quarantune.sandbox.messages import Compile, Measure
+from quarantune.sandbox.messages import Compile, Measure, ProbedDevice
 from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
 from quarantune.sweep import routes
 from quarantune.transport import payload
@@ -993,8 +993,10 @@ def test_a_fork_of_the_holder_does_not_keep_the_lease(device: Device) -> None:
 # --- visible devices ----------------------------------------------------------------------------------------
 
 
-def probed(count: int, platform: str = "cuda") -> list[dict[str, Any]]:
-    return [{"platform": platform, "kind": f"kind {index}", "index": index} for index in range(count)]
+def probed(count: int, platform: str = "cuda") -> list[ProbedDevice]:
+    return [
+        ProbedDevice(platform=platform, kind=f"kind {index}", index=index, num_cores=None) for index in range(count)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -1041,7 +1043,7 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: str) ->
 
 
 @pytest.mark.parametrize("probes", [[], probed(8, "cpu")])
-def test_a_machine_without_accelerators_is_one_device(probes: list[dict[str, Any]]) -> None:
+def test_a_machine_without_accelerators_is_one_device(probes: list[ProbedDevice]) -> None:
     (device,) = visible_devices(probes, environ={"CUDA_VISIBLE_DEVICES": "0,1"}, allowed=None)
     assert device.platform == device.name == "cpu"
     assert device.environ == {}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quarantune.host import machine
+from quarantune.sandbox.messages import ProbedDevice
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "ROCR_VISIBLE_DEVICES"}
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -47,8 +48,8 @@ def cheap_context(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment in which a process creates the context of a single device fastest.
 
     The driver creates and destroys contexts one after another, however many cores there are. More than half of the
-    time goes into the eight hardware queues that CUDA requests: 0.15 s on an H200, and 0.06 s with one queue. The kernels of
-    a program for one device run in one stream and need only one queue.
+    time goes into the eight hardware queues that CUDA requests: 0.15 s on an H200, and 0.06 s with one queue. The
+    kernels of a program for one device run in one stream and need only one queue.
 
     Args:
         platform: the devices' platform.
@@ -57,17 +58,30 @@ def cheap_context(platform: str, environ: Mapping[str, str]) -> dict[str, str]:
     return {_QUEUES: "1"} if platform == "cuda" and _QUEUES not in environ else {}
 
 
-def describe_jax_devices(devices: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns `platform`, `kind`, `index` and `num_cores` of JAX devices, as JSON-able data."""
-    return [
-        {
-            "platform": _platform_of(device),
-            "kind": device.device_kind,
-            "index": position,
-            "num_cores": getattr(device, "core_count", None),
-        }
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """The devices of one JAX backend.
+
+    Attributes:
+        devices: the devices, in JAX's order.
+        config_text: the description that a compiler without the devices needs; None where JAX has none.
+    """
+
+    devices: tuple[ProbedDevice, ...]
+    config_text: str | None
+
+
+def describe_jax_devices(devices: Sequence[Any]) -> tuple[ProbedDevice, ...]:
+    """Returns descriptions of JAX devices that can be sent to another process."""
+    return tuple(
+        ProbedDevice(
+            platform=_platform_of(device),
+            kind=device.device_kind,
+            index=position,
+            num_cores=getattr(device, "core_count", None),
+        )
         for position, device in enumerate(devices)
-    ]
+    )
 
 
 def _platform_of(device: Any) -> str:
@@ -84,12 +98,12 @@ def cpu_device() -> Device:
 
 
 def visible_devices(
-    probed: Sequence[Mapping[str, Any]], *, environ: Mapping[str, str], allowed: Sequence[str] | None
+    probed: Sequence[ProbedDevice], *, environ: Mapping[str, str], allowed: Sequence[str] | None
 ) -> list[Device]:
     """Returns the devices that a worker may be given.
 
     Args:
-        probed: `platform`, `kind` and `index` of each device the caller's own JAX would see, in its order.
+        probed: the devices that the caller's own JAX would see, in its order.
         environ: the caller's environment, whose visibility variable the indices are relative to.
         allowed: the operator's `DEVICES`, as indices in `probed` or as values of the visibility variable; None allows
             all devices.
@@ -100,16 +114,15 @@ def visible_devices(
     Raises:
         ValueError: `allowed` names a device that does not exist.
     """
-    if not probed or probed[0]["platform"] == "cpu":
+    if not probed or probed[0].platform == "cpu":
         return [cpu_device()]
-    platform = probed[0]["platform"]
+    platform = probed[0].platform
     listed = environ.get(_VISIBLE.get(platform, ""), "")
     tokens = [token.strip() for token in listed.split(",") if token.strip()]
     devices = []
     for entry in probed:
-        index = entry["index"]
-        token = tokens[index] if index < len(tokens) else str(index)
-        devices.append(Device(platform, entry["kind"], token))
+        token = tokens[entry.index] if entry.index < len(tokens) else str(entry.index)
+        devices.append(Device(platform, entry.kind, token))
     return devices if allowed is None else _select(devices, allowed)
 
 

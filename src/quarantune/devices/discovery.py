@@ -1,55 +1,53 @@
-"""Which devices there are, asked of a worker where this process has not yet asked JAX itself."""
+"""Finds the devices: from JAX where this process has initialised its backends, and else from a worker."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
 import os
 import time
-from typing import Any
 
 import jax
 
 from quarantune import jax_internals
-from quarantune.devices.device import Device, cpu_device, describe_jax_devices, grouped, visible_devices
-from quarantune.sandbox import codec, template
+from quarantune.devices.device import Backend, Device, cpu_device, describe_jax_devices, grouped, visible_devices
+from quarantune.sandbox import codec, template, wire
 from quarantune.sandbox.messages import CompileTarget, Failed, PhaseEntered, Probe, Probed, Reply
 from quarantune.values.settings import Settings
 from quarantune.values.trial import SandboxError
 
-_TOLD = "QUARANTUNE_SANDBOX_DEVICE"
-"""Tells a worker what it works for, as a compile worker for a GPU has none to ask."""
+_DEVICE = "QUARANTUNE_SANDBOX_DEVICE"
+"""Environment variable with the platform and kind of the device of a worker, which may not be visible to it."""
 
 _PROBE_DEADLINE_S = 120.0
-"""How long the devices may take to be counted; a driver that hangs takes for ever."""
+"""The longest wait for a worker to describe the devices; a driver may hang."""
 
 
-def telling(platform: str, kind: str) -> dict[str, str]:
-    """Returns the environment that tells a sandbox's processes which device they work for."""
-    return {_TOLD: f"{platform}:{kind}"}
+def sandbox_environ(platform: str, kind: str) -> dict[str, str]:
+    """Returns the environment variables from which a sandbox's processes know the device that they work for."""
+    return {_DEVICE: f"{platform}:{kind}"}
 
 
 def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
-    """Returns the platform a call would run on and the kind of its device, starting no backend in this process.
+    """Returns the platform that a call would run on and the kind of its device, without initialising a JAX backend.
 
     Args:
         platform_hint: JAX's name for the platform of the call's arrays; None for JAX's default.
     """
-    if template.is_inside() and (told := os.environ.get(_TOLD)):
-        platform, _, kind = told.partition(":")
+    if template.is_inside() and (known := os.environ.get(_DEVICE)):
+        platform, _, kind = known.partition(":")
         return platform, kind
     if platform_hint == "cpu" or (platform_hint is None and _only_cpu()):
         return "cpu", cpu_device().kind
-    described = _describe(platform_hint)["devices"]
-    if described[0]["platform"] == "cpu":
+    first = _describe(platform_hint).devices[0]
+    if first.platform == "cpu":
         return "cpu", cpu_device().kind
-    return described[0]["platform"], described[0]["kind"]
+    return first.platform, first.kind
 
 
 def _only_cpu() -> bool:
-    """Whether JAX cannot but choose the CPU: told to, or with no plugin for anything else installed."""
+    """Returns whether JAX can only choose the CPU: it is set to, or no plugin for other devices is installed."""
     if platforms := _platforms():
         return platforms == "cpu"
     if importlib.util.find_spec("jax_plugins") is not None or importlib.util.find_spec("libtpu") is not None:
@@ -57,60 +55,63 @@ def _only_cpu() -> bool:
     return not importlib.metadata.entry_points(group="jax_plugins")
 
 
-def _describe(platform: str | None) -> dict[str, Any]:
-    """Returns what `trial.probe` does: from this process where it knows already, else from a worker."""
+def _describe(platform: str | None) -> Backend:
+    """Returns the devices that JAX would use, asked of a worker where this process has initialised none."""
     if not jax_internals.backends_initialized():
         return _probe(_visibility())
     devices = jax.local_devices(backend=platform)
-    return {"devices": describe_jax_devices(devices), "config_text": jax_internals.target_config(devices)}
+    return Backend(describe_jax_devices(devices), jax_internals.target_config(devices))
 
 
 def devices_and_target(
     platform: str, settings: Settings, devices_per_trial: int = 1
 ) -> tuple[list[Device], CompileTarget | None]:
-    """Returns where to measure, and what a compiler must be told that has no device.
+    """Returns the devices to measure on, and the target of compile workers that have no device.
+
+    Returns:
+        The devices, and the target; None where compile workers without a device are not possible or not necessary.
 
     Raises:
-        ValueError: the settings name a device that is not there, or there are fewer than a trial needs.
+        ValueError: the settings name a device that does not exist, or there are fewer devices than a trial needs.
     """
     if platform == "cpu":
         return [cpu_device()], None
-    described = _describe(platform)
-    allowed = visible_devices(described["devices"], environ=os.environ, allowed=settings.devices)
+    backend = _describe(platform)
+    allowed = visible_devices(backend.devices, environ=os.environ, allowed=settings.devices)
     kinds = [device.kind for device in allowed]
     devices = grouped([device for device in allowed if device.kind == kinds[0]], devices_per_trial)
-    if described["config_text"] is None or platform not in ("cuda", "rocm"):
+    if backend.config_text is None or platform not in ("cuda", "rocm"):
         return devices, None
-    about = next(entry for entry in described["devices"] if entry["kind"] == kinds[0])
+    device = next(device for device in backend.devices if device.kind == kinds[0])
     target = CompileTarget(
         platform=platform,
-        config_text=described["config_text"],
-        device_kind=about["kind"],
-        num_cores=about["num_cores"],
+        config_text=backend.config_text,
+        device_kind=device.kind,
+        num_cores=device.num_cores,
     )
     return devices, target
 
 
 def _visibility() -> tuple[str | None, ...]:
-    """What decides which devices a process sees; an answer is good while it stays the same."""
+    """Returns the settings that decide which devices a process sees, as the key under which probes are remembered."""
     variables = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
     return (_platforms(), *(os.environ.get(variable) for variable in variables))
 
 
 def _platforms() -> str | None:
-    """Returns the platforms JAX was told to use, by environment or by the caller's code; None where it may choose."""
+    """Returns the platforms that JAX may use, set by the environment or the caller's code; None for its own choice."""
     platforms: str | None = jax.config.values["jax_platforms"]
     return platforms
 
 
 @functools.lru_cache(maxsize=8)
-def _probe(_: tuple[str | None, ...]) -> dict[str, Any]:
-    """Asks a worker what devices there are.
+def _probe(_: tuple[str | None, ...]) -> Backend:
+    """Has a worker describe the devices.
 
     Raises:
-        SandboxError: it could not say.
+        SandboxError: the worker failed, or took too long.
     """
-    # Where JAX's backends are up, as is usual, nothing of this is needed.
+    # Not needed where JAX's backends are initialised, as they usually are.
     from quarantune.sandbox import pool
 
     with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
@@ -121,14 +122,21 @@ def _probe(_: tuple[str | None, ...]) -> dict[str, Any]:
         while (left_s := deadline - time.monotonic()) > 0:
             for event in sandbox.poll(left_s):
                 if isinstance(event, pool.Said):
-                    reply = codec.decode(event.message, PhaseEntered, Probed, Failed)
+                    reply = _decode(event.message)
                 elif event.number == number:
                     if isinstance(reply, Probed):
-                        devices = [dataclasses.asdict(device) for device in reply.devices]
-                        return {"devices": devices, "config_text": reply.config_text}
+                        return Backend(reply.devices, reply.config_text)
                     detail = (isinstance(reply, Failed) and reply.text) or sandbox.log(number)[-2000:]
                     raise SandboxError(f"the device probe failed: {detail}")
     raise SandboxError(
         f"the device probe did not end within {_PROBE_DEADLINE_S:g} s: a device's driver or a JAX plugin hangs; "
         "to tune without it, name the platforms to use, as in JAX_PLATFORMS=cpu"
     )
+
+
+def _decode(frame: wire.Message) -> Reply | None:
+    """Returns the probe's reply; None where it is damaged."""
+    try:
+        return codec.decode(frame, PhaseEntered, Probed, Failed)
+    except codec.DamageError:
+        return None

@@ -114,7 +114,7 @@ def run(
 
     method = settings.start_method or ("fork" if sys.platform == "linux" else "spawn")
     many = max(packed.devices_needed, options.devices_per_trial) > 1
-    environ = discovery.telling(problem.platform, problem.device_kind)
+    environ = discovery.sandbox_environ(problem.platform, problem.device_kind)
     modules = _PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else []
     if not many:
         environ |= device.cheap_context(problem.platform, os.environ)

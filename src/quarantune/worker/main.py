@@ -94,8 +94,7 @@ class Worker:
 
         if isinstance(task, messages.Probe):
             found = probe(task.platforms)
-            devices = tuple(messages.ProbedDevice(**device) for device in found["devices"])
-            return messages.Probed(**self._heading(), devices=devices, config_text=found["config_text"])
+            return messages.Probed(**self._heading(), devices=found.devices, config_text=found.config_text)
         if isinstance(task, messages.Measure):
             return self._measure(self._bench, task, fds)
         assert isinstance(task, _WITH_OPTIONS)
