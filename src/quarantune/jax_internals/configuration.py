@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 
-def config_values() -> dict[str, Any]:
+def config_values() -> Mapping[str, Any]:
     """Returns every JAX option by name, as it stands in this thread (`with jax.enable_x64():` included).
 
     Private-ish because `jax.config` publishes `update` and single attributes, not the list of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ def custom_rule_types() -> tuple[type, ...]:
     return (jax.custom_vjp, jax.custom_jvp, *custom_api_util._custom_wrapper_types)
 
 
-def derivative_rules(fn: object) -> dict[str, Any]:
+def derivative_rules(fn: object) -> Mapping[str, Any]:
     """Returns the derivative rules of a `jax.custom_vjp` or `jax.custom_jvp` function by name; empty for any other.
 
     Private because JAX has no public way to read the rules back. `defjvps` combines one rule for each argument into a

@@ -156,7 +156,7 @@ def _is(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
-def options_to_travel() -> dict[str, Any]:
+def options_to_travel() -> Mapping[str, Any]:
     """Returns JAX's options, by name, that a worker has to share."""
     return {
         name: value
@@ -165,7 +165,7 @@ def options_to_travel() -> dict[str, Any]:
     }
 
 
-def adopt_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def adopt_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Sets JAX's options in this process to what they were where they come from.
 
     Returns:

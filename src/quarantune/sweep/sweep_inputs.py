@@ -6,15 +6,14 @@ import inspect
 import reprlib
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from quarantune import jax_internals
+from quarantune.transport.call import Arguments
 from quarantune.transport.problem import as_structs, describe_call, describe_function, is_array, named
-
-Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 _REAL = "with quarantune.set_autotune_inputs(...)"
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
 
 import jax
 
 from quarantune import jax_internals
 from quarantune.values.shardings import MeshSpec, ShardingSpec
+
+Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call: the positional ones, and the keyword arguments by name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,10 +87,10 @@ class Call:
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
     specs: tuple[ArraySpec, ...]
     companions: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
-    config_values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    config_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     context_mesh: MeshSpec | None = None
     own_shardings: tuple[jax.sharding.NamedSharding | None, ...] = ()
 

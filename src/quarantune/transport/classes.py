@@ -14,7 +14,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from quarantune import jax_internals
@@ -66,7 +66,7 @@ def _bare(metaclass: Any) -> Callable[..., type]:
     """Returns a stand-in for a metaclass that makes its classes without running anybody's code."""
     new: Any = abc.ABCMeta.__new__ if issubclass(metaclass, abc.ABCMeta) else type.__new__
 
-    def make(name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
+    def make(name: str, bases: tuple[type, ...], namespace: Mapping[str, Any]) -> type:
         with _without_init_subclass(bases):
             cls: type = new(metaclass, name, bases, namespace)
             return cls

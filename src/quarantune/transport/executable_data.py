@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -134,7 +134,7 @@ def _read_aval(item: Any) -> Any:
 # --- places -------------------------------------------------------------------------------------------------
 
 
-def _sharding(item: Any) -> dict[str, Any]:
+def _sharding(item: Any) -> Mapping[str, Any]:
     if isinstance(item, SingleDeviceSharding):
         (device,) = map(_id, item.device_set)
         return {"device": device, "memory": item.memory_kind}

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from quarantune import jax_internals
 from quarantune.transport.arrays import dtype_from_name, is_key_dtype, restore_array
-from quarantune.transport.call import ArrayRef, ArraySpec, Call
+from quarantune.transport.call import Arguments, ArrayRef, ArraySpec, Call
 from quarantune.values.shardings import MeshSpec
 
 KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
@@ -28,7 +28,7 @@ _TILE_ELEMENTS = 1_000_003
 _MAX_INDEX = 8
 
 
-def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> tuple[tuple[Any, ...], dict[str, Any]]:
+def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Arguments:
     """Returns a call's arguments with real arrays in them, fresh ones each time.
 
     Args:
@@ -67,7 +67,7 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> tuple[
     return _replace_refs(call, array)
 
 
-def call_as_structs(call: Call, *, sharding: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
     """Returns a call's arguments with a `jax.ShapeDtypeStruct` for each array, to compile without data.
 
     Args:
@@ -212,7 +212,7 @@ def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
     return flat.reshape(spec.data_shape[::-1]).T if spec.is_transposed else flat.reshape(spec.data_shape)
 
 
-def _replace_refs(call: Call, make_array: Callable[[ArraySpec], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _replace_refs(call: Call, make_array: Callable[[ArraySpec], Any]) -> Arguments:
     def replace(leaf: Any) -> Any:
         return make_array(call.specs[leaf.index]) if isinstance(leaf, ArrayRef) else leaf
 

@@ -13,7 +13,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -92,7 +92,7 @@ def _is_edited(module: types.ModuleType) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _source_of(file: str, mtime_ns: int, size: int) -> tuple[frozenset[Any], dict[str, Any]] | None:
+def _source_of(file: str, mtime_ns: int, size: int) -> tuple[frozenset[Any], Mapping[str, Any]] | None:
     """Returns what a file holds: the essences of all its code, and the constants at its top level; None if broken."""
     try:
         with open(file, "rb") as source:
@@ -140,7 +140,7 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
                     continue
 
 
-def _has(module: types.ModuleType, constants: dict[str, Any]) -> bool:
+def _has(module: types.ModuleType, constants: Mapping[str, Any]) -> bool:
     """Returns whether a module has constants; a value that is no plain one was replaced, and is not compared."""
     for name, value in constants.items():
         if name not in vars(module):

@@ -59,9 +59,9 @@ class _Root(unpicklable.Bundle):
 
     fn: Any
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    companions: dict[str, Any]
-    config_values: dict[str, Any]
+    kwargs: Mapping[str, Any]
+    companions: dict[str, Callable[..., Any]]
+    config_values: Mapping[str, Any]
 
     def labelled_parts(self) -> Iterator[tuple[str, Any]]:
         yield f"the function {getattr(self.fn, '__qualname__', unpicklable.short(self.fn))!r}", self.fn

@@ -350,7 +350,7 @@ def load_by_name(module: str, qualname: str, depth: int) -> Any:
     return found
 
 
-def module_globals(module: str) -> dict[str, Any]:
+def module_globals(module: str) -> Mapping[str, Any]:
     """Returns the globals of a module, imported if need be."""
     return vars(importlib.import_module(module))
 

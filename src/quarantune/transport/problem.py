@@ -14,9 +14,11 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.transport.call import Arguments
 from quarantune.values import describe
 from quarantune.values.config_values import is_tagged, tagged
 from quarantune.values.shardings import MeshSpec
+from quarantune.values.trial import Config
 
 _EMPTY = inspect.Parameter.empty
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -74,11 +76,11 @@ class Problem:
     fn: Callable[..., Any]
     name: str
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
     platform: str
     device_kind: str
     manual_mesh: MeshSpec | None = None
-    untuned: dict[str, Any] | None = None
+    untuned: Config | None = None
     default: int | None = None
 
 
@@ -178,7 +180,7 @@ def fitted(
     statics: Iterable[str],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+) -> Arguments:
     """Returns a call as a function beside the tuned one takes it, which may leave static parameters out or name more.
 
     Args:
@@ -216,7 +218,7 @@ def key_part(value: Any) -> Any:
     return describe.describe_plain(value).get("dtype", value) if isinstance(value, (type, np.dtype)) else value
 
 
-def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
     """Returns the same call with a `jax.ShapeDtypeStruct` in place of every array.
 
     Args:

@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ class ProcessOptions:
     """
 
     import_path: list[str]
-    jax_options: dict[str, Any]
+    jax_options: Mapping[str, Any]
     contexts: bytes
     devices: int
 
@@ -47,7 +48,7 @@ class ProcessOptions:
             devices=devices,
         )
 
-    def adopt_before_imports(self) -> dict[str, Any]:
+    def adopt_before_imports(self) -> Mapping[str, Any]:
         """Sets the import path and JAX's options in this process, before any of the user's modules is imported.
 
         Returns:
@@ -59,7 +60,7 @@ class ProcessOptions:
         _provide_cpu_devices(self.devices)
         return unknown
 
-    def adopt_after_imports(self, unknown: dict[str, Any]) -> None:
+    def adopt_after_imports(self, unknown: Mapping[str, Any]) -> None:
         """Sets the rest of JAX's options, and its contexts.
 
         Args:

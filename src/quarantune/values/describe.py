@@ -125,7 +125,7 @@ def _describe_made_of(function: types.FunctionType, outer: tuple[int, ...], *, s
     return {"code": _digest(_code(function.__code__).encode()), "bound": described}
 
 
-def _own_fields(wrapper: Any) -> dict[str, Any]:
+def _own_fields(wrapper: Any) -> Mapping[str, Any]:
     """Returns the attributes that a callable wrapper adds, without those that `functools.wraps` copied to it."""
     if isinstance(wrapper, jax.stages.Wrapped) or getattr(type(wrapper), "__reduce__", None) is not object.__reduce__:
         return {}

@@ -105,7 +105,7 @@ def context_mesh() -> MeshSpec | None:
     return mesh if mesh.size > 1 else None
 
 
-def describe_context_mesh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+def describe_context_mesh(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Returns a JSON-able description of the mesh that `jax.set_mesh` has set.
 
     Args:

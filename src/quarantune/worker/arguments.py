@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 
 from quarantune import jax_internals
 from quarantune.transport import inputs
-from quarantune.transport.call import Call
-
-Arguments: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
+from quarantune.transport.call import Arguments, Call
 
 _SEED = 0
 

@@ -17,10 +17,10 @@ from quarantune.host.waits import Taken, Watch
 from quarantune.measure import clocks, finals, sampling
 from quarantune.sandbox import spool
 from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes
-from quarantune.transport.call import Call
+from quarantune.transport.call import Arguments, Call
 from quarantune.values.config_values import restore, text_of
 from quarantune.values.trial import Config
-from quarantune.worker.arguments import Arguments, CallArguments
+from quarantune.worker.arguments import CallArguments
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError
 from quarantune.worker.judging import Judge
