@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from quarantune.sandbox import messages
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Outcome
@@ -98,3 +99,17 @@ def test_the_architecture_lists_the_layers_that_are_enforced() -> None:
     contract = tomllib.loads(text_of("pyproject.toml"))["tool"]["importlinter"]["contracts"][0]
     enforced = [package for layer in contract["layers"] for package in layer.split(" | ")]
     assert first_column(section("ARCHITECTURE.md", "## Layers")) == enforced
+
+
+def test_the_architecture_lists_every_message() -> None:
+    kinds = (messages.TASKS, messages.REPLIES, messages.ORDERS, messages.CHILD_EVENTS, messages.LOAD_REPORTS)
+    rows = re.findall(r"^\| `(\w+)`", section("ARCHITECTURE.md", "## Messages"), flags=re.MULTILINE)
+    assert sorted(rows) == sorted(message.__name__ for kind in kinds for message in kind)
+
+
+def test_the_architecture_names_types_in_the_files_that_define_them() -> None:
+    for types, file in re.findall(r"^\| (`[^|]+) \| `([^|`]+\.py)` \|", text_of("ARCHITECTURE.md"), flags=re.MULTILINE):
+        source = (SOURCE / file).read_text(encoding="utf-8")
+        assert not [
+            name for name in code_in(types) if not re.search(rf"^(class {name}\b|{name} = )", source, re.MULTILINE)
+        ]
