@@ -15,6 +15,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import typing
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ import quarantune
 from quarantune import Outcome
 from quarantune.sandbox import template
 from quarantune.values import naming
+from quarantune.values.options import ContextualKeywords, OptionKeywords, Options
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -393,6 +395,33 @@ def test_a_callable_is_given_the_call_with_shapes_for_arrays() -> None:
     np.testing.assert_array_equal(fn(X[:3], mode="a"), X[:3] * 3)
     assert fn.lookup(X, mode="a") == {"n": 4}
     assert set(calls) == {(jax.ShapeDtypeStruct((size,), jnp.float32), "a") for size in (4, 3)}
+
+
+def test_editors_know_every_option() -> None:
+    assert OptionKeywords.__annotations__.keys() == Options.__annotations__.keys()
+    assert typing.get_type_hints(OptionKeywords) == typing.get_type_hints(Options)
+    only_autotune = OptionKeywords.__annotations__.keys() - ContextualKeywords.__annotations__.keys()
+    assert only_autotune == {"prune_fn", "warmup", "rep"}
+
+
+def test_the_authors_functions_run_once_per_cold_call(sweeps: list[str]) -> None:
+    ran: list[str] = []
+
+    def configs(x: Any) -> list[dict[str, int]]:
+        ran.append("configs")
+        return [{"n": 2}, {"n": 3}]
+
+    def key(x: Any) -> str:
+        ran.append("key_fn")
+        return "any"
+
+    def prune(config: dict[str, int], x: Any) -> bool:
+        ran.append("prune_fn")
+        return config["n"] == 2
+
+    np.testing.assert_array_equal(choosy(configs, key_fn=key, prune_fn=prune, ref_fn=None)(X), X * 2)
+    assert sorted(ran) == ["configs", "key_fn", "prune_fn", "prune_fn"]
+    assert len(sweeps) == 1
 
 
 def test_prune_fn_drops_configs_before_a_worker_is_spent(sweeps: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The face most people use: `@autotune` over a jitted function."""
+"""The decorator that most people use: `@autotune` over a jitted function."""
 
 from __future__ import annotations
 
@@ -6,47 +6,40 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-import jax
-import numpy as np
+from typing import TYPE_CHECKING, Any, Unpack
 
 from quarantune import jax_internals
+from quarantune.api.call_memo import Memo, MemoKeys, read_context
 from quarantune.host import locks
 from quarantune.resolve import suitable
 from quarantune.results.result import TuningResult
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding, differentiation, pickling
 from quarantune.values import config_space, naming
-from quarantune.values.options import Options, checked_options
+from quarantune.values.options import OptionKeywords, Options, checked_options
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
     from quarantune.resolve.resolver import Resolver
 
 
-Memo: TypeAlias = "dict[Any, dict[Any, Callable[..., Any]]]"
-"""Bound functions by what tells calls from others in one state of JAX's settings, by that state."""
-
 _NOTHING: tuple[Any, dict[Any, tuple[list[Any], Callable[..., Any]]]] = (None, {})
 
-_read_context = jax_internals.trace_context()
 _aval, _sharding = jax_internals.aval_of, jax_internals.sharding_of
 
 
-def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Autotuned]:
+def autotune(configs: Any, **options: Unpack[OptionKeywords]) -> Callable[[Callable[..., Any]], Autotuned]:
     """Tunes the static parameters of a jitted function, each config in a process of its own.
 
     Inside `jit`, JAX does not say how an argument lies over `Auto` axes of a mesh: there the function is tuned at the
     global shape on one device, apart from the same call outside.
 
     Args:
-        configs: a list of dicts; or a dict of lists, which stands for the full grid in order; or a callable that is
-            given a call's arguments (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts. A config that
-            lacks a key takes the function's default for it. The key `compiler_options`, where it is no parameter, holds
-            a dict of XLA's options for that config, as `jax.jit` takes them; calls inside a trace run without them.
-        **options: the fields of `Options`: `name`, `prune_fn`, `warmup`, `rep`, `compile_timeout` and `timeout` in
-            seconds, `memory_limit` in bytes or as "8GB".
+        configs: a list of dicts; or a dict of lists, which stands for the full grid in order; or a callable that takes
+            the arguments of a call (arrays as `jax.ShapeDtypeStruct`) and returns or yields dicts. A config that lacks
+            a key uses the function's default for it. The key `compiler_options`, where it is not a parameter, holds a
+            dict of XLA's options for that config, as `jax.jit` takes them; calls inside a trace run without them.
+        **options: the options of the author, as `Options` documents them.
 
     Returns:
         A decorator for a function that `jax.jit` has wrapped.
@@ -72,10 +65,10 @@ def autotune(configs: Any, **options: Any) -> Callable[[Callable[..., Any]], Aut
 
 
 class Autotuned:
-    """A jitted function whose static parameters choose themselves; made by `autotune`.
+    """A jitted function with tuned static parameters; made by `autotune`.
 
-    Calling it is calling the function with the best config for the arguments' shapes on their device: found on the
-    first such call, remembered ever after. A call that sets a tunable parameter by hand goes straight through.
+    A call runs the function with the best config for the shapes of the arguments on their device: the first such call
+    tunes, and later ones remember. A call that sets a tunable parameter by hand runs the function as it is.
     """
 
     __wrapped__: Callable[..., Any]
@@ -115,7 +108,8 @@ class Autotuned:
         self._configs = listed
         self._options = options
         self._array_type = jax_internals.array_type()
-        self._own_memo: Memo = {}
+        self._memo_keys = MemoKeys(self._jit_options)
+        self._own_memo: Memo[Callable[..., Any]] = {}
         self._last = _NOTHING
         assignments.register(self)
 
@@ -138,9 +132,9 @@ class Autotuned:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with the best config for these arguments."""
-        # The path of every call of a training step: JAX's settings, the arrays' types and where they are, as last time?
+        # Every call of a training step takes this path: are JAX's settings, the arrays' types and places as last time?
         context, last = self._last
-        if kwargs or _read_context() != context:
+        if kwargs or read_context() != context:
             return self._call_any(args, kwargs)
         try:
             shardings, bound = last[tuple(map(_aval, args))]
@@ -151,7 +145,7 @@ class Autotuned:
         return bound(*args)
 
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
-        """Tunes for these arguments now, even if a result is cached, and remembers what it finds.
+        """Tunes for these arguments now, even if a result is cached, and remembers the result.
 
         Raises:
             TuningFailedError: every config failed.
@@ -185,8 +179,8 @@ class Autotuned:
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs' shapes and dtypes, as `jax.jit(...).eval_shape` does; never tunes.
 
-        The config is the remembered one, or the defaults. `jax.eval_shape(f, ...)` tunes, as tracing does: JAX
-        keeps what it traces there for the calls that follow.
+        The config is the remembered one, or the defaults. `jax.eval_shape(f, ...)` tunes, as tracing does, because JAX
+        keeps its trace for the calls that follow.
         """
         call = self._resolver.bind(args, kwargs)
         config = {} if call.gives_tunables else self._resolver.lookup(call)
@@ -194,19 +188,19 @@ class Autotuned:
         return self._jitted.eval_shape(*args, **kwargs, **keywords)
 
     def clear_cache(self) -> None:
-        """Forgets what this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""
+        """Clears the programs that this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""
         jax_internals.clear_caches(self._jitted)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds to an instance, as a function does."""
-        return self if instance is None else Bound(self, instance)
+        return self if instance is None else BoundMethod(self, instance)
 
     def __repr__(self) -> str:
-        """Says what is tuned."""
+        """Returns the name of the tuned function, marked as tuned."""
         return f"<autotuned {self.name}>"
 
     def __reduce__(self) -> Any:
-        """Travels by name, or as the function and how to tune it; what was remembered stays here."""
+        """Pickles by name, or as the function with its configs and options; results stay in this process."""
         if pickling.travels_by_name(self):
             return self.__qualname__
         self._jit_options.check_can_travel(_name_of(self))
@@ -214,15 +208,15 @@ class Autotuned:
         return _rebuild, (self._jitted.__wrapped__, self._jit_options, self._configs, options)
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
-        """Returns the config to add to a call: none where it has one of its own, or is to run untuned."""
+        """Returns the config to add to a call: an empty one where the caller sets tunables, or it runs untuned."""
         call = self._resolver.bind(args, kwargs)
         return {} if call.gives_tunables else self._resolver.config(call) or {}
 
     def _call_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = self._memo_key(args, kwargs)
+        key = self._memo_keys.of(args, kwargs)
         assignment = assignments.current()
-        context = _read_context()
-        memos: Memo = self._own_memo if assignment is None else assignment.memo(self)
+        context = read_context()
+        memos: Memo[Callable[..., Any]] = self._own_memo if assignment is None else assignment.memo(self)
         memo = {} if key is None else memos.setdefault(context, {})
         if key is not None and (bound := memo.get(key)) is not None:
             self._keep_ready(context, args, kwargs, bound)
@@ -233,7 +227,7 @@ class Autotuned:
         else:
             config = self._resolver.config(call)
             if config is None:
-                return self.__wrapped__(*args, **kwargs)  # untuned for now: another job may tune it any time
+                return self.__wrapped__(*args, **kwargs)  # not remembered: another job may tune it at any time
             bound = binding.bind(self.__wrapped__, config)
             if key is None and not self._options.time_grad:
                 differentiation.explain_failure(self._jitted, config, args, kwargs, name=self.name)
@@ -246,7 +240,7 @@ class Autotuned:
     def _keep_ready(
         self, context: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], bound: Callable[..., Any]
     ) -> None:
-        """Has the next call like this one find its bound function at first sight, if all it takes are JAX's arrays."""
+        """Prepares the short path of `__call__` for calls like this one, if JAX's arrays are its only arguments."""
         if kwargs or any(type(arg) is not self._array_type for arg in args):
             return
         before, last = self._last
@@ -255,38 +249,8 @@ class Autotuned:
         last[tuple(map(_aval, args))] = list(map(_sharding, args)), bound
         self._last = context, last
 
-    def _memo_key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Returns what tells this call from others within the process; None where that takes a closer look."""
-        is_static, names = self._jit_options.is_static_position, self._jit_options.static_argnames
-        try:
-            parts = [self._token(arg, is_static(index, len(args))) for index, arg in enumerate(args)]
-            for name, arg in kwargs.items():
-                parts += [name, self._token(arg, name in names)]
-            key = tuple(parts)
-            hash(key)
-        except TypeError:
-            return None
-        return key
 
-    def _token(self, arg: Any, is_static: bool) -> Any:
-        if type(arg) is self._array_type:
-            return (arg.aval, arg.sharding)
-        if is_static:
-            return (type(arg), arg)
-        # What a number or NumPy's float64 is to JAX depends on x64; a JAX array is what it is.
-        if isinstance(arg, (bool, int, float, complex)):
-            return (type(arg), _is_x64())
-        if isinstance(arg, (np.ndarray, np.generic)):
-            return (np.ndarray, arg.shape, arg.dtype, _is_x64())
-        if isinstance(arg, jax.core.Tracer):
-            raise TypeError("what a tracer stands for is the resolver's business")
-        leaves, structure = jax.tree_util.tree_flatten(arg)
-        if len(leaves) == 1 and leaves[0] is arg:
-            raise TypeError("no argument of ours; jit will say what it thinks of it")
-        return (structure, *[self._token(leaf, False) for leaf in leaves])
-
-
-class Bound:
+class BoundMethod:
     """A tuned function bound to an instance, as a method is."""
 
     def __init__(self, function: Callable[..., Any], instance: object) -> None:
@@ -305,10 +269,6 @@ class Bound:
 
 def _rebuild(plain: Callable[..., Any], jit: jax_internals.JitOptions, configs: Any, options: Options) -> Autotuned:
     return Autotuned(jit.rebuild(plain), configs, options)
-
-
-def _is_x64() -> bool:
-    return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 def _name_of(fn: object) -> str:

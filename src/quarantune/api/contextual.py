@@ -1,45 +1,50 @@
-"""The contextual face: kernels tuned inside the function that calls them, by the time that the whole takes."""
+"""The contextual decorator: kernels tuned inside the function that calls them, by the time of the whole function."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
-
-import jax
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from quarantune import jax_internals
-from quarantune.api.autotune import Autotuned, Bound
+from quarantune.api.autotune import Autotuned, BoundMethod
+from quarantune.api.call_memo import Memo, MemoKeys, read_context
 from quarantune.host import locks
 from quarantune.results.contextual_result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.transport.problem import describe_function
 from quarantune.values import naming
-from quarantune.values.options import Options, checked_options
+from quarantune.values.options import ContextualKeywords, Options, checked_options
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
     from quarantune.resolve.contextual_job import ContextualFunction, ContextualResolver
 
 _MOST_REMEMBERED = 1024
-"""Calls of a function that takes Python values may differ without end."""
+"""The memo is cleared beyond this many calls, as those of a function of Python values may differ without end."""
 
 
 def contextual_autotune(
-    fn: Callable[..., Any] | None = None, /, *, n_warmup: int = 1, n_repeat: int = 5, **options: Any
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    n_warmup: int = 1,
+    n_repeat: int = 5,
+    **options: Unpack[ContextualKeywords],
 ) -> Any:
-    """Tunes the autotuned kernels that a function calls where they are: by the time of the whole function.
+    """Tunes the autotuned kernels that a function calls by the time of the whole function.
 
-    Each kernel's configs are tried in turn, the other kernels being at their best so far; a kernel that is called with
-    several shapes is tuned for each. What is found holds within this function: elsewhere its kernels use their own.
+    Each kernel's configs are tried in turn, with the other kernels at their best so far; a kernel that is called with
+    several shapes is tuned for each. The result holds within this function: elsewhere its kernels use their own.
 
     Args:
         fn: the function, plain or jitted; left out where options are given.
         n_warmup: untimed runs of the function per config.
         n_repeat: at most this many timed runs per config.
-        **options: the fields of `Options`, of which `warmup` and `rep` go by the names above and `prune_fn` belongs to
-            the kernels. `compile_timeout` and `timeout` together bound one config: the function compiles as it runs.
+        **options: the options of the author, as `Options` documents them, without `warmup` and `rep`, for which there
+            are the arguments above, and `prune_fn`, which belongs to the kernels. `compile_timeout` and `timeout`
+            together bound one config, because the function compiles as it runs.
 
     Returns:
         A `Contextual`, or a decorator that makes one.
@@ -59,7 +64,7 @@ def contextual_autotune(
     for name, count, least in (("n_warmup", n_warmup, 0), ("n_repeat", n_repeat, 1)):
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
             raise ValueError(f"{name}={count!r} is not valid: give a whole number of at least {least}")
-    checked = checked_options("contextual_autotune", options | {"warmup": n_warmup, "rep": n_repeat})
+    checked = checked_options("contextual_autotune", {**options, "warmup": n_warmup, "rep": n_repeat})
     assignment.context()
 
     def decorate(function: Callable[..., Any]) -> Contextual:
@@ -69,10 +74,10 @@ def contextual_autotune(
 
 
 class Contextual:
-    """A function whose autotuned kernels are tuned for it as a whole; made by `contextual_autotune`.
+    """A function whose autotuned kernels are tuned together; made by `contextual_autotune`.
 
-    Calling it is calling the function with every kernel at the config that is best there: found on the first such call,
-    remembered ever after.
+    A call runs the function with the best config for each kernel in it: the first such call tunes, and later ones
+    remember.
     """
 
     __wrapped__: Callable[..., Any]
@@ -88,9 +93,9 @@ class Contextual:
         self.__wrapped__ = fn
         self.name = options.name or naming.cache_name(fn)
         self._options = options
-        self._array_type = jax_internals.array_type()
-        self._context = jax_internals.trace_context()
-        self._memo: dict[Any, str] = {}
+        jit = jax_internals.jit_options(fn) if self._static_names is not None else None
+        self._memo_keys = MemoKeys(jit)
+        self._memo: Memo[str] = {}
 
     @locks.lazy
     def _resolver(self) -> ContextualResolver:
@@ -112,23 +117,24 @@ class Contextual:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with the best config for each of its kernels."""
-        if assignment.current() is not None:  # part of another function that is tuned as a whole
+        if assignment.current() is not None:  # inside another contextual function, which is tuned as a whole
             return self.__wrapped__(*args, **kwargs)
-        key = self._memo_key(args, kwargs)
-        text = self._memo.get(key) if key is not None else None
+        key = self._memo_keys.of(args, kwargs)
+        memo = self._memo.setdefault(read_context(), {})
+        text = memo.get(key) if key is not None else None
         if text is None:
             config = self._resolver.config(self._resolver.bind(args, kwargs))
             if config is None:
                 return self.__wrapped__(*args, **kwargs)
             text = str(config[assignment.KEY])
             if key is not None:
-                if len(self._memo) >= _MOST_REMEMBERED:
-                    self._memo.clear()
-                self._memo[key] = text
+                if len(memo) >= _MOST_REMEMBERED:
+                    memo.clear()
+                memo[key] = text
         return self._function.runner(*args, **kwargs, **{assignment.KEY: text})
 
     def tune(self, *args: Any, **kwargs: Any) -> ContextualResult:
-        """Tunes for these arguments now, even if a result is cached, and remembers what it finds.
+        """Tunes for these arguments now, even if a result is cached, and remembers the result.
 
         Raises:
             TuningFailedError: the function failed with every config of a kernel.
@@ -150,29 +156,16 @@ class Contextual:
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds to an instance, as a function does."""
-        return self if instance is None else Bound(self, instance)
+        return self if instance is None else BoundMethod(self, instance)
 
     def __repr__(self) -> str:
-        """Says what is tuned."""
+        """Returns the name of the tuned function, marked as tuned."""
         return f"<contextually autotuned {self.name}>"
 
     def __reduce__(self) -> Any:
-        """Travels by name, or as the function and how to tune it; what was remembered stays here."""
+        """Pickles by name, or as the function with its options; results stay in this process."""
         from quarantune.transport import pickling
 
         if pickling.travels_by_name(self):
             return self.__wrapped__.__qualname__
         return Contextual, (self.__wrapped__, dataclasses.replace(self._options, name=self.name))
-
-    def _memo_key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what tells this call from others within the process; None where that takes a closer look."""
-        leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
-        tokens = [self._context(), structure]
-        for leaf in leaves:
-            if type(leaf) is self._array_type:
-                tokens.append((leaf.aval, leaf.sharding))
-            elif type(leaf) in (bool, int, str):
-                tokens.append((type(leaf), leaf))
-            else:
-                return None
-        return tuple(tokens)

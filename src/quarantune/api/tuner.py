@@ -1,11 +1,11 @@
-"""The programmatic face: tune any callable, or only compile its configs."""
+"""The programmatic interface: tune any callable, or only compile its configs."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 from quarantune.resolve import suitable
 from quarantune.results.result import TuningResult
@@ -13,7 +13,7 @@ from quarantune.transport import binding
 from quarantune.transport.problem import describe_function
 from quarantune.values import config_space, naming
 from quarantune.values.config_values import text_of
-from quarantune.values.options import Options, checked_options
+from quarantune.values.options import OptionKeywords, Options, checked_options
 
 
 class AutoTuner:
@@ -22,10 +22,9 @@ class AutoTuner:
     Args:
         fn: a jitted function, or any other callable: numpy code, a C extension, something that starts a program.
         configs: a list of dicts, a dict of lists, or a callable that makes dicts from the call's arguments.
-        on_progress: called in this process with an index into the configs and the phase that config enters (`compile`,
-            `check`, `measure`, before them `load` where the worker loads the function itself), or `end` once its trial
-            is over.
-        **options: the fields of `Options`.
+        on_progress: called in this process with the index of a config and the phase that it enters: `load` where its
+            worker loads the function itself, `compile`, `check`, `measure`, and `end` once its trial is over.
+        **options: the options of the author, as `Options` documents them.
 
     Raises:
         TypeError: `fn` is not callable, an option is unknown, or the configs are of no usable type.
@@ -43,7 +42,7 @@ class AutoTuner:
         configs: Any,
         *,
         on_progress: Callable[[int, str], None] | None = None,
-        **options: Any,
+        **options: Unpack[OptionKeywords],
     ) -> None:
         from quarantune.resolve.resolver import Resolver
         from quarantune.resolve.tuned_function import TunedFunction
@@ -67,7 +66,7 @@ class AutoTuner:
         self._resolver = Resolver(function, on_phase=on_progress)
 
     def run(self, *args: Any, **kwargs: Any) -> TuningResult:
-        """Returns the best config for these arguments, from the cache or found out now.
+        """Returns the result for these arguments, from the cache or by tuning now.
 
         Raises:
             TuningFailedError: every config failed.
@@ -81,19 +80,19 @@ def compile_configs(
 ) -> list[Callable[..., Any] | None]:
     """Compiles many configs of a jitted function, each in a worker process.
 
-    Workers answer with data that is checked and runs no code when it is read. The one part that only XLA can read is
-    the program itself, machine code that XLA loads here and runs when its callable is called.
+    Workers answer with data that is validated, and reading it runs no code. Only XLA can read the program itself:
+    machine code that it loads in this process and runs when the callable is called.
 
     Args:
         fn: the jitted function, autotuned or not.
         configs: as for `AutoTuner`.
         *args: the call's positional arguments, without the config; arrays or `jax.ShapeDtypeStruct`.
-        num_workers: how many configs compile at a time; None follows the environment.
+        num_workers: how many configs compile at a time; None follows the settings.
         **kwargs: the call's keyword arguments.
 
     Returns:
-        A callable for each config, in order, also for one that was given before, which runs what the worker compiled;
-        None where that failed, which a warning says.
+        For each config, in order and with repeated ones, a callable that runs the program that its worker compiled;
+        None, with a warning, where compiling failed.
 
     Raises:
         TypeError: `fn` is not jitted, or something of the call cannot be sent to a worker.

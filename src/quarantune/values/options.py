@@ -1,11 +1,11 @@
-"""What the author of a tuned function decides about its tuning."""
+"""The options with which the author of a function decides how it is tuned."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from quarantune.values.settings import LONGEST_S, parse_memory
 from quarantune.values.texts import did_you_mean, shown
@@ -17,35 +17,37 @@ SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the author of a tuned function decides; the operator's settings beat it.
+    """The options of the author of a tuned function; the operator's settings override them.
 
     Attributes:
         name: the cache file's name; None for the function's own.
-        key_fn: takes the function's arguments and returns a JSON-able value that stands, in the key, for the shapes and
-            dtypes of the arrays: calls with one value share one entry. In `jax.export` it is given the symbolic shapes,
-            and returns what it returns for concrete ones, from the dimensions and dtypes that are not symbolic.
+        key_fn: takes the function's arguments and returns a JSON-able value that replaces the shapes and dtypes of the
+            arrays in the key: calls with the same value share an entry. In `jax.export` it takes symbolic shapes, and
+            has to return the same value as for concrete ones, from the dimensions and dtypes that are not symbolic.
         prune_fn: `(config, *args, **kwargs) -> bool`; False drops the config before a worker is spent on it.
         warmup: untimed runs per config.
         rep: at most this many timed samples per config.
         compile_timeout: seconds for loading, tracing, lowering and compiling one config.
         timeout: seconds for checking and measuring one config, from the moment it holds the device.
-        memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of what is
-            free.
+        memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of
+            the free memory.
         supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`,
-            `randn`, `zeros`, `ones`, or a callable that is given the call's positional arguments, arrays as
+            `randn`, `zeros`, `ones`, or a callable that takes the call's positional arguments, arrays as
             `jax.ShapeDtypeStruct`, and returns them with arrays.
-        ref_fn: takes the function's arguments without the tunables; configs must agree with what it returns. Left at
-            `"defaults"`, they must agree with what the function returns with its own defaults; None lets them differ.
-        check_fn: `(output, expected_or_None, *args) -> bool or None`; False or raising means wrong, and its word is
-            final. Without a function as `ref_fn` nothing else is compared, and None is what it is given as expected.
+        ref_fn: takes the function's arguments without the tunables; the output of every config must agree with its
+            output. With `"defaults"` they must agree with the output of the function's own defaults; with None they
+            may differ.
+        check_fn: `(output, expected_or_None, *args) -> bool or None`; a config is wrong where it returns False or
+            raises, whatever other checks say. Unless `ref_fn` is a function, nothing else is compared, and the expected
+            output is None.
         rtol: allowed difference of an element, relative to the expected one.
-        atol: allowed difference of an element, on top of that.
-        max_mismatched_ratio: the share of an output's elements that may differ by more than that.
-        check_grad: whether the gradients must agree too, with those of `ref_fn` or of the defaults.
+        atol: allowed difference of an element, in addition to `rtol`.
+        max_mismatched_ratio: the share of an output's elements that may exceed both tolerances.
+        check_grad: whether gradients must agree too, with those of `ref_fn` or of the defaults.
         time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
-            floating arguments, so that what wins can be trained with.
-        devices_per_trial: how many accelerators one trial is given; arguments laid out over n of them need n. On a CPU
-            it has no effect: there a worker has as many devices as this process, or as the arguments need.
+            floating arguments, so that the winner suits training.
+        devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
+            effect on a CPU, where a worker has as many devices as this process, or as the arguments need.
     """
 
     name: str | None = None
@@ -106,19 +108,46 @@ class Options:
         return self.ref_fn == DEFAULTS and self.check_fn is None
 
     def deciding(self) -> dict[str, Any]:
-        """Returns the options that decide which config wins: results found under others are not theirs."""
+        """Returns the options that affect which config wins; they are part of the fingerprint."""
         judging = ("ref_fn", "check_fn", "rtol", "atol", "max_mismatched_ratio", "check_grad", "time_grad")
         names = ("supply", *judging, "devices_per_trial")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
 
 
-def checked_options(face: str, options: Mapping[str, Any]) -> Options:
-    """Returns the options given to a face.
+class ContextualKeywords(TypedDict, total=False):
+    """The keyword arguments of `contextual_autotune`: the fields of `Options` that apply to a function of kernels."""
+
+    name: str | None
+    key_fn: Callable[..., Any] | None
+    compile_timeout: float
+    timeout: float
+    memory_limit: int | str | None
+    supply: str | Callable[..., Any]
+    ref_fn: Callable[..., Any] | str | None
+    check_fn: Callable[..., bool | None] | None
+    rtol: float
+    atol: float
+    max_mismatched_ratio: float
+    check_grad: bool
+    time_grad: bool
+    devices_per_trial: int
+
+
+class OptionKeywords(ContextualKeywords, total=False):
+    """The keyword arguments of `autotune` and `AutoTuner`: the fields of `Options`, for editors and type checkers."""
+
+    prune_fn: Callable[..., bool] | None
+    warmup: int
+    rep: int
+
+
+def checked_options(caller: str, options: Mapping[str, Any]) -> Options:
+    """Returns the options given to a public function.
 
     Args:
-        face: what the user called, for the message.
-        options: by name.
+        caller: the name of that function, for the message.
+        options: the options by name.
 
     Raises:
         TypeError: there is no such option.
@@ -128,7 +157,7 @@ def checked_options(face: str, options: Mapping[str, Any]) -> Options:
     unknown = [name for name in options if name not in known]
     if unknown:
         hint = did_you_mean(unknown[0], known)
-        raise TypeError(f"{face}() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(known)}.")
+        raise TypeError(f"{caller}() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(known)}.")
     return Options(**options)
 
 
