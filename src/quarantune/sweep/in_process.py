@@ -1,4 +1,4 @@
-"""Trials without a sandbox: in the caller's own process, because the operator asked for it."""
+"""Trials without a sandbox, in the caller's own process, where the operator has chosen that."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 
@@ -18,6 +18,7 @@ from quarantune.measure import finals
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.scheduler.reference import Reference, unlike
+from quarantune.sweep.request import Finish
 from quarantune.transport.call import Call
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.worker.bench import Bench, Program
@@ -33,18 +34,18 @@ def run(
     *,
     arrays_fd: int,
     options: BenchOptions,
-    finish: Callable[[int, Trial, str], None],
+    finish: Finish,
     reference: Reference,
 ) -> None:
-    """Computes the reference, then runs every config here, one after another; only what is raised is contained.
+    """Computes the reference, then runs the configs one after another in this process; only exceptions are contained.
 
     Args:
         call: the call.
         configs: the configs by index.
-        arrays_fd: the file that holds its arrays' bytes; -1 for none.
+        arrays_fd: the file that holds the bytes of its arrays; -1 for none.
         options: as for `Bench`.
-        finish: told of each config's index, trial and output as it ends.
-        reference: what outputs are compared with; where `ref_fn` says it, it is computed here.
+        finish: receives the trials.
+        reference: the reference for outputs; the output of `ref_fn` is computed here and given to it.
 
     Raises:
         ReferenceFailedError: `ref_fn` raised.
@@ -81,7 +82,7 @@ def _file(label: str) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keeps what the caller may be tracing out of a trial, and compiles it where the caller has switched that off."""
+    """Runs a trial outside of the caller's traces, and compiled even if the caller has disabled jit."""
     with jax.disable_jit(False), jax_internals.outside_of_traces():
         yield
 
@@ -106,16 +107,13 @@ def _warn() -> None:
 
 
 def compare(call: Call, measured: Mapping[int, Trial], *, arrays_fd: int, options: BenchOptions) -> finals.Final:
-    """Times the fastest configs in turn.
+    """Times the fastest configs in alternation.
 
     Args:
         call: the call.
         measured: the trials by index.
         arrays_fd: as for `run`.
         options: as for `run`.
-
-    Returns:
-        What they showed.
     """
     finalists = finals.finalists(measured)
     if len(finalists) < 2:
@@ -132,7 +130,7 @@ def compare(call: Call, measured: Mapping[int, Trial], *, arrays_fd: int, option
 
 
 def _check(bench: Bench, program: Program, index: int, reference: Reference) -> None:
-    """Judges a config's output, and notes with which others it agrees."""
+    """Checks the output of a config, and notes the outputs of others that it agrees with."""
     offer = reference.offer()
     with _file("output") as fd:
         output_fd = fd if offer.keeps else None
@@ -158,7 +156,7 @@ def _run_one(bench: Bench, config: Config, index: int, reference: Reference) -> 
         _check(bench, program, index, reference)
         so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
         measured = bench.measure(program, bar_ms=None)
-    except (Exception, SystemExit) as error:  # what KeyboardInterrupt says is the caller's
+    except (Exception, SystemExit) as error:  # KeyboardInterrupt is for the caller
         assert so_far.phase is not None
         about = describe_error(error)
         outcome = Outcome(outcome_of(error, so_far.phase.value))

@@ -1,4 +1,4 @@
-"""The routes that one sweep's configs take: with a compile worker and a measuring worker each, or with one for both."""
+"""The routes of configs through one sweep: a compile worker and a measuring worker each, or one worker for both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 
 import jax
 
@@ -21,62 +21,56 @@ from quarantune.sandbox import pool, spool
 from quarantune.sandbox.messages import BenchOptions, LoadFailed, ToleranceOptions
 from quarantune.scheduler.loop import MEMORY_SHARE, ErrandError, Leftovers, Plan, Scheduler
 from quarantune.scheduler.reference import UNTUNED, Reference, unlike
-from quarantune.sweep.events import SweepEvents
-from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.transport.problem import Problem
 from quarantune.values.options import Options
-from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
 
 _CPU_PARKED = 16
-"""On a CPU, how many compiled configs wait, memory allowing, before the machine is kept quiet to measure them: the more
-there are, the sooner those that are far behind are known."""
+"""How many compiled configs wait on a CPU, memory permitting, before compiling stops and they are measured: among many,
+slow configs are recognised sooner."""
 _CPU_SHARES = 4
-"""Among how many configs, at least, the memory is divided."""
+"""The least number of configs among which the memory is divided."""
 _DEVICE_PARKED = 4
-"""The same on an accelerator, for each device: every one of them holds a context there."""
+"""How many compiled configs wait for each accelerator, where every one of them holds a context."""
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
-Finish = Callable[[int, Trial, str], None]
 
 
 class Routes:
     """The routes of one sweep."""
 
-    def __init__(
-        self,
-        sandbox: pool.Sandbox,
-        problem: Problem,
-        options: Options,
-        settings: Settings,
-        limits: SweepLimits,
-        finish: Finish,
-        events: SweepEvents,
-        troubled: Collection[int],
-        on_many_devices: bool,
-    ) -> None:
+    def __init__(self, sandbox: pool.Sandbox, request: SweepRequest, finish: Finish, *, on_many_devices: bool) -> None:
+        """Sets up the routes; no worker is started.
+
+        Args:
+            sandbox: the sandbox that workers run in.
+            request: the sweep.
+            finish: receives the trials.
+            on_many_devices: whether one trial needs several devices.
+        """
         self._sandbox = sandbox
-        self._problem = problem
-        self._options = options
-        self._limits = limits
+        self._problem = request.problem
+        self._options = request.options
+        self._limits = request.limits
+        self._events = request.events
+        self._troubled = request.troubled
+        self._compile_only = request.compile_only
         self._finish = finish
-        self._events = events
-        self._compile_only = False
         self._scheduler: Scheduler | None = None
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
         self._lease_on = functools.cache(functools.partial(Lease, thread=threading.get_ident()))
-        self._troubled = troubled
         self._on_many_devices = on_many_devices
-        self._on_cpu = problem.platform == "cpu"
+        self._on_cpu = request.problem.platform == "cpu"
         self._devices, self._target = discovery.devices_and_target(
-            problem.platform, settings, options.devices_per_trial
+            request.problem.platform, request.settings, request.options.devices_per_trial
         )
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
-        """Runs configs to their outcomes and plays the final of all in `measured`, where theirs arrive meanwhile."""
+        """Runs configs to their outcomes, and compares the fastest in `measured`, to which their trials are added."""
         if not self._load(configs):
             return Swept()
         with contextlib.ExitStack() as self._schedulers:
@@ -94,8 +88,7 @@ class Routes:
             return Swept(final, for_cache, executables, reference.default_time_ms, reference.complaint())
 
     def compile(self, configs: dict[int, Config]) -> Swept:
-        """Only compiles configs, and returns their executables."""
-        self._compile_only = True
+        """Compiles configs without running them, and returns their executables."""
         executables: dict[int, bytes] = {}
         if not self._load(configs):
             return Swept()
@@ -113,7 +106,7 @@ class Routes:
         return Swept(executables=executables)
 
     def _load(self, configs: dict[int, Config]) -> bool:
-        """Opens the sandbox; returns whether the function could be loaded, without which every config has failed."""
+        """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
         try:
             self._sandbox.open(load_timeout_s=self._limits.compile_timeout_s)
         except pool.LoadError as error:
@@ -122,7 +115,7 @@ class Routes:
         return True
 
     def _refer(self, configs: dict[int, Config]) -> None:
-        """Computes what `ref_fn` returns, once, in a worker like any other."""
+        """Computes the output of `ref_fn` once, in a worker."""
         if not callable(self._options.ref_fn) or not configs:
             return
         scheduler = self._new_scheduler(Route.TOGETHER, self._finish)
@@ -154,17 +147,17 @@ class Routes:
             self._confirm(configs, leftovers.unconfirmed)
 
     def _can_part(self) -> bool:
-        """Whether compiling and measuring are to be done by different workers."""
+        """Returns whether one worker compiles a config and another measures it."""
         if self._on_many_devices:
-            return False  # what compiles without the device compiles for one
+            return False  # a worker without a device compiles for a single device
         if self._on_cpu:
-            # A CPU worker is cheap, and carrying an executable from one to another is not quicker.
+            # A CPU worker is cheap: handing an executable to another one saves no time.
             return self._configs_per_worker() > 1 and jax_internals.is_jitted(self._problem.fn)
-        # A function whose module asked JAX for its devices as it was imported may depend on the answer.
+        # A function may depend on JAX's devices if its module asked for them during its import.
         return self._target is not None and self._sandbox.forks_loaded and jax_internals.is_jitted(self._problem.fn)
 
     def _confirm(self, configs: dict[int, Config], unconfirmed: dict[int, tuple[Trial, str]]) -> None:
-        """Repeats the first error raised without the device on the device; if it stands there, so do the others."""
+        """Repeats the first error of compiling without the device on the device; confirmed there, it stands for all."""
         first, *others = unconfirmed
         repeated: list[Trial] = []
 
@@ -200,7 +193,7 @@ class Routes:
             configs_per_worker=self._configs_per_worker(),
             exclusive=exclusive,
             parked=parked,
-            # A worker that has to load the function first may be brought down by that, which is for a config to tell.
+            # Loading the function may crash a worker, and only the trial of a config can report that.
             ahead=route is Route.TOGETHER and self._on_cpu and self._sandbox.forks_loaded and not self._compile_only,
             compile_timeout_s=self._limits.compile_timeout_s,
             timeout_s=self._limits.timeout_s,
@@ -243,19 +236,19 @@ class Routes:
 def reference_for(
     problem: Problem, options: Options, configs: Mapping[int, Config], troubled: Collection[int] = ()
 ) -> tuple[Reference, dict[int, Config]]:
-    """Returns what outputs are to be compared with, and the configs with the function's defaults among them.
+    """Returns the reference for outputs, and the configs including the function's defaults.
 
     Args:
         problem: the call.
-        options: the author's.
-        configs: the configs that are to run, by index.
-        troubled: indices of those that nobody is to wait for.
+        options: the author's options.
+        configs: the configs to run, by index.
+        troubled: the indices of configs that others do not wait for.
     """
     configs = dict(configs)
     if not options.compares_outputs or not configs:
         return Reference(), configs
     if problem.untuned is None:
-        # Nothing says that a callable of any kind, or what it returns, has to be the same whatever it is given.
+        # The output of a plain callable may well differ between configs.
         return Reference(compares=jax_internals.is_jitted(problem.fn)), configs
     if problem.default in configs:
         return Reference(compares=True, default=problem.default, is_first=problem.default not in troubled), configs
@@ -263,13 +256,13 @@ def reference_for(
 
 
 def _from_both_ends(configs: Mapping[int, Config], last: Collection[int]) -> dict[int, Config]:
-    """Orders configs that compile many at a time: what takes longest must not begin last, to be waited for alone.
+    """Orders configs that compile many at a time, so that the longest compilation does not begin last.
 
-    That is seldom in the middle of a list: a grid grows towards one of its ends.
+    The longest one is seldom in the middle of a list, because a grid grows towards one of its ends.
 
     Args:
         configs: the configs by index.
-        last: the indices of those that come last all the same.
+        last: the indices of configs that come last all the same.
     """
     sound = [index for index in configs if index not in last]
     half = len(sound) // 2
@@ -283,7 +276,7 @@ def worker_options(platform: str | None, options: Options) -> BenchOptions:
 
     Args:
         platform: the platform that configs run on; None for the one of this process.
-        options: the author's.
+        options: the author's options.
     """
     return BenchOptions(
         platform=platform,
@@ -295,6 +288,6 @@ def worker_options(platform: str | None, options: Options) -> BenchOptions:
         ),
         check_grad=options.check_grad or options.time_grad,
         time_grad=options.time_grad,
-        # On a GPU, XLA itself would write there, and a killed worker would leave torn files.
+        # On a GPU, XLA itself would write to the directory, and a killed worker would leave torn files.
         compilation_cache=jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
     )

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from quarantune.cache.keys import safe_name
@@ -17,6 +17,7 @@ from quarantune.sandbox import shortages, spool, template, wire
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import END, SweepEvents
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.transport import payload
 from quarantune.transport.call import PackedCall
@@ -34,10 +35,10 @@ _PALLAS_MODULES = {
     "cuda": [f"{_PALLAS}.triton"],
     "rocm": [f"{_PALLAS}.triton"],
 }
-"""What Pallas imports when it lowers its first kernel, interpreted or for a device: up to 0.25 s."""
+"""The modules that Pallas imports when it lowers its first kernel, interpreted or for a device: up to 0.25 s."""
 
 _LARGEST_CONFIG_BYTES = wire.MAX_FRAME_BYTES // 8
-"""A message about finalists holds several configs."""
+"""Several configs fit into one message, as the one about finalists needs."""
 
 _sweep_numbers = itertools.count(1)
 
@@ -54,7 +55,7 @@ def run(
     known: Mapping[int, Trial] | None = None,
     compile_only: bool = False,
 ) -> Swept:
-    """Runs every config to its outcome, then compares the fastest once more, in turn.
+    """Runs every config to its outcome, then times the fastest once more, in alternation.
 
     Args:
         problem: the call.
@@ -64,59 +65,82 @@ def run(
         limits: the limits that the two set together.
         events: receives the progress of the sweep.
         troubled: indices of configs that hung or crashed before, and come last.
-        known: trials of an earlier sweep, by index, which are not run again but may be finalists.
+        known: the trials of an earlier sweep by index; their configs do not run again, but may be finalists.
         compile_only: whether configs are only compiled, and their executables returned.
 
     Returns:
-        What the comparison gave.
+        The findings beside the trials.
 
     Raises:
-        TypeError: something of the call cannot be sent to another process; nothing was started then.
-        ValueError: the settings name a device that is not there.
-        SandboxError: the machinery around the configs failed.
+        TypeError: a part of the call cannot be sent to another process; no process was started.
+        ValueError: the settings name a device that does not exist.
+        SandboxError: the sandbox itself failed.
     """
+    request = SweepRequest(
+        problem=problem,
+        options=options,
+        settings=settings,
+        limits=limits,
+        events=events,
+        troubled=troubled,
+        compile_only=compile_only,
+    )
+    measured = dict(known or {})
+    finish = _finisher(request, measured)
+    packed = _pack(problem, configs, options)
+    if settings.isolation == "none":
+        return _run_here(request, packed, configs, measured, finish)
+    _check_devices(problem, packed, options)
+    _check_sizes(problem, configs)
+    return _run_in_workers(request, packed, configs, measured, finish)
+
+
+def _finisher(request: SweepRequest, measured: dict[int, Trial]) -> Finish:
+    """Returns a function that keeps the log of a trial, adds the trial to `measured`, and reports both events."""
+    settings, name, events = request.settings, request.problem.name, request.events
     sweep_number = next(_sweep_numbers)
 
     def finish(index: int, trial: Trial, log: str) -> None:
         if settings.log_dir is not None:
-            _keep_log(settings.log_dir, problem.name, f"{os.getpid()}-{sweep_number}-{index:04d}", trial, log)
+            _keep_log(settings.log_dir, name, f"{os.getpid()}-{sweep_number}-{index:04d}", trial, log)
         measured[index] = trial
         events.on_trial(index, trial)
         events.on_phase(index, END)
 
-    measured = dict(known or {})
+    return finish
+
+
+def _pack(problem: Problem, configs: Mapping[int, Config], options: Options) -> PackedCall:
+    """Packs the call, with the arguments to run with and the functions that judge outputs."""
     judges = {"ref_fn": options.ref_fn if callable(options.ref_fn) else None, "check_fn": options.check_fn}
     args, kwargs = sweep_inputs.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
-    companions = {name: fn for name, fn in judges.items() if fn is not None}
-    originals = config_values.originals(configs.values())
-    packed = payload.pack_call(
+    return payload.pack_call(
         problem.fn,
         args,
         kwargs,
-        companions,
-        originals,
+        {name: fn for name, fn in judges.items() if fn is not None},
+        config_values.originals(configs.values()),
         problem.manual_mesh,
         devices=math.inf if problem.platform == "cpu" else options.devices_per_trial,
     )
-    if settings.isolation == "none":
-        if problem.manual_mesh is not None:
-            raise ValueError(
-                f"{problem.name}: inside shard_map, a function that communicates between devices is tuned by workers "
-                f"only: unset QUARANTUNE_ISOLATION, or give its tunables by hand"
-            )
-        return _run_here(problem, packed, configs, measured, options, finish)
-    _check_devices(problem, packed, options)
-    _check_sizes(problem, configs)
-    # Now, because it takes longer to start than what the routes need takes to be imported.
+
+
+def _run_in_workers(
+    request: SweepRequest,
+    packed: PackedCall,
+    configs: Mapping[int, Config],
+    measured: Mapping[int, Trial],
+    finish: Finish,
+) -> Swept:
+    # Started before the imports, because it takes longer to start than the modules of the routes take to import.
     template.shared()
     from quarantune.sandbox import pool
     from quarantune.sweep import routes
 
-    method = settings.start_method or ("fork" if sys.platform == "linux" else "spawn")
-    many = max(packed.devices_needed, options.devices_per_trial) > 1
+    problem = request.problem
+    on_many_devices = max(packed.devices_needed, request.options.devices_per_trial) > 1
     environ = discovery.sandbox_environ(problem.platform, problem.device_kind)
-    modules = _PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else []
-    if not many:
+    if not on_many_devices:
         environ |= device.cheap_context(problem.platform, os.environ)
     with (
         shortages.with_advice(problem.name),
@@ -124,24 +148,29 @@ def run(
         pool.Sandbox(
             payload_fd=payload_fd,
             arrays_fd=arrays_fd,
-            method=method,
+            method=request.settings.start_method or ("fork" if sys.platform == "linux" else "spawn"),
             environ=environ,
-            modules=modules,
+            modules=_PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else [],
             plugins=problem.platform != "cpu",
         ) as sandbox,
     ):
-        taken = routes.Routes(sandbox, problem, options, settings, limits, finish, events, troubled, many)
-        return taken.compile(dict(configs)) if compile_only else taken.run(dict(configs), measured)
+        taken = routes.Routes(sandbox, request, finish, on_many_devices=on_many_devices)
+        return taken.compile(dict(configs)) if request.compile_only else taken.run(dict(configs), measured)
 
 
 def _run_here(
-    problem: Problem,
+    request: SweepRequest,
     packed: PackedCall,
     configs: Mapping[int, Config],
     measured: Mapping[int, Trial],
-    options: Options,
-    finish: Callable[[int, Trial, str], None],
+    finish: Finish,
 ) -> Swept:
+    problem, options = request.problem, request.options
+    if problem.manual_mesh is not None:
+        raise ValueError(
+            f"{problem.name}: inside shard_map, a function that communicates between devices is tuned by workers "
+            f"only: unset QUARANTUNE_ISOLATION, or give its tunables by hand"
+        )
     from quarantune.sweep import in_process, routes
 
     worker_options = routes.worker_options(None, options)
@@ -184,7 +213,7 @@ def _check_devices(problem: Problem, packed: PackedCall, options: Options) -> No
 
 @contextlib.contextmanager
 def _spooled(packed: PackedCall) -> Iterator[tuple[int, int]]:
-    """Yields descriptors of the payload and of the arrays, which no worker can write to; -1 for no arrays."""
+    """Yields read-only descriptors of the payload and of the arrays; -1 where there are no arrays."""
     with contextlib.ExitStack() as stack:
         fds = []
         for label, size_bytes in (("payload", len(packed.blob)), ("arrays", packed.spool_bytes)):
@@ -202,7 +231,7 @@ def _spooled(packed: PackedCall) -> Iterator[tuple[int, int]]:
 
 
 def _keep_log(directory: Path, name: str, label: str, trial: Trial, log: str) -> None:
-    """Keeps what a trial printed; a log that cannot be kept is no reason to lose the trial."""
+    """Keeps the output of a trial; warns where it cannot be written."""
     text = f"# {shown.format_config(trial.config)}\n# {trial.outcome.value}: {trial.message}\n{log}"
     try:
         folder = directory / safe_name(name)

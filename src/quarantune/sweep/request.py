@@ -1,0 +1,40 @@
+"""The request for one sweep: the call to tune for, and the conditions under which its configs run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import TypeAlias
+
+from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.limits import SweepLimits
+from quarantune.transport.problem import Problem
+from quarantune.values.options import Options
+from quarantune.values.settings import Settings
+from quarantune.values.trial import Trial
+
+Finish: TypeAlias = Callable[[int, Trial, str], None]
+"""Receives the index of a config, its trial and its output, once the trial is over."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepRequest:
+    """A sweep as its routes see it.
+
+    Attributes:
+        problem: the call.
+        options: the author's options.
+        settings: the operator's settings.
+        limits: the limits that the two set together.
+        events: receives the progress of the sweep.
+        troubled: the indices of configs that hung or crashed before, and come last.
+        compile_only: whether configs are only compiled.
+    """
+
+    problem: Problem
+    options: Options
+    settings: Settings
+    limits: SweepLimits
+    events: SweepEvents
+    troubled: Collection[int]
+    compile_only: bool
