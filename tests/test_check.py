@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from quarantune.measure.compare import compare, compare_shapes, judge
-from quarantune.measure.elements import Tolerance
 from quarantune.measure.gradients import gradients, scalar_of
+from quarantune.values.tolerance import Tolerance
 
 EXACT = Tolerance(rtol=0, atol=0, max_mismatched_ratio=0)
 STRICT = Tolerance(rtol=1e-2, atol=1e-2, max_mismatched_ratio=0)
@@ -37,7 +37,7 @@ def test_a_bad_tolerance_is_refused_by_name_and_value(name: str, value: Any) -> 
 
 
 def test_only_the_ratio_has_an_upper_bound() -> None:
-    assert Tolerance(rtol=2, atol=np.float32(3), max_mismatched_ratio=1).rtol == 2
+    assert Tolerance(rtol=2, atol=np.float64(3), max_mismatched_ratio=1).rtol == 2
     with pytest.raises(ValueError, match="from 0 to 1"):
         Tolerance(max_mismatched_ratio=1.01)
 

@@ -21,11 +21,12 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
 from quarantune.measure import compare, elements, on_device
-from quarantune.measure.elements import Mismatches, Tolerance
+from quarantune.measure.elements import Mismatches
 from quarantune.sandbox import spool
 from quarantune.scheduler.reference import UNTUNED, Offer, Reference
 from quarantune.sweep import in_process
 from quarantune.values.options import Options
+from quarantune.values.tolerance import Tolerance
 from quarantune.values.trial import INCOMPARABLE, Outcome, Trial
 
 pytestmark = pytest.mark.usefixtures("two_slots")

@@ -33,10 +33,12 @@ import quarantune
 from quarantune import Outcome, Trial
 from quarantune.measure import finals
 from quarantune.sandbox import spool, template
+from quarantune.sandbox.messages import BenchOptions
 from quarantune.sweep import in_process, sweep, sweep_inputs
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.swept import Swept
 from quarantune.transport import inputs, payload
+from quarantune.values.tolerance import Tolerance
 from quarantune.worker.bench import Bench
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -810,9 +812,8 @@ def bench_of(fn: Callable[..., Any], *args: Any, **companions: Any) -> tuple[Ben
     packed = payload.pack_call(fn, args, {}, companions)
     fd = spool.create("arrays", size_bytes=packed.spool_bytes)
     payload.write_arrays(packed, fd)
-    tolerance = {"rtol": 0.0, "atol": 0.0, "max_mismatched_ratio": 0.0}
-    options = {"platform": "cpu", "warmup": 2, "rep": 5, "supply": "auto", "tolerance": tolerance}
-    return Bench(packed.call, arrays_fd=fd, options={**options, "check_grad": False, "flush": None}), fd
+    options = BenchOptions(platform="cpu", warmup=2, rep=5, supply="auto", tolerance=Tolerance(0.0, 0.0, 0.0))
+    return Bench(packed.call, arrays_fd=fd, options=options), fd
 
 
 def test_a_plain_function_that_writes_into_its_argument_never_sees_what_was_written() -> None:
@@ -831,7 +832,7 @@ def test_a_plain_function_that_writes_into_its_argument_never_sees_what_was_writ
     try:
         programs = [bench.compile({"do": do}, target=None) for do in (5, 6)]
         bench.check(programs[0])
-        assert len(bench.measure(programs[0], bar_ms=None)["samples_ms"]) >= 3
+        assert len(bench.measure(programs[0], best_median_ms=None).samples_ms) >= 3
         assert [len(rounds_ms) for rounds_ms in bench.compare(programs)] == [2, 2]
     finally:
         os.close(fd)

@@ -21,10 +21,11 @@ from quarantune.host import machine
 from quarantune.host import memory as memory_module
 from quarantune.measure.finals import Final
 from quarantune.sandbox import codec, messages, pool
-from quarantune.sandbox.messages import BenchOptions, CompileTarget, Raised, Task, ToleranceOptions
+from quarantune.sandbox.messages import BenchOptions, CompileTarget, Raised, Task
 from quarantune.sandbox.pool import Damaged, Ended, Said
 from quarantune.scheduler.loop import STARTUP_DEADLINE_S, ErrandError, Leftovers, Plan, Scheduler
 from quarantune.scheduler.reference import Reference
+from quarantune.values.tolerance import Tolerance
 from quarantune.values.trial import Config, Outcome, Phase, Route, SandboxError, Trial
 
 GB = 1 << 30
@@ -35,7 +36,7 @@ OPTIONS = BenchOptions(
     warmup=0,
     rep=1,
     supply="auto",
-    tolerance=ToleranceOptions(rtol=0.0, atol=0.0, max_mismatched_ratio=0.0),
+    tolerance=Tolerance(rtol=0.0, atol=0.0, max_mismatched_ratio=0.0),
 )
 KILL_DEADLINE_S = 10.0
 WAITS_LONG_S = 30.0

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quarantune.measure.elements import Mismatches, Tolerance, compare_numbers, describe_mismatches, has_dtype
+from quarantune.measure.elements import Mismatches, compare_numbers, describe_mismatches, has_dtype
+from quarantune.values.tolerance import Tolerance
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 

@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import numbers
 from fractions import Fraction
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
+from quarantune.values.tolerance import Tolerance
+
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 
 _CHUNK_ELEMENTS = 2**18
 """Elements compared at a time: the widest, complex long doubles, then need some 40 MB of temporaries."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tolerance:
-    """How far an output may be from the expected output.
-
-    Attributes:
-        rtol: the allowed difference of an element, relative to the expected element.
-        atol: the allowed absolute difference, added to the relative one.
-        max_mismatched_ratio: the share of a leaf's elements that may differ by more than both together.
-    """
-
-    rtol: float = 1e-2
-    atol: float = 1e-2
-    max_mismatched_ratio: float = 0.01
-
-    def __post_init__(self) -> None:
-        for name in ("rtol", "atol"):
-            value = getattr(self, name)
-            if not _is_real(value) or not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value!r} is not valid: give a finite number of at least 0")
-        ratio = self.max_mismatched_ratio
-        if not _is_real(ratio) or not 0 <= ratio <= 1:
-            raise ValueError(f"max_mismatched_ratio={ratio!r} is not valid: give a number from 0 to 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +157,3 @@ def _distances(got: _Array, wanted: _Array) -> _Array:
     got, wanted = got.astype(wide), wanted.astype(wide)
     distances: _Array = np.maximum(got, wanted).astype(np.uint64) - np.minimum(got, wanted).astype(np.uint64)
     return distances.astype(np.float64)
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quarantune.measure.elements import Mismatches, Tolerance
+from quarantune.measure.elements import Mismatches
+from quarantune.values.tolerance import Tolerance
 
 _MOST_ELEMENTS = 2**31 - 1
 """The largest 32-bit count."""

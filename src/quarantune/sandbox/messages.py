@@ -11,6 +11,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from quarantune.values.tolerance import Tolerance
 from quarantune.values.trial import Outcome, Phase
 
 EncodedConfig: TypeAlias = Mapping[str, Any]
@@ -18,15 +19,6 @@ EncodedConfig: TypeAlias = Mapping[str, Any]
 
 
 # --- from the scheduler to a worker: tasks ---
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ToleranceOptions:
-    """The fields of `measure.compare.Tolerance`."""
-
-    rtol: float
-    atol: float
-    max_mismatched_ratio: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +41,7 @@ class BenchOptions:
     warmup: int
     rep: int
     supply: str
-    tolerance: ToleranceOptions
+    tolerance: Tolerance
     check_grad: bool = False
     time_grad: bool = False
     compilation_cache: str | None = None

@@ -53,7 +53,7 @@ def run(
     _warn()
 
     def bench() -> Bench:
-        return Bench(call, arrays_fd=arrays_fd, options=dataclasses.asdict(options))
+        return Bench(call, arrays_fd=arrays_fd, options=options)
 
     if configs and "ref_fn" in call.companions:
         with _undisturbed(), _file("expected") as fd:
@@ -119,7 +119,7 @@ def compare(call: Call, measured: Mapping[int, Trial], *, arrays_fd: int, option
     if len(finalists) < 2:
         return finals.Final()
     with _undisturbed():
-        bench = Bench(call, arrays_fd=arrays_fd, options=dataclasses.asdict(options))
+        bench = Bench(call, arrays_fd=arrays_fd, options=options)
         try:
             programs = [bench.compile(measured[index].config, target=None) for index in finalists]
             rounds_ms, warm_ms = bench.compare(programs)
@@ -155,7 +155,7 @@ def _run_one(bench: Bench, config: Config, index: int, reference: Reference) -> 
         so_far = dataclasses.replace(so_far, compile_s=program.compile_s, phase=Phase.CHECK)
         _check(bench, program, index, reference)
         so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
-        measured = bench.measure(program, bar_ms=None)
+        measured = bench.measure(program, best_median_ms=None)
     except (Exception, SystemExit) as error:  # KeyboardInterrupt is for the caller
         assert so_far.phase is not None
         about = describe_error(error)
@@ -167,11 +167,10 @@ def _run_one(bench: Bench, config: Config, index: int, reference: Reference) -> 
             message=about["message"] if is_wrong else f"{about['error']}: {about['message']}",
             log_tail="" if is_wrong else about["traceback"],
         )
-    samples_ms = tuple(measured["samples_ms"])
     return dataclasses.replace(
         so_far,
-        time_ms=statistics.median(samples_ms),
-        samples_ms=samples_ms,
-        own_ms=measured["own_ms"],
-        clock=measured["clock"],
+        time_ms=statistics.median(measured.samples_ms),
+        samples_ms=measured.samples_ms,
+        own_ms=measured.cpu_ms,
+        clock=measured.clock,
     )

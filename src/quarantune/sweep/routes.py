@@ -18,7 +18,7 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.measure import finals
 from quarantune.sandbox import pool, spool
-from quarantune.sandbox.messages import BenchOptions, LoadFailed, ToleranceOptions
+from quarantune.sandbox.messages import BenchOptions, LoadFailed
 from quarantune.scheduler.loop import MEMORY_SHARE, ErrandError, Leftovers, Plan, Scheduler
 from quarantune.scheduler.reference import UNTUNED, Reference, unlike
 from quarantune.sweep.request import Finish, SweepRequest
@@ -283,9 +283,7 @@ def worker_options(platform: str | None, options: Options) -> BenchOptions:
         warmup=options.warmup,
         rep=options.rep,
         supply="auto" if callable(options.supply) else options.supply,
-        tolerance=ToleranceOptions(
-            rtol=options.rtol, atol=options.atol, max_mismatched_ratio=options.max_mismatched_ratio
-        ),
+        tolerance=options.tolerance,
         check_grad=options.check_grad or options.time_grad,
         time_grad=options.time_grad,
         # On a GPU, XLA itself would write to the directory, and a killed worker would leave torn files.

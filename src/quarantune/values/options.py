@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 from quarantune.values.settings import LONGEST_S, parse_memory
 from quarantune.values.texts import did_you_mean, shown
+from quarantune.values.tolerance import Tolerance
 
 DEFAULTS = "defaults"
 """The `ref_fn` that stands for the function with its own defaults."""
@@ -93,14 +93,14 @@ class Options:
             parse_memory(self.memory_limit)
         if not callable(self.supply) and self.supply not in SUPPLIES:
             raise ValueError(f"supply={self.supply!r} is not valid: give one of {', '.join(SUPPLIES)}, or a function")
-        for field in ("rtol", "atol", "max_mismatched_ratio"):
-            value = getattr(self, field)
-            most = 1.0 if field == "max_mismatched_ratio" else sys.float_info.max
-            if not _is_number(value) or not 0 <= value <= most:
-                accepts = "a share of the elements, from 0 to 1" if most == 1 else "a number of at least 0"
-                raise ValueError(f"{field}={shown(value)} is not valid: give {accepts}")
+        _ = self.tolerance  # raises where a value is out of range
         if self.check_grad and not callable(self.ref_fn) and not self.compares_outputs:
             raise ValueError("check_grad=True needs a reference whose gradients are right: give a function as ref_fn")
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """How far outputs may differ."""
+        return Tolerance(self.rtol, self.atol, self.max_mismatched_ratio)
 
     @property
     def compares_outputs(self) -> bool:

@@ -16,6 +16,7 @@ from quarantune import jax_internals
 from quarantune.host.waits import Taken, Watch
 from quarantune.measure import clocks, finals, sampling
 from quarantune.sandbox import spool
+from quarantune.sandbox.messages import BenchOptions, CompileTarget
 from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes
 from quarantune.transport.call import Arguments, Call
 from quarantune.values.config_values import restore, text_of
@@ -49,6 +50,25 @@ class Program:
     calls_back: bool = False
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The times of one config.
+
+    Attributes:
+        samples_ms: the samples by the clock, in milliseconds.
+        cpu_ms: the time by which finalists are chosen, without waits for a CPU.
+        disturbed: how many of the samples other processes disturbed.
+        clock: the name of the clock.
+        is_slow: whether sampling stopped because the config cannot win any more.
+    """
+
+    samples_ms: tuple[float, ...]
+    cpu_ms: float
+    disturbed: int
+    clock: str
+    is_slow: bool
+
+
 class Bench:
     """Compiles, runs, checks and times the configs of one call in this process.
 
@@ -56,28 +76,27 @@ class Bench:
         judge: compares outputs.
     """
 
-    def __init__(self, call: Call, *, arrays_fd: int, options: dict[str, Any]) -> None:
+    def __init__(self, call: Call, *, arrays_fd: int, options: BenchOptions) -> None:
         """Sets up the bench.
 
         Args:
             call: the loaded payload.
             arrays_fd: the file that holds the concrete arrays' bytes; -1 for none.
-            options: `platform`, `compilation_cache`, the directory of the caller's or None, `warmup`, `rep`, `supply`,
-                `tolerance`, `check_grad` and `time_grad`.
+            options: the sweep's options.
         """
         call = manual_axes.under_shard_map(call)
         self._call = call
         self._options = options
-        self._arguments = CallArguments(call, arrays_fd=arrays_fd, supply=options["supply"])
+        self._arguments = CallArguments(call, arrays_fd=arrays_fd, supply=options.supply)
         self._jitted: Any = call.fn
-        if not self.is_plain and options.get("time_grad"):
+        if not self.is_plain and options.time_grad:
             self._jitted = differentiation.with_gradient(call.fn)
         self.judge = Judge(call, self._arguments, options)
         self._flush: clocks.Flush | None = None
         self._last_run: Taken | None = None
         # XLA's threads sleep until there is work for them; those of other libraries may spin.
         self._spins = self.is_plain
-        if options["platform"] == "cpu":
+        if options.platform == "cpu":
             jax.config.update("jax_platforms", "cpu")  # no context on a device that this worker has no use for
         if call.context_mesh is not None:
             jax.set_mesh(inputs.mesh_like(call.context_mesh))
@@ -103,7 +122,7 @@ class Bench:
         self,
         config: Config,
         *,
-        target: dict[str, Any] | None,
+        target: CompileTarget | None,
         away: bool = False,
         announce: Callable[[str], None] = lambda program: None,
     ) -> Program:
@@ -129,10 +148,10 @@ class Bench:
             jitted, keywords = binding.applied(self._jitted, config)
             lowered = jitted.trace(*args, **kwargs, **keywords).lower()
             calls_back = self._announce(lowered, config, announce)
-            with jax_internals.compilation_cache_in_memory({}, named=self._options["compilation_cache"]) as cache:
+            with jax_internals.compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
                 compiled = lowered.compile()
             # With its gradient, the caller compiles another program.
-            cache_entries = {} if self._options.get("time_grad") else cache.programs
+            cache_entries = {} if self._options.time_grad else cache.programs
             return Program(config, compiled, time.perf_counter() - start, cache_entries, calls_back)
         return Program(config, compiled, time.perf_counter() - start)
 
@@ -152,7 +171,7 @@ class Bench:
             spool.write_parts(fd, [self._call.fn.report(program.config), b"", b""])
             return
         if as_data:
-            if self._options.get("time_grad"):
+            if self._options.time_grad:
                 return  # the caller runs the program without the gradient
             with contextlib.suppress(ValueError):
                 spool.write_parts(fd, [executable.dumps_as_data(program.call)])
@@ -177,7 +196,7 @@ class Bench:
         with Watch(spins=self._spins) as watch:
             taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))
         self._last_run = taken.scaled(1e3)
-        return output[0] if self._options.get("time_grad") else output
+        return output[0] if self._options.time_grad else output
 
     def check(
         self,
@@ -222,46 +241,47 @@ class Bench:
         if self._has_own_clock():
             with contextlib.suppress(clocks.NoDeviceClockError):
                 return clocks.DeviceClock(dispatch, self._flusher() if is_flushed else None)
-        if self._options["platform"] in ("cuda", "rocm"):
+        if self._options.platform in ("cuda", "rocm"):
             return clocks.QueuedClock(dispatch)
         return clocks.WallClock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
 
-    def measure(self, program: Program, *, bar_ms: float | None, noise: sampling.Noise | None = None) -> dict[str, Any]:
+    def measure(
+        self, program: Program, *, best_median_ms: float | None, noise: sampling.Noise | None = None
+    ) -> Measurement:
         """Times a program.
 
         Args:
             program: the program; it has run once.
-            bar_ms: the time of the fastest config so far; None for none.
+            best_median_ms: the time of the fastest config so far; None for none.
             noise: as for `sampling.measure`.
 
         Returns:
-            `samples_ms`; `disturbed`, how many of them were; `own_ms`, the time by which finalists are chosen; `clock`;
-            and `is_slow`, whether sampling stopped because it cannot win any more.
+            The samples.
         """
         # It ran once already, for its check. That run does not count as a warm one where it may have compiled or made
         # something: in Python, or in JAX, to carry an argument from one device to all that the others are on.
         is_warm = not self.is_plain and self._call.devices_needed == 1 and not program.calls_back
-        for _ in range(self._options["warmup"] - is_warm):
+        for _ in range(self._options.warmup - is_warm):
             self.run(program)
             is_warm = True
         clock, last = self.clock(program), self._last_run
         samples = sampling.measure(
             clock.take,
-            rep=self._options["rep"],
-            best_median_ms=bar_ms,
+            rep=self._options.rep,
+            best_median_ms=best_median_ms,
             margin=clock.margin,
             before_ms=None if last is None or not is_warm or clock.name != "wall" else last.least,
             last_ms=None if last is None or clock.name != "wall" else last.least,
             is_exact=clock.is_exact,
             noise=noise,
         )
-        return {
-            "disturbed": samples.disturbed(is_exact=clock.is_exact),
-            "samples_ms": list(samples.samples_ms),
-            "own_ms": samples.level_ms(is_exact=clock.is_exact),
-            "clock": clock.name,
-            "is_slow": samples.is_ruled_out,
-        }
+        return Measurement(
+            samples_ms=samples.samples_ms,
+            cpu_ms=samples.level_ms(is_exact=clock.is_exact),
+            disturbed=samples.disturbed(is_exact=clock.is_exact),
+            clock=clock.name,
+            is_slow=samples.is_ruled_out,
+        )
 
     def informative_first_run(self, program: Program) -> Taken | None:
         """Returns the time of the first run where that was long enough to be informative; else None."""
@@ -270,7 +290,7 @@ class Bench:
             and not self._has_own_clock()
             and self._call.devices_needed == 1
             and not program.calls_back  # Python may make and keep objects in the first run
-            and self._options["warmup"] <= 1  # or its author knows that it takes several
+            and self._options.warmup <= 1  # or its author knows that it takes several
         )
         last = self._last_run
         return last if is_informative and last and last.whole > sampling.INFORMATIVE_MS else None
@@ -305,7 +325,7 @@ class Bench:
         """
         text, interface = lowered.as_text(), jax_internals.interface(lowered)
         calls_back = "callback" in text
-        if not calls_back and not self._options["check_grad"] and interface is not None:
+        if not calls_back and not self._options.check_grad and interface is not None:
             _, compiler_options = binding.split(self._jitted, config)
             whole = f"{interface} {text_of(compiler_options)} {text}"
             announce(hashlib.sha256(whole.encode()).hexdigest())
@@ -313,7 +333,7 @@ class Bench:
 
     def _has_own_clock(self) -> bool:
         # Of several devices, the clock would add up the times, waits of one for another included.
-        return self._options["platform"] in ("cuda", "rocm") and jax.local_device_count() == 1
+        return self._options.platform in ("cuda", "rocm") and jax.local_device_count() == 1
 
     def _flusher(self) -> clocks.Flush:
         """Returns the flush of the device's cache, made once.
@@ -326,7 +346,7 @@ class Bench:
         return self._flush
 
     def _compile_deviceless(
-        self, config: Config, target: dict[str, Any], announce: Callable[[str], None]
+        self, config: Config, target: CompileTarget, announce: Callable[[str], None]
     ) -> Callable[..., Any]:
         with abstract_device(target) as sharding:
             args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
@@ -334,7 +354,7 @@ class Bench:
             traced = jitted.trace(*args, **kwargs, **keywords)
             if reason := why_device_is_needed(traced.jaxpr.jaxpr):
                 raise NeedsDeviceError(reason)
-            lowered = traced.lower(lowering_platforms=(target["platform"],))
+            lowered = traced.lower(lowering_platforms=(target.platform,))
             self._announce(lowered, config, announce)
             compiled: Callable[..., Any] = lowered.compile()
             return compiled

@@ -12,6 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from quarantune import jax_internals
+from quarantune.sandbox.messages import CompileTarget
 from quarantune.worker.failures import NeedsDeviceError
 
 _TUNED_BY_XLA = frozenset({"dot_general", "conv_general_dilated", "scaled_dot", "ragged_dot", "ragged_dot_general"})
@@ -19,7 +20,7 @@ _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug
 
 
 @contextlib.contextmanager
-def abstract_device(target: dict[str, Any]) -> Iterator[SingleDeviceSharding]:
+def abstract_device(target: CompileTarget) -> Iterator[SingleDeviceSharding]:
     """Stands in for the accelerator while a program is compiled for it.
 
     The abstract device keeps Pallas's lowering from asking for the local device, which would make a context on it: a
@@ -34,11 +35,9 @@ def abstract_device(target: dict[str, Any]) -> Iterator[SingleDeviceSharding]:
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     jax.config.update("jax_platforms", "cpu")
     topology = topologies.get_topology_desc(
-        platform=target["platform"], topology_name="", topology="1x1x1", target_config=target["config_text"]
+        platform=target.platform, topology_name="", topology="1x1x1", target_config=target.config_text
     )
-    device = AbstractDevice(
-        device_kind=target["device_kind"], num_cores=target["num_cores"], platform=target["platform"]
-    )
+    device = AbstractDevice(device_kind=target.device_kind, num_cores=target.num_cores, platform=target.platform)
     mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device("gpu", _refuse_devices):
         yield SingleDeviceSharding(topology.devices[0])

@@ -14,9 +14,9 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.measure import compare, on_device
-from quarantune.measure.elements import Tolerance
 from quarantune.measure.gradients import gradients
 from quarantune.sandbox import spool
+from quarantune.sandbox.messages import BenchOptions
 from quarantune.transport import binding, inputs, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.call import Call
@@ -28,21 +28,21 @@ from quarantune.worker.failures import WrongResultError
 class Judge:
     """Compares the outputs of one call's configs, and their gradients where those count."""
 
-    def __init__(self, call: Call, arguments: CallArguments, options: dict[str, Any]) -> None:
+    def __init__(self, call: Call, arguments: CallArguments, options: BenchOptions) -> None:
         """Sets up the judge.
 
         Args:
             call: the loaded payload.
             arguments: the arguments that every output was computed from.
-            options: as for `Bench`.
+            options: the sweep's options.
         """
         self._call = call
         self._arguments = arguments
-        self._check_grad: bool = options["check_grad"]
-        self._tolerance = Tolerance(**options["tolerance"])
+        self._check_grad = options.check_grad
+        self._tolerance = options.tolerance
         self._expected: dict[tuple[int, int], dict[str, Any]] = {}
         # On the CPU, compiling the comparison takes a fresh worker longer than numpy takes to compare.
-        self._shortcut = None if options["platform"] in (None, "cpu") else on_device.Comparer()
+        self._shortcut = None if options.platform in (None, "cpu") else on_device.Comparer()
 
     def prepare(self, references: Sequence[int]) -> None:
         """Carries the references to an accelerator, ahead of the first output; errors are left to `check`."""

@@ -7,7 +7,6 @@ config.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import traceback
@@ -129,7 +128,7 @@ class Worker:
             if call is None:
                 self._enter(Phase.LOAD)
                 call = load_call(self._shared.payload_fd, self._shared.cwd)
-            self._bench = Bench(call, arrays_fd=self._shared.arrays_fd, options=dataclasses.asdict(options))
+            self._bench = Bench(call, arrays_fd=self._shared.arrays_fd, options=options)
         bench: Bench = self._bench
         return bench
 
@@ -139,7 +138,7 @@ class Worker:
         self._enter(Phase.COMPILE)
         self._program = bench.compile(
             dict(task.config),
-            target=None if task.target is None else dataclasses.asdict(task.target),
+            target=task.target,
             away=bool(fds),
             announce=lambda program: self._send(messages.Lowered(**self._heading(), program=program)),
         )
@@ -166,16 +165,16 @@ class Worker:
                 )
         self._enter(Phase.MEASURE)
         noise = sampling.Noise(task.noise_samples, task.noise_disturbed)
-        measured = bench.measure(program, bar_ms=task.best_median_ms, noise=noise)
-        if not task.load and (not measured["is_slow"] or bench.is_plain):
+        measured = bench.measure(program, best_median_ms=task.best_median_ms, noise=noise)
+        if not task.load and (not measured.is_slow or bench.is_plain):
             self._save_finalist(bench, program, fds[0])
         return messages.Measured(
             **self._heading(),
-            samples_ms=tuple(measured["samples_ms"]),
-            cpu_ms=measured["own_ms"],
-            disturbed=measured["disturbed"],
-            is_slow=measured["is_slow"],
-            clock=measured["clock"],
+            samples_ms=measured.samples_ms,
+            cpu_ms=measured.cpu_ms,
+            disturbed=measured.disturbed,
+            is_slow=measured.is_slow,
+            clock=measured.clock,
             agreement=agreement,
         )
 
