@@ -13,7 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from quarantune.sandbox import wire
-from quarantune.sandbox.wire import Connection, Decoder, Message, WireClosedError, WireError, encode
+from quarantune.sandbox.codec import Frame
+from quarantune.sandbox.wire import Connection, Decoder, WireClosedError, WireError, encode
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def open_fds() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-MESSAGES: list[Message] = [
+MESSAGES: list[Frame] = [
     {"type": "phase", "trial": 3, "phase": "load"},
     {},
     {"text": "ümläut \ud800 \x00", "deep": [[1, 2.5, None, True], {"a": {}}]},
@@ -49,7 +50,7 @@ def test_messages_come_out_as_they_went_in_however_the_stream_is_cut(chunk_bytes
     stream = b"".join(encode(message) for message in messages)
     decoder = Decoder()
 
-    received: list[Message] = []
+    received: list[Frame] = []
     for start in range(0, len(stream), chunk_bytes):
         received += decoder.feed(stream[start : start + chunk_bytes])
 
@@ -176,7 +177,7 @@ def test_descriptors_of_a_large_message_are_its_own(ends: tuple[Connection, sock
 
     sender = threading.Thread(target=send)
     sender.start()
-    received: list[tuple[Message, list[int]]] = []
+    received: list[tuple[Frame, list[int]]] = []
     while len(received) < 2:
         received += ours.receive()
     sender.join()

@@ -12,7 +12,7 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.devices.device import Backend, Device, cpu_device, describe_jax_devices, grouped, visible_devices
-from quarantune.sandbox import codec, template, wire
+from quarantune.sandbox import codec, template
 from quarantune.sandbox.messages import CompileTarget, Failed, PhaseEntered, Probe, Probed, Reply
 from quarantune.values.settings import Settings
 from quarantune.values.trial import SandboxError
@@ -134,7 +134,7 @@ def _probe(_: tuple[str | None, ...]) -> Backend:
     )
 
 
-def _decode(frame: wire.Message) -> Reply | None:
+def _decode(frame: codec.Frame) -> Reply | None:
     """Returns the probe's reply; None where it is damaged."""
     try:
         return codec.decode(frame, PhaseEntered, Probed, Failed)

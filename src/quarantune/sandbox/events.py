@@ -6,7 +6,7 @@ import dataclasses
 import signal
 from typing import TypeAlias
 
-from quarantune.sandbox.wire import Message
+from quarantune.sandbox.codec import Frame
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Said:
     """
 
     number: int
-    message: Message
+    message: Frame
 
 
 @dataclasses.dataclass(frozen=True)

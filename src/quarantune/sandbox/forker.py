@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from quarantune.sandbox import contain, spawning, wire, worker_program
-from quarantune.sandbox.messages import (
+from quarantune.sandbox.template_messages import (
     ORDERS,
     ChildEvent,
     Exited,
@@ -308,9 +308,7 @@ def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> NoRetu
             jax_internals.load_plugins()
     except BaseException as error:
         described = program.describe_error(error)
-        client.connection.send_message(
-            LoadFailed(described["message"], error=described["error"], traceback=described["traceback"])
-        )
+        client.connection.send_message(LoadFailed(described.text, error=described.error, traceback=described.traceback))
         os._exit(0)
     hazard = _fork_hazard()
     client.connection.send_message(Loaded(hazard))

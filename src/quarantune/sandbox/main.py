@@ -9,7 +9,7 @@ import socket
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from quarantune.sandbox.messages import SpawnedWorkerOptions
+    from quarantune.sandbox.template_messages import SpawnedWorkerOptions
 
 
 def run(frame: object) -> NoReturn:
@@ -19,7 +19,7 @@ def run(frame: object) -> NoReturn:
         frame: `TemplateOptions` or `SpawnedWorkerOptions` as encoded by the codec.
     """
     from quarantune.sandbox import codec, contain
-    from quarantune.sandbox.messages import ROLE_OPTIONS, SpawnedWorkerOptions, TemplateOptions
+    from quarantune.sandbox.template_messages import ROLE_OPTIONS, SpawnedWorkerOptions, TemplateOptions
 
     contain.reset_signals()
     match codec.decode(frame, *ROLE_OPTIONS):

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 
 from quarantune.host import machine, memory
 from quarantune.sandbox import spool, wire
+from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.events import Damaged, Ended, Event, Said, describe_status
-from quarantune.sandbox.messages import Exited, Kill, Started, StartWorker
 from quarantune.sandbox.template_link import SWEEP, LinkState, LoadError, TemplateLink
-from quarantune.sandbox.wire import Connection, Message
+from quarantune.sandbox.template_messages import Exited, Kill, Started, StartWorker
+from quarantune.sandbox.wire import Connection
 from quarantune.sandbox.worker_table import WorkerTable
 from quarantune.values.trial import SandboxError
 
@@ -129,7 +130,7 @@ class Sandbox:
         if self._method == "fork" and load_timeout_s is not None:
             self._link.load(load_timeout_s, self._modules)
 
-    def start(self, task: Message, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+    def start(self, task: Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
         """Starts a worker with its first task.
 
         Args:
@@ -147,7 +148,7 @@ class Sandbox:
             self._link.order(order, [theirs.fileno(), log_fd, *fds])
         return number
 
-    def send(self, number: int, message: Message, fds: Sequence[int] = ()) -> None:
+    def send(self, number: int, message: Frame, fds: Sequence[int] = ()) -> None:
         """Sends a worker a further task; where the worker no longer reads, `Ended` follows."""
         with contextlib.suppress(wire.WireError):
             self._workers.send(number, message, fds)

@@ -13,7 +13,7 @@ from typing import Any
 
 from quarantune.host import origins
 from quarantune.sandbox import codec, spool
-from quarantune.sandbox.messages import RoleOptions
+from quarantune.sandbox.template_messages import RoleOptions
 
 # Collecting garbage while JAX is imported costs a third of that time and finds none. The import path is set before
 # anything is imported that is not in Python's own library.

@@ -9,7 +9,8 @@ import time
 from quarantune.host import machine, stops
 from quarantune.sandbox import template_watch, wire
 from quarantune.sandbox.events import describe_status
-from quarantune.sandbox.messages import (
+from quarantune.sandbox.template import Template
+from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,
     LOAD_REPORTS,
     ChildEvent,
@@ -19,7 +20,6 @@ from quarantune.sandbox.messages import (
     LoadReport,
     Started,
 )
-from quarantune.sandbox.template import Template
 from quarantune.sandbox.wire import Connection
 from quarantune.values.trial import Outcome, SandboxError
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from quarantune.host import locks
 from quarantune.sandbox import habitat, spawning, spool, wire
-from quarantune.sandbox.messages import Open, TemplateOptions
+from quarantune.sandbox.template_messages import Open, TemplateOptions
 from quarantune.sandbox.wire import Connection
 from quarantune.values.trial import SandboxError
 

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from quarantune.sandbox import spawning, spool, template, template_watch, wire
-from quarantune.sandbox.messages import (
+from quarantune.sandbox.sweep_load import SweepLoad
+from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,
     ChildEvent,
     Exited,
@@ -24,7 +25,6 @@ from quarantune.sandbox.messages import (
     Order,
     StartSweep,
 )
-from quarantune.sandbox.sweep_load import SweepLoad
 from quarantune.sandbox.wire import Connection
 from quarantune.values.trial import SandboxError
 

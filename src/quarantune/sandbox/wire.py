@@ -16,11 +16,10 @@ import struct
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from quarantune.sandbox import codec
-
-Message: TypeAlias = dict[str, Any]
+from quarantune.sandbox.codec import Frame
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"qtf1"
@@ -75,7 +74,7 @@ class Decoder:
         """Whether the bytes of an incomplete frame are waiting for the rest."""
         return bool(self._buffer)
 
-    def feed(self, data: bytes) -> list[Message]:
+    def feed(self, data: bytes) -> list[Frame]:
         """Returns the messages completed by `data`.
 
         Raises:
@@ -84,7 +83,7 @@ class Decoder:
         """
         self.check()
         self._buffer += data
-        messages: list[Message] = []
+        messages: list[Frame] = []
         try:
             while (message := self._next()) is not None:
                 messages.append(message)
@@ -94,7 +93,7 @@ class Decoder:
                 raise
         return messages
 
-    def _next(self) -> Message | None:
+    def _next(self) -> Frame | None:
         if len(self._buffer) < _HEADER.size:
             return None
         magic, size, checksum = _HEADER.unpack_from(self._buffer)
@@ -108,7 +107,7 @@ class Decoder:
         return _parse(body, checksum)
 
 
-def _parse(body: bytes, checksum: int) -> Message:
+def _parse(body: bytes, checksum: int) -> Frame:
     if zlib.crc32(body) != checksum:
         raise WireError("a frame's checksum does not match its bytes")
     try:
@@ -167,7 +166,7 @@ class Connection:
             except OSError as error:
                 raise WireClosedError(f"cannot send: {error.strerror or error}") from error
 
-    def receive(self) -> list[tuple[Message, list[int]]]:
+    def receive(self) -> list[tuple[Frame, list[int]]]:
         """Returns the messages that have arrived, each with its descriptors.
 
         This waits for data on a blocking socket only. Where whole frames have arrived, at least the first of them is

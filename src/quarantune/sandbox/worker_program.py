@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
 from typing import NoReturn, Protocol, cast
 
-from quarantune.sandbox.wire import Connection, Message
+from quarantune.sandbox.codec import Frame
+from quarantune.sandbox.wire import Connection
 
 _WORKER_MAIN = "quarantune.worker.main"
 _MEASURING = "quarantune.worker.bench"
@@ -34,17 +34,32 @@ class Shared:
     cwd: str | None
 
 
+@dataclasses.dataclass(frozen=True)
+class ErrorDescription:
+    """An exception as text.
+
+    Attributes:
+        error: its type.
+        text: its message.
+        traceback: the last lines of its traceback.
+    """
+
+    error: str
+    text: str
+    traceback: str
+
+
 class WorkerProgram(Protocol):
     """The functions of `quarantune.worker.main` that a template calls."""
 
-    def main(self, connection: Connection, shared: Shared, task: Message, fds: list[int]) -> NoReturn:
+    def main(self, connection: Connection, shared: Shared, task: Frame, fds: list[int]) -> NoReturn:
         """Runs a worker from its first task to the end of its process."""
 
     def load_call(self, payload_fd: int, cwd: str | None) -> object:
         """Loads a sweep's payload."""
 
-    def describe_error(self, error: BaseException) -> Mapping[str, str]:
-        """Returns `error`, `message` and `traceback` of an exception; never raises."""
+    def describe_error(self, error: BaseException) -> ErrorDescription:
+        """Describes an exception; never raises."""
 
 
 def load() -> WorkerProgram:

@@ -10,8 +10,9 @@ import socket
 from collections.abc import Sequence
 
 from quarantune.sandbox import spool, wire
+from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.events import Damaged, Ended, Event, Said
-from quarantune.sandbox.wire import Connection, Message
+from quarantune.sandbox.wire import Connection
 
 
 class ProcessState(enum.Enum):
@@ -81,7 +82,7 @@ class WorkerTable:
         self._selector.register(connection, selectors.EVENT_READ, number)
         return theirs, log_fd
 
-    def send(self, number: int, message: Message, fds: Sequence[int]) -> None:
+    def send(self, number: int, message: Frame, fds: Sequence[int]) -> None:
         """Sends a message to a worker.
 
         Raises:

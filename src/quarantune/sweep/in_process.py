@@ -92,9 +92,7 @@ def _compute_reference(bench: Bench, fd: int) -> None:
         bench.judge.compute_reference(fd)
     except (Exception, SystemExit) as error:
         about = describe_error(error)
-        raise ReferenceFailedError(
-            f"ref_fn failed, so no config can be judged: {about['error']}: {about['message']}"
-        ) from error
+        raise ReferenceFailedError(f"ref_fn failed, so no config can be judged: {about.error}: {about.text}") from error
 
 
 @functools.cache
@@ -164,8 +162,8 @@ def _run_one(bench: Bench, config: Config, index: int, reference: Reference) -> 
         return dataclasses.replace(
             so_far,
             outcome=outcome,
-            message=about["message"] if is_wrong else f"{about['error']}: {about['message']}",
-            log_tail="" if is_wrong else about["traceback"],
+            message=about.text if is_wrong else f"{about.error}: {about.text}",
+            log_tail="" if is_wrong else about.traceback,
         )
     return dataclasses.replace(
         so_far,

@@ -18,7 +18,8 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.measure import finals
 from quarantune.sandbox import pool, spool
-from quarantune.sandbox.messages import BenchOptions, LoadFailed
+from quarantune.sandbox.messages import BenchOptions
+from quarantune.sandbox.template_messages import LoadFailed
 from quarantune.scheduler.loop import MEMORY_SHARE, ErrandError, Leftovers, Plan, Scheduler
 from quarantune.scheduler.reference import UNTUNED, Reference, unlike
 from quarantune.sweep.request import Finish, SweepRequest

@@ -13,9 +13,10 @@ import traceback
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
 from quarantune.sandbox import codec, messages, spool, wire
+from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.messages import Reply, Task
-from quarantune.sandbox.wire import Connection, Message
-from quarantune.sandbox.worker_program import Shared
+from quarantune.sandbox.wire import Connection
+from quarantune.sandbox.worker_program import ErrorDescription, Shared
 from quarantune.values.trial import Phase
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _MESSAGE_CHARS = 4000
 _TRACEBACK_LINES = 12
 
 
-def main(connection: Connection, shared: Shared, task: Message, fds: list[int]) -> NoReturn:
+def main(connection: Connection, shared: Shared, task: Frame, fds: list[int]) -> NoReturn:
     """Runs `task` and those that follow it, and never returns."""
     code = 0
     try:
@@ -65,7 +66,7 @@ class Worker:
         self._trial: int | None = None
         self._modules = set(sys.modules)
 
-    def run(self, frame: Message, fds: list[int]) -> None:
+    def run(self, frame: Frame, fds: list[int]) -> None:
         """Runs tasks until one fails, one is the last, or the scheduler closes the connection."""
         pending = [(frame, fds)]
         while True:
@@ -74,7 +75,7 @@ class Worker:
                     return
             pending = self._connection.receive()
 
-    def _run_one(self, frame: Message, fds: list[int]) -> bool:
+    def _run_one(self, frame: Frame, fds: list[int]) -> bool:
         task = codec.decode(frame, *messages.TASKS)
         self._trial = task.trial
         try:
@@ -243,9 +244,9 @@ class Worker:
         return messages.Failed(
             **self._heading(),
             outcome=messages.Raised(outcome_of(error, self._phase)),
-            error=about["error"],
-            text=about["message"],
-            traceback="" if is_wrong else about["traceback"],  # the place where it is raised here tells nothing
+            error=about.error,
+            text=about.text,
+            traceback="" if is_wrong else about.traceback,  # the place where it is raised here tells nothing
             agreement=messages.Agreement(error.group) if isinstance(error, WrongResultError) else None,
         )
 
@@ -286,8 +287,8 @@ def load_call(payload_fd: int, cwd: str | None) -> Call:
     return payload.unpack_call(spool.read(payload_fd))
 
 
-def describe_error(error: BaseException) -> Message:
-    """Returns what to tell of an exception; never raises, whatever its `__str__` does."""
+def describe_error(error: BaseException) -> ErrorDescription:
+    """Describes an exception; never raises, whatever the exception's `__str__` does."""
     try:
         text = str(error)
     except BaseException as broken:
@@ -299,11 +300,11 @@ def describe_error(error: BaseException) -> Message:
         trace = ""
     kind = type(error)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    return {
-        "error": f"{module}{kind.__qualname__}"[:_MESSAGE_CHARS],
-        "message": _shorten(text),
-        "traceback": "\n".join(trace.splitlines()[-_TRACEBACK_LINES:])[-_MESSAGE_CHARS:],
-    }
+    return ErrorDescription(
+        error=f"{module}{kind.__qualname__}"[:_MESSAGE_CHARS],
+        text=_shorten(text),
+        traceback="\n".join(trace.splitlines()[-_TRACEBACK_LINES:])[-_MESSAGE_CHARS:],
+    )
 
 
 def _shorten(text: str) -> str:

@@ -1,0 +1,210 @@
+"""Every message between the caller's process, its template and the sweep's template, one frozen dataclass for each.
+
+`sandbox.codec` encodes them, and decodes them where they arrive. The descriptors that travel with a message are part of
+its documentation. The messages of workers are in `messages`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from quarantune.sandbox.codec import Frame
+from quarantune.values.trial import Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class Open:
+    """Caller to template: accept a connection for one sweep.
+
+    Descriptors: the connection, the payload, the arrays.
+
+    Attributes:
+        environ: the environment of the sweep's workers.
+        cwd: the working directory of the sweep's workers; None where the caller's no longer exists.
+    """
+
+    environ: Mapping[str, str]
+    cwd: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StartSweep:
+    """Caller to template: fork a sweep's template, which loads the payload and serves the sweep's connection.
+
+    Descriptors: the connection, the payload, the arrays, the log.
+
+    Attributes:
+        number: identifies the child in later messages.
+        environ: the environment of the sweep's template and its workers.
+        cwd: their working directory; None where the caller's no longer exists.
+        loads_plugins: whether workers need JAX's plugins for devices other than the CPU.
+    """
+
+    number: int
+    environ: Mapping[str, str]
+    cwd: str | None
+    loads_plugins: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StartWorker:
+    """Caller to a template: start a worker.
+
+    Descriptors: the worker's connection, its log, then those that belong to its first task.
+
+    Attributes:
+        number: identifies the worker in later messages.
+        task: the frame of the worker's first task, which templates pass on unread.
+        environ: environment variables that this worker gets in addition to the sweep's.
+        method: `fork` or `spawn`.
+    """
+
+    number: int
+    task: Frame
+    environ: Mapping[str, str]
+    method: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """Caller to a template: kill a child and all of its descendants.
+
+    Attributes:
+        number: the child, as numbered by the message that started it.
+    """
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """Caller to a template: import modules, so that later forks have them.
+
+    Attributes:
+        modules: their names.
+    """
+
+    modules: tuple[str, ...]
+
+
+Order: TypeAlias = Open | StartSweep | StartWorker | Kill | Import
+ORDERS: tuple[type[Order], ...] = (Open, StartSweep, StartWorker, Kill, Import)
+"""Messages that a template receives."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """Template to caller: a child runs.
+
+    Attributes:
+        number: the child.
+        pid: its process id.
+    """
+
+    number: int
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Exited:
+    """Template to caller: a child and everything that it had started are gone.
+
+    Attributes:
+        number: the child.
+        status: its exit code, or minus the signal that ended it; None where it could not be started.
+        orphans: how many processes it left behind, which the template killed.
+    """
+
+    number: int
+    status: int | None
+    orphans: int = 0
+
+
+ChildEvent: TypeAlias = Started | Exited
+CHILD_EVENTS: tuple[type[ChildEvent], ...] = (Started, Exited)
+"""Messages that a template sends about its children."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """Sweep's template to caller: the payload is loaded.
+
+    Attributes:
+        fork_hazard: why the process must not be forked and therefore ends; None where it serves the sweep.
+    """
+
+    fork_hazard: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadFailed:
+    """Sweep's template to caller: the payload cannot be loaded.
+
+    Attributes:
+        text: the exception's message, or how the process ended.
+        outcome: the outcome of every config of the sweep.
+        error: the exception's type; empty where there was none.
+        traceback: the end of the exception's traceback.
+        log: the end of the output of the sweep's template, which the caller adds.
+    """
+
+    text: str
+    outcome: Outcome = Outcome.ERROR
+    error: str = ""
+    traceback: str = ""
+    log: str = ""
+
+
+LoadReport: TypeAlias = Loaded | LoadFailed
+LOAD_REPORTS: tuple[type[LoadReport], ...] = (Loaded, LoadFailed)
+"""Messages that a sweep's template sends once, after loading the payload."""
+
+
+# --- options of freshly started interpreters ---
+
+
+@dataclasses.dataclass(frozen=True)
+class TemplateOptions:
+    """Makes a new interpreter the template of a process.
+
+    Attributes:
+        connection_fd: the connection to its owner.
+        owner_pid: the process that it must not outlive.
+        argv: the owner's `sys.argv`.
+    """
+
+    connection_fd: int
+    owner_pid: int
+    argv: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SpawnedWorkerOptions:
+    """Makes a new interpreter a worker.
+
+    Attributes:
+        parent_pid: the template that spawned it and that it must not outlive.
+        connection_fd: the connection to the scheduler.
+        log_fd: takes the worker's output.
+        task_fds: descriptors of its first task.
+        payload_fd: holds the pickled call.
+        arrays_fd: holds the call's array data.
+        cwd: the caller's working directory; None where it no longer exists.
+        task: the frame of its first task.
+    """
+
+    parent_pid: int
+    connection_fd: int
+    log_fd: int
+    task_fds: tuple[int, ...]
+    payload_fd: int
+    arrays_fd: int
+    cwd: str | None
+    task: Frame
+
+
+RoleOptions: TypeAlias = TemplateOptions | SpawnedWorkerOptions
+ROLE_OPTIONS: tuple[type[RoleOptions], ...] = (TemplateOptions, SpawnedWorkerOptions)
+"""Options that a freshly started interpreter may get; their type is its role."""
