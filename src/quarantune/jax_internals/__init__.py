@@ -1,4 +1,4 @@
-"""The only package that touches names JAX does not promise, each with the reason it has to."""
+"""The only package that uses JAX's private names, each with the reason why no public name will do."""
 
 from quarantune.jax_internals.arrays import (
     array_type,

@@ -11,12 +11,12 @@ import jax
 
 
 def as_weak(array: jax.Array) -> jax.Array:
-    """Returns the same buffers as a weakly typed array.
+    """Returns a weakly typed array with the same buffers.
 
-    Private because the public ways to a weakly typed array that is not a scalar compile a program for it.
+    Private because every public way to make a weakly typed array that is not a scalar compiles a program.
 
     Args:
-        array: an array, all of it in this process.
+        array: an array whose shards are all in this process.
     """
     from jax._src.array import ArrayImpl
 
@@ -28,9 +28,9 @@ def as_weak(array: jax.Array) -> jax.Array:
 
 @functools.cache
 def typed_ndarray() -> type:
-    """Returns the class of numpy arrays that stand in for JAX's own where it evaluates while it traces.
+    """Returns the class of the NumPy arrays that JAX uses for constants while it traces.
 
-    Private because users are not meant to meet it, but the rules of a `jax.custom_vjp` are given some.
+    Private because users rarely see it, but the rules of a `jax.custom_vjp` function are called with such arrays.
     """
     from jax._src import literals
 
@@ -40,8 +40,7 @@ def typed_ndarray() -> type:
 def key_impl(dtype: Any) -> str:
     """Returns the name of the implementation behind the dtype of a PRNG key array.
 
-    Private because `jax.random.key_impl` wants an array, and a `ShapeDtypeStruct` or a tracer may be all
-    there is.
+    Private because `jax.random.key_impl` needs an array, and a call may have only a `ShapeDtypeStruct` or a tracer.
     """
     return str(dtype._impl.name)
 
@@ -65,8 +64,8 @@ def key_data_shape(impl: str) -> tuple[int, ...]:
 def array_type() -> type[Any]:
     """Returns the concrete class of JAX arrays.
 
-    `isinstance(x, jax.Array)` is true of tracers too and several times slower than comparing types, which
-    would be half of a cached call's cost; making an array to ask for its type would initialise a backend.
+    Private because `isinstance(x, jax.Array)` is true for tracers too, and several times slower than comparing types,
+    which would be half the time of a cached call. Making an array to get its type would initialise a backend.
     """
     from jax._src.array import ArrayImpl
 
@@ -75,18 +74,21 @@ def array_type() -> type[Any]:
 
 aval_of = operator.attrgetter("aval")
 sharding_of = operator.attrgetter("_sharding")
-"""Of a JAX array; the public `sharding` is three times as slow, and this is on the path of every cached call."""
+"""Reads the sharding of a JAX array; the public `sharding` takes three times as long, in every cached call."""
 
 
 def aval(shape: Sequence[int], dtype: Any, *, weak_type: bool) -> Any:
-    """Returns the type of an array; private because nothing public makes one that is weak."""
+    """Returns the type of an array.
+
+    Private because JAX has no public way to make a weak type.
+    """
     from jax._src import core
 
     return core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
 
 
 def is_plain_aval(item: Any) -> bool:
-    """Returns whether `aval` can make such a type: one of an array in a device's memory, under no explicit mesh."""
+    """Returns whether `aval` can make a type: that of an array in device memory, without explicit mesh axes."""
     from jax._src import core
 
     if type(item) is not core.ShapedArray:
@@ -94,5 +96,5 @@ def is_plain_aval(item: Any) -> bool:
     mesh = item.sharding.mesh
     if not mesh.empty and not mesh.are_all_axes_auto:
         return False
-    # A mesh whose axes are JAX's to use says nothing that the sharding of the argument does not say.
+    # A mesh with automatic axes alone adds nothing to the sharding of the argument.
     return item == core.ShapedArray(item.shape, item.dtype, weak_type=item.weak_type, sharding=item.sharding)

@@ -1,4 +1,4 @@
-"""JAX's backends: whether one is initialised, its plugins, and answers about a device that is elsewhere."""
+"""JAX's backends: whether one is initialised, its plugins, and the answers to code traced for an absent device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def backends_initialized() -> bool:
 
 
 def load_plugins() -> None:
-    """Loads the plugins through which JAX reaches accelerators, and the libraries they need, but starts no backend.
+    """Loads JAX's plugins for accelerators, and the libraries they need, without initialising a backend.
 
-    Private because JAX does it with whatever needs a backend first. It takes 0.08 s for CUDA, which forks of a process
-    that has done it are spared. CUDA itself must not be touched here, since no fork could use it then: JAX's check of
-    the libraries' versions would, which the caller's own JAX has made.
+    Private because JAX loads plugins only when it initialises a backend. Loading CUDA's takes 0.08 s, which every fork
+    of this process is spared. JAX's check of CUDA library versions is skipped: it would initialise CUDA, which no fork
+    could use afterwards, and the caller's JAX has made it already.
     """
     from jax._src import xla_bridge
 
@@ -33,7 +33,7 @@ def load_plugins() -> None:
     before = os.environ.get(variable)
     os.environ[variable] = "1"
     try:
-        with contextlib.suppress(AttributeError):  # then every fork does it
+        with contextlib.suppress(AttributeError):  # another version of JAX: every fork loads the plugins
             xla_bridge._discover_and_register_pjrt_plugins()
     finally:
         if before is None:
@@ -44,16 +44,18 @@ def load_plugins() -> None:
 
 @contextlib.contextmanager
 def answer_for_device(platform: str, refuse: Callable[[str], None]) -> Iterator[None]:
-    """Makes JAX speak for a device that this process does not have, while a program is traced for it.
+    """Makes JAX answer for a device that this process does not have, while a program is traced for that device.
 
-    A kernel may choose its code by `jax.default_backend()`, which in a process without the device would name the CPU:
-    it must hear of the device it is compiled for. Whoever asks for the devices themselves cannot be answered. JAX's own
-    calls are left alone. All these public functions, however a module has imported them, get their answer from one
-    private one, so that is where they are told apart, by who calls.
+    A kernel may choose its code by `jax.default_backend()`, which names the CPU in a process without the device, but
+    must name the device that the kernel is compiled for. Functions that return the devices themselves have no answer.
+    Calls from JAX's own code are unaffected.
+
+    Private (`xla_bridge.get_backend`) because all the public functions get their answer from it, however a module has
+    imported them. The calling frames tell which function was called, and whether by the user's code or by JAX's.
 
     Args:
-        platform: what `jax.default_backend()` returns meanwhile.
-        refuse: called, with its name, when the user's code calls another function about devices; it must raise.
+        platform: the result of `jax.default_backend()` meanwhile.
+        refuse: called with the function's name when the user's code calls another function about devices; must raise.
     """
     from jax._src import xla_bridge
 
@@ -82,9 +84,9 @@ def _is_jax(frame: types.FrameType) -> bool:
 
 
 def target_config(devices: Sequence[Any]) -> str | None:
-    """Returns what XLA's compiler must know of a GPU to compile for it without having it; None where it cannot be had.
+    """Returns the description of a GPU that XLA needs to compile for it elsewhere; None if there is none.
 
-    The public `jax.experimental.topologies` takes such a description and gives none; the client's own topology has it.
+    Private because the public `jax.experimental.topologies` accepts such a description but cannot produce one.
 
     Args:
         devices: this process's devices.

@@ -1,4 +1,4 @@
-"""JAX's persistent compilation cache: held in memory for a while, and seeded with programs."""
+"""JAX's persistent compilation cache: replaced by one in memory for a while, and seeded with compiled programs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from quarantune.host import locks
 
 @functools.cache
 def _memory_cache_type() -> type[Any]:
-    """Returns a persistent compilation cache that lies in memory; JAX's own interface to one is private."""
+    """Returns the class of compilation caches in memory.
+
+    Private because the interface of JAX's persistent compilation cache is.
+    """
     import pathlib
 
     from jax._src.compilation_cache_interface import CacheInterface
 
     class MemoryCache(CacheInterface):
-        """Compiled programs by JAX's key for them."""
+        """Compiled programs by JAX's key."""
 
         _path = pathlib.Path("memory")
 
@@ -43,7 +46,7 @@ def _memory_cache_type() -> type[Any]:
 
 
 class _Swapped:
-    """What stands in for JAX's compilation cache, and what was there before; shared by the blocks that overlap."""
+    """The cache in use and the state of JAX before it, shared by overlapping `compilation_cache_in_memory` blocks."""
 
     def __init__(self) -> None:
         self.lock = locks.new()
@@ -57,7 +60,7 @@ _swapped = _Swapped()
 
 
 def _restore_in_fork() -> None:
-    """Undoes, in a fork, what a block that was open in another thread will not undo there."""
+    """Restores JAX's cache in a fork, where a block that was open in another thread never ends."""
     if _swapped.blocks:
         _swapped.blocks = 0
         _restore_compilation_cache()
@@ -74,19 +77,19 @@ _CACHE_OPTIONS: dict[str, Any] = {
 
 @contextlib.contextmanager
 def compilation_cache_in_memory(programs: Mapping[str, bytes], *, named: str | None = None) -> Iterator[Any]:
-    """Has JAX look for compiled programs in memory, and leave new ones there, while the block runs.
+    """Replaces JAX's persistent compilation cache by one in memory while the block runs.
 
-    JAX has public means to put its persistent cache into a directory, and none to hand it one program: files would have
-    to be written, and would stay behind when a worker is killed. What JAX had before is restored with the last of the
-    blocks that overlap, in whatever threads.
+    Private because JAX's public options can only name a directory: programs would have to be written to files, which
+    would stay behind when a worker is killed. Blocks in several threads may overlap; they share one cache, and the last
+    to end restores JAX's own.
 
     Args:
-        programs: compiled programs by JAX's key.
-        named: the directory that JAX is to believe its cache is in, as some versions make its name part of the key;
-            None leaves it as it is. Nothing is read or written there.
+        programs: compiled programs by JAX's key, to start with.
+        named: the cache directory that JAX's options name meanwhile, as some versions make it part of the key; None
+            leaves the option unchanged. Nothing is read or written there.
 
     Yields:
-        The cache: `programs` that it holds, and the keys that were `used`.
+        The cache, with attributes `programs` (by key) and `used` (the keys that were found).
     """
     from jax._src import compilation_cache
 
@@ -108,7 +111,7 @@ def compilation_cache_in_memory(programs: Mapping[str, bytes], *, named: str | N
         yield cache
     finally:
         with _swapped.lock:
-            if _swapped.cache is cache:  # not in a fork, where it is undone already
+            if _swapped.cache is cache:  # False in a fork, which has restored JAX's cache already
                 _swapped.blocks -= 1
                 if not _swapped.blocks:
                     _restore_compilation_cache()
@@ -125,14 +128,15 @@ def _restore_compilation_cache() -> None:
 
 
 def keep_compiled(programs: Mapping[str, bytes]) -> bool:
-    """Puts compiled programs where this process's JAX looks for them.
+    """Seeds JAX's compilation cache with programs that workers compiled.
+
+    Private because JAX has no public way to add a program to its cache.
 
     Args:
         programs: compiled programs by JAX's key.
 
     Returns:
-        Whether there is such a place, and it takes them: a persistent compilation cache that the caller has
-        configured.
+        Whether the caller has configured a persistent compilation cache, and it accepted the programs.
     """
     from jax._src import compilation_cache
 

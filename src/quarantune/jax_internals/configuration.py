@@ -1,4 +1,4 @@
-"""JAX's options and contexts, as they stand in a thread."""
+"""JAX's options and contexts, with their values in this thread."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax
 
 
 def config_values() -> Mapping[str, Any]:
-    """Returns every JAX option by name, as it stands in this thread (`with jax.enable_x64():` included).
+    """Returns the value of every JAX option in this thread by its name (`with jax.enable_x64():` included).
 
-    Private-ish because `jax.config` publishes `update` and single attributes, not the list of them.
+    Private because `jax.config` documents `update` and single attributes, not the list of options.
     """
     return dict(jax.config.values)
 
@@ -23,14 +23,14 @@ CONTEXTS = (
     "pallas_tpu_interpret_mode_context_manager",
     "xla_metadata_context_manager",
 )
-"""What JAX keeps for a thread beside its options, and has in its own key for programs; each is None unless set."""
+"""JAX's contexts: values for a thread that are in JAX's key for a program but are not options; None unless set."""
 
 
 @functools.cache
 def trace_context() -> Callable[[], tuple[Any, ...]]:
-    """Returns the function that returns all that JAX has in its own key beside the call, as it stands in this thread.
+    """Returns JAX's function for the part of its key for a program that does not come from the call.
 
-    Private because nothing public tells whether a program that was traced earlier would be traced alike now.
+    Private because there is no public way to know whether a program traced earlier would be traced the same now.
     """
     from jax._src import config
 
@@ -39,7 +39,7 @@ def trace_context() -> Callable[[], tuple[Any, ...]]:
 
 
 def trace_context_names() -> tuple[str, ...]:
-    """Returns a name for each part of what `trace_context` reads; none where JAX does not tell them."""
+    """Returns a name for each part of the tuple that `trace_context()()` returns; none if JAX does not publish them."""
     from jax._src import config
 
     with contextlib.suppress(AttributeError, NotImplementedError):
@@ -48,9 +48,9 @@ def trace_context_names() -> tuple[str, ...]:
 
 
 def contexts() -> dict[str, Any]:
-    """Returns what is set of `CONTEXTS` in this thread, or in the process.
+    """Returns the values of those `CONTEXTS` that are set in this thread or in the process.
 
-    Private because JAX has public means to enter them, such as `pltpu.force_tpu_interpret_mode`, and none to read them.
+    Private because JAX has public ways to enter them (`pltpu.force_tpu_interpret_mode`), but none to read them.
     """
     from jax._src import config
 
@@ -62,7 +62,7 @@ def set_contexts(values: Mapping[str, Any]) -> None:
     """Sets some of `CONTEXTS` for the whole process.
 
     Args:
-        values: what `contexts` returned elsewhere.
+        values: the values that `contexts` returned in another process.
     """
     from jax._src import config
 
@@ -71,6 +71,6 @@ def set_contexts(values: Mapping[str, Any]) -> None:
 
 
 def user_contexts() -> list[Any]:
-    """Returns the values of the contexts made by `jax.make_user_context`, None where one is not set."""
+    """Returns the values of the contexts made by `jax.make_user_context`; None for each that is not set."""
     named = zip(trace_context_names(), trace_context()(), strict=False)
     return [value for name, value in named if name == "user_context"]

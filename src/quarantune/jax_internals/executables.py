@@ -1,4 +1,4 @@
-"""Compiled programs: takes them apart, and puts them together in another process."""
+"""Compiled programs: takes one apart into plain parts, and rebuilds it from them in another process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import jax
 
 
 def interface(lowered: jax.stages.Lowered) -> str | None:
-    """Returns what a lowered program takes and gives that its text does not tell.
+    """Returns the properties of a lowered program's arguments and outputs that its text does not show.
 
-    That is which of its arguments, counted flat, it takes, without those it has no use for, and the types of its
-    outputs: whether they are weak, and what makes keys of them. Private because nothing public tells: the text numbers
-    the arguments that are left anew, and `out_info` calls every type strong.
+    These are the flat indices of the arguments that the program uses, and the types of its outputs with weak types and
+    PRNG keys. Private because the text numbers the remaining arguments anew, and `out_info` has every type strong.
 
     Returns:
-        A text; None where it cannot be told, or does not tell all, because there are constants among the arguments.
+        A text; None if JAX does not say, or the program has constants among its arguments.
     """
     lowering: Any = getattr(lowered, "_lowering", None)
     about = getattr(lowering, "compile_args", {})
@@ -27,13 +26,13 @@ def interface(lowered: jax.stages.Lowered) -> str | None:
 
 
 def prepare_to_load(executable: bytes) -> None:
-    """Makes ready what a program needs of this process that only lowers such programs otherwise.
+    """Initialises the LAPACK kernels of JAX if a program calls them.
 
-    Private because JAX gives its LAPACK kernels their functions while it lowers: a program that is only loaded would
-    jump to address 0.
+    Private because JAX initialises them only when it lowers a program: a program that was lowered elsewhere would jump
+    to address 0.
 
     Args:
-        executable: the program, serialised; the names of what it calls are in it.
+        executable: the serialised program, which contains the names of the kernels it calls.
     """
     if b"lapack_" in executable:
         from jax._src.lax import linalg
@@ -43,21 +42,21 @@ def prepare_to_load(executable: bytes) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExecutableParts:
-    """What a compiled program consists of, apart from the trees of its arguments and outputs.
+    """The parts of a compiled program, except the trees of its arguments and outputs.
 
     Attributes:
-        program: XLA's own serialisation of it.
-        name: as error messages have it.
+        program: the executable as serialised by XLA.
+        name: its name in error messages.
         committed: whether its outputs stay on their devices.
-        kept: which arguments it takes, counted flat.
-        donated: which arguments it overwrites, counted flat.
-        all_in_avals: the types of all arguments, also of those it has no use for.
-        in_avals: the types of the arguments that it takes.
+        kept: the flat indices of the arguments that it uses.
+        donated: the flat indices of the arguments that it overwrites.
+        all_in_avals: the types of all arguments, used or not.
+        in_avals: the types of the arguments that it uses.
         out_avals: the types of its outputs.
-        in_shardings: where its arguments lie.
-        out_shardings: where its outputs lie.
-        in_layouts: how its arguments lie there.
-        out_layouts: how its outputs lie there.
+        in_shardings: the shardings of its arguments.
+        out_shardings: the shardings of its outputs.
+        in_layouts: the memory layouts of its arguments.
+        out_layouts: the memory layouts of its outputs.
     """
 
     program: bytes
@@ -77,20 +76,20 @@ class ExecutableParts:
 def executable_parts(compiled: jax.stages.Compiled) -> ExecutableParts:
     """Returns the parts of a compiled program.
 
-    Private because the public `serialize_executable` gives a pickle of them, which runs code where it is loaded.
+    Private because the public `serialize_executable` returns a pickle, which runs code when it is loaded.
 
     Raises:
-        ValueError: there is more to it, such as effects, callbacks or constants.
+        ValueError: the program has further parts, such as effects, callbacks or constants.
     """
     whole: Any = compiled
     found = getattr(whole._executable, "_unloaded_executable", None)
     if found is None or found.all_args_info is None:
-        raise ValueError("this kind of program cannot be taken to parts")
+        raise ValueError("this kind of program cannot be taken apart")
     more = ("unordered_effects", "ordered_effects", "keepalive", "host_callbacks", "mut", "pgle_profiler")
     if extra := [name for name in more if getattr(found, name, None)]:
         raise ValueError(f"it has {', '.join(extra)}")
     if whole._params.const_args or whole._no_kwargs or any(item is not None for item in found.dispatch_in_layouts):
-        raise ValueError("it has constants among its arguments, takes none by keyword, or layouts of its own")
+        raise ValueError("it has constants among its arguments, takes no keyword arguments, or has layouts of its own")
     executable = found.xla_executable
     client = getattr(executable, "client", None)
     infos = jax.tree.leaves(compiled.args_info, is_leaf=lambda item: isinstance(item, jax.stages.ArgInfo))
@@ -111,13 +110,15 @@ def executable_parts(compiled: jax.stages.Compiled) -> ExecutableParts:
 
 
 def executable_from_parts(parts: ExecutableParts, *, in_tree: Any, out_tree: Any, devices: Sequence[Any]) -> Any:
-    """Returns the compiled program that consists of these parts, loaded onto devices of this process.
+    """Returns the compiled program with the given parts, loaded onto devices of this process.
+
+    Private because the public `deserialize_and_load` takes only a pickle.
 
     Args:
-        parts: what `executable_parts` returned, rebuilt for this process.
-        in_tree: the tree of its arguments, as a pair of those by position and those by keyword.
+        parts: the parts from `executable_parts`, with shardings on devices of this process.
+        in_tree: the tree of its arguments: a pair of the positional ones and the keyword arguments.
         out_tree: the tree of its outputs.
-        devices: the devices it runs on, in the order it knows them in.
+        devices: the devices it runs on, in the program's order.
     """
     from jax._src import core
     from jax._src.interpreters import pxla

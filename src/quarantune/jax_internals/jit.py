@@ -13,7 +13,7 @@ import jax
 
 
 def is_jitted(fn: object) -> bool:
-    """Returns whether `fn` is what `jax.jit` returns, or something that behaves like it."""
+    """Returns whether `fn` was returned by `jax.jit`, or has the same interface."""
     return isinstance(fn, jax.stages.Wrapped)
 
 
@@ -29,10 +29,10 @@ def _nothing() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JitOptions:
-    """What `jax.jit` was told about a function, as values that can travel.
+    """The options that `jax.jit` was given for a function, as values that can be pickled.
 
     Attributes:
-        static_names: the names of all static parameters, those given by position included.
+        static_names: the names of all static parameters, including those given by position.
         static_argnums: positions of static parameters, resolved by jit.
         static_argnames: names of static parameters, resolved by jit.
         donate_argnums: positions of donated parameters.
@@ -40,8 +40,8 @@ class JitOptions:
         keep_unused: as for `jax.jit`.
         inline: as for `jax.jit`.
         compiler_options: as for `jax.jit`, as pairs.
-        cannot_travel: the options given that are tied to devices of this process.
-        takes_no_keywords: whether the function refuses keyword arguments, because it was given `in_shardings`.
+        cannot_travel: the names of the given options that are tied to devices of this process.
+        takes_no_keywords: whether the function refuses keyword arguments, because `in_shardings` was given.
     """
 
     static_names: frozenset[str] = frozenset()
@@ -60,7 +60,7 @@ class JitOptions:
         return index in self.static_argnums or index - count in self.static_argnums
 
     def check_can_travel(self, name: str) -> None:
-        """Raises where the function cannot be rebuilt elsewhere from these options.
+        """Raises if the function cannot be rebuilt from these options in another process.
 
         Args:
             name: the function's name, for the message.
@@ -81,7 +81,7 @@ class JitOptions:
         Args:
             plain: the function inside the jitted one.
         """
-        # Both spellings as jit itself resolved them: given one alone, it would have to work the other out.
+        # Both spellings, as jit has resolved them: from one alone it would have to derive the other again.
         options: dict[str, Any] = {}
         if self.static_argnums or self.static_argnames:
             options |= {"static_argnums": self.static_argnums, "static_argnames": self.static_argnames}
@@ -100,11 +100,11 @@ _recompiled: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDic
 
 
 def with_compiler_options(fn: Any, options: Mapping[str, Any]) -> Any:
-    """Returns a jitted function with further options for the compiler: always the same one for the same options.
+    """Returns a jitted function with further compiler options: the same function each time for the same options.
 
     Args:
         fn: the function.
-        options: the options; they win over those that `jax.jit` was given.
+        options: the options; they override those that `jax.jit` was given.
     """
     made = _recompiled.setdefault(fn, {})
     described = tuple(sorted((name, type(value).__name__, value) for name, value in options.items()))  # True is 1
@@ -116,13 +116,13 @@ def with_compiler_options(fn: Any, options: Mapping[str, Any]) -> Any:
 
 
 def without_compiler_options(fn: Any) -> Any:
-    """Returns a jitted function as JAX takes it inside of another: it refuses compiler options there."""
+    """Returns a jitted function without compiler options, which JAX refuses inside another jitted function."""
     own = jit_options(fn)
     return dataclasses.replace(own, compiler_options=()).rebuild(fn.__wrapped__) if own.compiler_options else fn
 
 
 def clear_caches(fn: Any) -> None:
-    """Forgets what was compiled of a jitted function, with whatever options."""
+    """Clears the compiled programs of a jitted function, and of its variants with further compiler options."""
     for each in (fn, *_recompiled.get(fn, {}).values()):
         each.clear_cache()
 
@@ -130,13 +130,13 @@ def clear_caches(fn: Any) -> None:
 def jit_options(fn: Any) -> JitOptions:
     """Returns the options of a jitted function.
 
-    Private (`_jit_info`) because a jitted function has no public record of them.
+    Private (`_jit_info`) because a jitted function has no public record of its options.
 
     Args:
-        fn: what `jax.jit` returned.
+        fn: the jitted function.
 
     Raises:
-        TypeError: `fn` carries no such record.
+        TypeError: `fn` has no such record.
     """
     info = getattr(fn, "_jit_info", None)
     if info is None:

@@ -1,4 +1,4 @@
-"""Classes registered as pytrees: reads their registrations, repeats them, and holds them back."""
+"""Classes registered as pytrees: reads a registration, repeats it in another process, and delays it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import jax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PytreeRegistration:
-    """How a class was registered as a pytree, as values that can be pickled.
+    """The registration of a class as a pytree, as values that can be pickled.
 
     Attributes:
         data_fields: for a dataclass registration, its data fields; None for the other kinds.
         meta_fields: for a dataclass registration, its static fields.
-        flatten: to children and static data; None where `flatten_with_keys` says it all.
-        unflatten: from static data and children; None for a dataclass registration.
-        flatten_with_keys: like `flatten`, with a key for each child; None where JAX kept no reference to it.
+        flatten: returns children and static data; None if only `flatten_with_keys` was given.
+        unflatten: takes static data and children; None for a dataclass registration.
+        flatten_with_keys: like `flatten`, with a key for each child; None if JAX kept no reference to it.
     """
 
     data_fields: tuple[str, ...] | None = None
@@ -31,11 +31,11 @@ class PytreeRegistration:
 
 
 def pytree_registration(cls: type) -> PytreeRegistration | None:
-    """Returns how `cls` was registered as a pytree, or None if it was not.
+    """Returns the registration of `cls` as a pytree, or None if there is none.
 
-    Private (`tree_util._registry`, and the closures of what it holds) because JAX has no way to read a
-    registration back. Keys given as a function of their own to `register_pytree_node` are kept by JAX in C++
-    alone: for such a class the worker's key paths show positions instead of names, and nothing else differs.
+    Private (`tree_util._registry`, and the closures of its functions) because JAX has no public way to read a
+    registration back. A key function given to `register_pytree_node` is kept in C++ alone: for such a class the
+    worker's key paths show positions instead of names, and nothing else differs.
 
     Args:
         cls: any class.
@@ -55,11 +55,11 @@ def pytree_registration(cls: type) -> PytreeRegistration | None:
 
 
 def register_pytree(cls: type, registration: PytreeRegistration) -> None:
-    """Registers `cls` as `registration` says, unless it is registered already.
+    """Registers `cls` as a pytree, unless it is registered already.
 
     Args:
-        cls: a class that arrived by value.
-        registration: what `pytree_registration` returned where it came from.
+        cls: a class that was unpickled by value.
+        registration: what `pytree_registration` returned in the sending process.
     """
     from jax._src import tree_util
 
@@ -80,10 +80,10 @@ def register_pytree(cls: type, registration: PytreeRegistration) -> None:
 
 @contextlib.contextmanager
 def pytree_registrations_held_back() -> Iterator[HeldBack]:
-    """Keeps whatever the block registers as a pytree class from JAX, which cannot forget a registration.
+    """Notes the pytree classes that the block registers instead of registering them, as JAX cannot undo that.
 
     Private (`tree_util._all_registries`) because a class that registers itself while it is made, in its metaclass or
-    `__init_subclass__`, may call any of JAX's functions for it, and all of them end there.
+    `__init_subclass__`, may use any of JAX's functions for this, and all of them use these registries.
     """
     from jax._src import tree_util
 
@@ -91,7 +91,7 @@ def pytree_registrations_held_back() -> Iterator[HeldBack]:
     if real is None:  # another version of JAX: the registration stays
         yield held
         return
-    setattr(tree_util, "_all_registries", (held,))  # noqa: B010 - mypy is told nothing of it
+    setattr(tree_util, "_all_registries", (held,))  # noqa: B010 - mypy does not know the name
     try:
         yield held
     finally:
@@ -99,7 +99,7 @@ def pytree_registrations_held_back() -> Iterator[HeldBack]:
 
 
 class HeldBack:
-    """Stands in for a pytree registry of JAX: notes registrations and makes none."""
+    """Stands in for a pytree registry of JAX: notes registrations without making them."""
 
     def __init__(self) -> None:
         self._noted: list[tuple[type, str, tuple[Any, ...]]] = []
@@ -113,7 +113,7 @@ class HeldBack:
         self._noted.append((nodetype, "register_dataclass_node", fields))
 
     def release(self, *, but: type) -> None:
-        """Makes the registrations after all, except those of one class, which JAX is not to know.
+        """Makes the noted registrations, except those of one class.
 
         Args:
             but: the class.

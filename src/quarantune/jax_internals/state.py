@@ -1,4 +1,4 @@
-"""What JAX is set to around a call: what of it makes another program, and how it reaches a worker."""
+"""JAX's settings around a call: those that change the program, and those that a worker takes over."""
 
 from __future__ import annotations
 
@@ -55,36 +55,36 @@ _DEFAULTS: dict[str, Any] = {
     "jax_use_shardy_partitioner": True,
     "jax_use_simplified_jaxpr_constants": False,
 }
-"""The options that make another program, and what they are if nobody has set them. JAX does not keep its defaults: an
-environment variable is in an option's value from the start."""
+"""The options that change the program, with their defaults. JAX does not keep the defaults: the value of an option
+includes its environment variable from the start."""
 
 NOT_OF_THE_CALL = frozenset(
     {
-        # Meshes and devices: what matters of them is described with the arguments.
+        # Meshes and devices, as far as they matter, are described with the arguments.
         "abstract_mesh_context_manager",
         "axis_env_state",
         "jax_default_device",
         "mesh_context_manager",
-        # A sweep traces and runs the program whatever these are, or JAX itself sets them while it traces.
+        # These do not affect a sweep, or JAX itself sets them while it traces.
         "check_vma",
         "eager_constant_folding",
         "jax_disable_jit",
         "jax_mutable_array_checks",
         "jax_no_execution",
-        # JAX sets these while it traces the body of a kernel, inside which no call is tuned.
+        # JAX sets these while it traces the body of a kernel, where no call is tuned.
         "layout_tracing_mode",
         "pallas_fuser_disable_nested_fuse",
-        # How a program is profiled, and which file names it mentions.
+        # Profiling, and the file names in a program.
         "jax_enable_pgle",
         "jax_hlo_source_file_canonicalization_regex",
         "jax_pgle_profiling_runs",
         "jax_xla_profile_version",
     }
 )
-"""What is in JAX's own key and not in a call's."""
+"""The parts of JAX's own key that are left out of the key of a call."""
 
-# Options that belong to a process: which devices it may touch, where it caches, whom it talks to, whether somebody
-# debugs it. A worker's are set by the sandbox.
+# Options of a process rather than a program: its devices, caches, peers and debugging. The sandbox sets those of a
+# worker.
 _PROCESS_OPTIONS = (
     "jax_platforms",
     "jax_platform_name",
@@ -121,14 +121,14 @@ _PROCESS_OPTIONS = (
 
 
 def describe(describe_value: Callable[[Any], Any], *, own: str | None = None) -> dict[str, Any]:
-    """Returns what makes another program of a call here and now: all that is not as JAX has it by default.
+    """Returns the settings that change the program of a call made here and now: those that differ from JAX's defaults.
 
     Args:
         describe_value: makes a JSON-able description of a value.
-        own: a context of this package's, which does not count.
+        own: the value of this package's own user context, which is left out.
 
     Returns:
-        JSON-able descriptions by name; empty where nobody has set anything.
+        JSON-able descriptions by name; empty if nothing has been set.
     """
     values = configuration.config_values()
     options = {name: values[name] for name, default in _DEFAULTS.items() if not _is(values.get(name, default), default)}
@@ -136,7 +136,7 @@ def describe(describe_value: Callable[[Any], Any], *, own: str | None = None) ->
     def described(value: Any) -> Any:
         try:
             return describe_value(value)
-        except TypeError:  # some library's own, of which little can be said
+        except TypeError:  # a value of some library's, without a description
             return {"type": type(value).__qualname__}
 
     found = {name: described(value) for name, value in (options | configuration.contexts()).items()}
@@ -146,18 +146,18 @@ def describe(describe_value: Callable[[Any], Any], *, own: str | None = None) ->
 
 
 def is_known(name: str) -> bool:
-    """Returns whether a name of JAX's own key is one that this module has an opinion on."""
+    """Returns whether this module either uses or deliberately ignores a part of JAX's own key."""
     return name in _DEFAULTS or name in NOT_OF_THE_CALL or name in (*configuration.CONTEXTS, "user_context")
 
 
 def _is(value: Any, default: Any) -> bool:
-    if isinstance(default, str):  # some are members of an enum, of some versions or always
+    if isinstance(default, str):  # some options are members of an enum, in all or some versions of JAX
         return str(getattr(value, "name", value)).lower() == default.lower()
     return type(value) is type(default) and bool(value == default)
 
 
 def options_to_travel() -> Mapping[str, Any]:
-    """Returns JAX's options, by name, that a worker has to share."""
+    """Returns the JAX options that a worker takes over, by name."""
     return {
         name: value
         for name, value in configuration.config_values().items()
@@ -166,10 +166,13 @@ def options_to_travel() -> Mapping[str, Any]:
 
 
 def adopt_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Sets JAX's options in this process to what they were where they come from.
+    """Sets JAX's options in this process to those of the caller's.
+
+    Args:
+        options: what `options_to_travel` returned in the caller's process.
 
     Returns:
-        Those that this process does not know: a module that it has not imported registers them.
+        The options that are unknown here, because the module that registers them is not imported yet.
     """
     here = configuration.config_values()
     for name, value in options.items():
@@ -179,6 +182,10 @@ def adopt_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def adopt_late_options(options: Mapping[str, Any]) -> None:
-    """Does the same once the function's modules are imported, and lets go of what is still unknown."""
+    """Sets the remaining options once the function's modules are imported, and drops those that are still unknown.
+
+    Args:
+        options: what `adopt_options` returned.
+    """
     for name, value in adopt_options(options).items():
-        _logger.debug("JAX knows no option %s here, which is %r where the call is from: it is left out", name, value)
+        _logger.debug("JAX has no option %s in this process; the caller's value %r is left out", name, value)

@@ -1,4 +1,4 @@
-"""Traces in progress, and the programs that they yield."""
+"""Traces in progress, and the programs (jaxprs) that they make."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import jax
 
 @functools.cache
 def primitive_type() -> type:
-    """Returns the class of JAX's primitives; the public `jax.extend` that also shows it is slow to import."""
+    """Returns the class of JAX's primitives.
+
+    Private because the public `jax.extend`, which has it too, is slow to import.
+    """
     from jax._src import core
 
     return core.Primitive
 
 
 def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the programs among an equation's parameters."""
+    """Yields the jaxprs among an equation's parameters."""
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             item = getattr(item, "jaxpr", item)
@@ -30,10 +33,10 @@ def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
 def varying_axes(array: Any) -> frozenset[str]:
     """Returns the axes of a `shard_map` along which an array may differ from device to device.
 
-    Private because the public attribute of an array's type that tells has changed its name.
+    Private because the public attribute of an array's type has changed its name between versions.
 
     Args:
-        array: an array or a tracer; of one inside a `shard_map` with `check_vma=False` nothing is known.
+        array: an array or a tracer. Nothing is known of one inside a `shard_map` with `check_vma=False`.
     """
     kind: Any = jax.typeof(array)
     return frozenset(kind.mat.varying if hasattr(kind, "mat") else getattr(kind, "vma", ()))
@@ -42,7 +45,7 @@ def varying_axes(array: Any) -> frozenset[str]:
 def bound_axes() -> dict[str, int]:
     """Returns the size of each axis that collectives can name here, by its name.
 
-    Private because `jax.lax.axis_size` tells of one whose name is known, and nothing public of all.
+    Private because the public `jax.lax.axis_size` needs the name of an axis, and nothing public lists the names.
     """
     from jax._src import core
 
@@ -52,7 +55,7 @@ def bound_axes() -> dict[str, int]:
 def is_differentiated(value: Any) -> bool:
     """Returns whether a value is a tracer of `jax.grad`, `jax.vjp` or `jax.linearize`.
 
-    Private because nothing public tells one tracer from another.
+    Private because JAX has no public way to tell one kind of tracer from another.
     """
     from jax._src.interpreters import ad
 
@@ -61,10 +64,10 @@ def is_differentiated(value: Any) -> bool:
 
 @contextlib.contextmanager
 def outside_of_traces() -> Iterator[None]:
-    """Leaves the trace that this thread may be inside of, while the block runs.
+    """Suspends the trace in progress in this thread, if there is one, while the block runs.
 
-    Private because the public `jax.ensure_compile_time_eval` has whatever is traced within it evaluated where it can
-    be: callbacks with constant arguments, such as those of Pallas's interpreters, would run while they are traced.
+    Private because the public `jax.ensure_compile_time_eval` evaluates as much as it can of a function traced inside
+    it: callbacks with constant arguments, such as those of Pallas's interpreters, would run during tracing.
     """
     from jax._src import core
 

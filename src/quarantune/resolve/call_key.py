@@ -91,8 +91,7 @@ def keyed(call: BoundCall) -> KeyedCall:
     description = describe_call(
         function.signature, statics, tunables, call.args, call.kwargs, is_jitted=function.is_jitted
     )
-    devices = description.devices
-    platform, kind = discovery.platform_and_kind(devices[0].platform if devices else None)
+    platform, kind = discovery.platform_and_kind(description.platform)
     values = _key_values(call, description)
     axes = None
     if description.has_tracers and function.is_jitted:

@@ -1,4 +1,4 @@
-"""Describes a call on the caller's side: what tells it from other calls, and which devices it is for."""
+"""Describes a call in the caller's process: the values that make up its key, and the platform it is for."""
 
 from __future__ import annotations
 
@@ -24,36 +24,21 @@ _EMPTY = inspect.Parameter.empty
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
-class DeviceId:
-    """A device as this process knows it.
-
-    Attributes:
-        platform: `cpu`, `gpu` or `tpu`, as JAX calls it.
-        kind: the model.
-        index: JAX's number for it.
-    """
-
-    platform: str
-    kind: str
-    index: int
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallDescription:
-    """What is known of one call before anything runs.
+    """The facts about a call that are known before it runs.
 
     Attributes:
-        key_values: JSON-able; equal for calls that are one tuning problem.
-        tunables_given: tunable parameters the caller passed by hand.
+        key_values: JSON-able descriptions of the arguments, equal for calls that share a tuned config.
+        tunables_given: the tunable parameters that the caller passed by hand.
         has_tracers: whether an argument is a tracer, so that there is no data to tune with.
-        devices: where the call's concrete JAX arrays are, in order.
+        platform: JAX's name for where the call's concrete JAX arrays are (`cpu`, `gpu` or `tpu`); None if it has none.
     """
 
     key_values: dict[str, Any]
     tunables_given: frozenset[str]
     has_tracers: bool
-    devices: tuple[DeviceId, ...]
+    platform: str | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,16 +46,15 @@ class Problem:
     """A call to tune for.
 
     Attributes:
-        fn: the function inside, jitted or not.
-        name: what to call it.
+        fn: the function to tune, jitted or not.
+        name: its name in messages.
         args: the call's positional arguments; arrays may be concrete, tracers or `jax.ShapeDtypeStruct`.
-        kwargs: its keyword arguments, likewise.
-        platform: where it is to run: `cpu`, `cuda`, `rocm` or `tpu`.
-        device_kind: the kind of device there, as the cache calls it.
-        manual_mesh: the mesh of the `shard_map` in which it is called, where it communicates over that; else None.
-        untuned: the config under which the function does what it does when nobody tunes it; None where it has no
-            defaults.
-        default: which of the configs, by index, that is; None where it is none of them.
+        kwargs: the call's keyword arguments, likewise.
+        platform: the platform to tune for: `cpu`, `cuda`, `rocm` or `tpu`.
+        device_kind: the kind of device to tune for, by its name in the cache.
+        manual_mesh: the mesh of the enclosing `shard_map`, if the function communicates over it; else None.
+        untuned: the config with the function's own defaults; None if a tunable has no default.
+        default: the index of `untuned` among the configs; None if it is not one of them.
     """
 
     fn: Callable[..., Any]
@@ -93,23 +77,23 @@ def describe_call(
     *,
     is_jitted: bool = True,
 ) -> CallDescription:
-    """Returns what tells a call from others, whichever way it was spelt.
+    """Describes a call, in the same way however it is spelt.
 
-    `f(a)`, `f(a=a)` and `f(a, transpose=False)` with that default are one call. Arrays count by shape, dtype
-    and weak type, Python numbers in dynamic parameters by type, everything else by value. A function that is not
-    jitted is given NumPy's arrays and all numbers as they are: there these count by their own dtype and by value.
+    `f(a)`, `f(a=a)` and, if `transpose` defaults to False, `f(a, transpose=False)` have one description. Arrays are
+    described by shape, dtype and weak type, Python numbers in dynamic parameters by type, all else by value. A function
+    that is not jitted receives NumPy arrays and numbers unchanged: they are described by their own dtype and by value.
 
     Args:
         signature: of the tuned function.
-        static_names: its static parameters, described by value.
-        tunable_names: parameters the configs set; they are left out.
+        static_names: its static parameters, which are described by value.
+        tunable_names: the parameters that configs set, which are left out.
         args: positional arguments.
         kwargs: keyword arguments.
-        is_jitted: whether the function sees its arguments through JAX.
+        is_jitted: whether the function is jitted.
 
     Raises:
-        TypeError: the arguments do not fit the signature, or one cannot be described in a way that another
-            process would agree on.
+        TypeError: the arguments do not fit the signature, or an argument has no description that is the same in every
+            process.
     """
     static, tunable = frozenset(static_names), frozenset(tunable_names)
     bound = _bind(signature, tunable, args, kwargs)
@@ -125,14 +109,14 @@ def describe_call(
         key_values=key_values,
         tunables_given=given,
         has_tracers=any(isinstance(leaf, jax.core.Tracer) for leaf in leaves),
-        devices=_devices(leaves),
+        platform=_platform(leaves),
     )
 
 
 def _bind(
     signature: inspect.Signature, tunables: frozenset[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """Binds a call, in which tunables may be missing whether they have a default or not."""
+    """Binds a call that may lack tunables, with or without a default."""
     missing = tunables & signature.parameters.keys() - signature.bind_partial(*args, **kwargs).arguments.keys()
     bound = signature.bind(*args, **kwargs, **dict.fromkeys(missing))
     for name in missing:
@@ -143,7 +127,7 @@ def _bind(
 def describe_function(
     fn: Callable[..., Any],
 ) -> tuple[Callable[..., Any], inspect.Signature, frozenset[str] | None]:
-    """Returns the function to tune, its signature, and its static parameters: None where it is not jitted.
+    """Returns the function to tune, its signature, and its static parameters (None if it is not jitted).
 
     Raises:
         TypeError: `fn` cannot be called.
@@ -152,12 +136,12 @@ def describe_function(
         raise TypeError(f"{fn!r} cannot be called: give a function")
     inner = getattr(fn, "__wrapped__", None)
     if inner is not None and not jax_internals.is_jitted(fn) and jax_internals.is_jitted(inner):
-        fn = inner  # an autotuned function is tuned here by other configs
+        fn = inner  # an autotuned function, to be tuned with other configs
     static_names = jax_internals.jit_options(fn).static_names if jax_internals.is_jitted(fn) else None
     try:
         signature = inspect.signature(inspect.unwrap(fn))
     except (TypeError, ValueError):
-        signature = inspect.signature(_anything)  # a built-in that does not tell
+        signature = inspect.signature(_anything)  # a built-in without a signature
     return fn, signature, static_names
 
 
@@ -165,7 +149,7 @@ def _anything(*args: Any, **kwargs: Any) -> None: ...
 
 
 def named(bound: inspect.BoundArguments) -> Iterator[tuple[str, Any]]:
-    """Yields the arguments by name, those that `**kwargs` takes in by their own where no parameter has it too."""
+    """Yields the arguments by name; `**` precedes the name of one in `**kwargs` that is also a parameter's."""
     parameters = bound.signature.parameters
     for name, value in bound.arguments.items():
         if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -181,7 +165,7 @@ def fitted(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Arguments:
-    """Returns a call as a function beside the tuned one takes it, which may leave static parameters out or name more.
+    """Returns the arguments of a call as another function takes them, which may have fewer static parameters or more.
 
     Args:
         function: `key_fn`, `prune_fn` or a function that makes configs.
@@ -193,7 +177,7 @@ def fitted(
     try:
         expected = inspect.signature(function)
         expected.bind(*args, **kwargs)
-    except ValueError:  # a built-in that does not tell
+    except ValueError:  # a built-in without a signature
         return args, dict(kwargs)
     except TypeError:
         bound = signature.bind_partial(*args, **kwargs)
@@ -208,7 +192,7 @@ def fitted(
 
 
 def key_part(value: Any) -> Any:
-    """Returns what a `key_fn` returned with dtypes by their names, and enums and dataclasses as in a config."""
+    """Returns the value of a `key_fn` with dtypes by their names, and enums and dataclasses as they are in a config."""
     if is_tagged(value):
         value = tagged(value)
     if isinstance(value, Mapping):
@@ -244,7 +228,7 @@ def _struct(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _describe_dynamic(value: Any, *, is_jitted: bool) -> Any:
-    """Describes an argument with arrays: a leaf as it is, anything else as a structure with its leaves by path."""
+    """Describes a dynamic argument: a leaf by itself, any other pytree by its structure and its leaves by path."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     if len(leaves) == 1 and not leaves[0][0]:
         return _describe_leaf(value, is_jitted=is_jitted)
@@ -256,7 +240,7 @@ def _describe_dynamic(value: Any, *, is_jitted: bool) -> Any:
 
 
 def _describe_structure(treedef: Any) -> Any:
-    if _is_told_by_repr(treedef):
+    if _is_shown_by_repr(treedef):
         return str(treedef)
     kind, data = treedef.node_data()
     children = [_describe_structure(child) for child in treedef.children()]
@@ -267,8 +251,8 @@ def _describe_structure(treedef: Any) -> Any:
     return {"type": describe.name_of(kind), "data": described, "children": children}
 
 
-def _is_told_by_repr(treedef: Any) -> bool:
-    """Returns whether a structure is of containers alone: metadata need not show in its repr, or not in one order."""
+def _is_shown_by_repr(treedef: Any) -> bool:
+    """Returns whether a structure has plain containers alone: its repr is complete and in a stable order."""
     node = treedef.node_data()
     if node is None:
         return True
@@ -278,11 +262,11 @@ def _is_told_by_repr(treedef: Any) -> bool:
             return False
     elif data is not None or not issubclass(kind, (list, tuple, type(None))):  # named tuples have no data
         return False
-    return all(map(_is_told_by_repr, treedef.children()))
+    return all(map(_is_shown_by_repr, treedef.children()))
 
 
 def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
-    if not is_jitted and not isinstance(leaf, jax.ShapeDtypeStruct):  # JAX makes the array that a struct stands for
+    if not is_jitted and not isinstance(leaf, jax.ShapeDtypeStruct):  # a struct stands for a JAX array
         return describe.describe_array(leaf, leaf.dtype) if is_array(leaf) else describe.describe_static(leaf)
     if is_array(leaf) or isinstance(leaf, np.generic):
         return describe.describe_array(leaf, describe.canonical_dtype(leaf.dtype))
@@ -294,11 +278,10 @@ def _describe_leaf(leaf: Any, *, is_jitted: bool) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Returns whether a leaf is an array, or stands for one."""
+    """Returns whether a leaf is an array, or a `jax.ShapeDtypeStruct`."""
     return isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
 
 
-def _devices(leaves: Iterable[Any]) -> tuple[DeviceId, ...]:
+def _platform(leaves: Iterable[Any]) -> str | None:
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)]
-    devices = {device for array in arrays for device in array.devices()}
-    return tuple(sorted(DeviceId(platform=d.platform, kind=d.device_kind, index=d.id) for d in devices))
+    return min((device.platform for array in arrays for device in array.devices()), default=None)
