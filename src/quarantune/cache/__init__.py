@@ -1,4 +1,4 @@
-"""The cache on disk: shared by jobs and hosts, never torn, never lost, never stale in silence."""
+"""The cache on disk, shared by jobs and hosts: entries, claims and journals."""
 
 from quarantune.cache.claims import Claim, Holder, wait
 from quarantune.cache.errors import CacheWarning, CacheWriteError, report_once

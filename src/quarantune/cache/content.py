@@ -1,4 +1,4 @@
-"""What is read from a cache directory, in which anybody may have put anything: regular files, bounded, and decoded."""
+"""Reads files of a cache directory, which may hold anything: regular files only, of bounded size, checked."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _CONTAINERS = frozenset({dict, list})
 _TEXTS = frozenset({str})
 _OF_TEXTS = ("fingerprint", "versions")
 LONGEST_WORST_CASE_S = 24 * 3600.0
-"""A holder that means to be silent for longer is none that anybody should wait for."""
+"""The longest silence that a claim's holder may announce, in seconds."""
 
 
 class NotAFileError(OSError):
-    """What has the file's name is no regular file, or one too large to be ours."""
+    """The path is not a regular file, or the file is too large to be one of ours."""
 
 
 def read_bounded(path: Path, *, largest_bytes: int) -> bytes:
-    """Returns what a regular file holds; never waits for a pipe, a terminal or a device.
+    """Returns the content of a regular file; never waits for a pipe, a terminal or a device.
 
     Args:
         path: the file.
-        largest_bytes: the most that it may hold.
+        largest_bytes: the largest size accepted.
 
     Raises:
-        NotAFileError: it is something else, or larger.
-        OSError: it cannot be read, or there is none.
+        NotAFileError: the path is something else, or the file is larger.
+        OSError: the file cannot be read, or does not exist.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -67,7 +67,7 @@ def read_bounded(path: Path, *, largest_bytes: int) -> bytes:
 
 
 def check_regular(fd: int) -> None:
-    """Raises `NotAFileError` where a descriptor is of no regular file."""
+    """Raises `NotAFileError` where a descriptor is not that of a regular file."""
     mode = os.fstat(fd).st_mode
     if stat.S_ISDIR(mode):
         raise NotAFileError(errno.EISDIR, "it is a directory")
@@ -76,7 +76,7 @@ def check_regular(fd: int) -> None:
 
 
 def open_shared(path: Path, flags: int) -> int:
-    """Opens a file of ours, which whoever may write to its directory may then write to as well, whatever our umask."""
+    """Opens a file and lets all who may write to its directory write to it, regardless of the umask."""
     fd = os.open(path, flags, 0o666)
     with contextlib.suppress(OSError):
         found, directory = os.fstat(fd), path.parent.stat()
@@ -87,7 +87,7 @@ def open_shared(path: Path, flags: int) -> int:
 
 
 def make_shared(directory: Path) -> None:
-    """Makes a directory below that of the cache, for those who may write to that one."""
+    """Makes a directory below the cache directory, writable for all who may write to that one."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         directory.mkdir()
@@ -97,7 +97,7 @@ def make_shared(directory: Path) -> None:
 
 
 def free_name(path: Path) -> Path:
-    """Returns the name under which something that cannot be used is set aside."""
+    """Returns an unused name for setting an unusable file aside."""
     stem = f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}"
     aside, number = path.with_name(stem), 1
     while os.path.lexists(aside):
@@ -106,10 +106,10 @@ def free_name(path: Path) -> Path:
 
 
 def decode(content: bytes) -> Any:
-    """Returns what JSON says.
+    """Returns the value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, holds NaN or infinity, or is nested more deeply than anything of ours.
+        ValueError: it is not JSON, holds NaN or infinity, or is nested more deeply than our files are.
     """
     with _uncollected() if len(content) > _LARGE_BYTES else contextlib.nullcontext():
         try:
@@ -122,7 +122,7 @@ def decode(content: bytes) -> Any:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keeps the garbage collector from running, which would walk over all of JAX's objects for each part read."""
+    """Pauses the garbage collector, which would otherwise traverse all of JAX's objects again and again."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -152,7 +152,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def faults(entry: dict[str, Any]) -> Iterator[str]:
-    """Yields what keeps an entry from being used, a clause each."""
+    """Yields a clause for each fault that makes an entry unusable."""
     if not isinstance(entry.get("schema"), int):
         yield f"its schema is {_shown(entry.get('schema'))}, not a number"
     if not isinstance(entry.get("config"), dict):
@@ -171,7 +171,7 @@ def faults(entry: dict[str, Any]) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    # Of a huge whole number Python has no decimal digits to show.
+    # Python refuses to convert a huge integer to decimal digits.
     return "a huge number" if isinstance(value, int) and abs(value) >= 10**40 else f"{value!r:.80}"
 
 
@@ -179,7 +179,7 @@ def claim_fields(content: bytes) -> dict[str, Any]:
     """Returns the fields of the holder that a claim names.
 
     Raises:
-        ValueError: it names none that could be.
+        ValueError: the claim is damaged.
     """
     data = decode(content)
     if not isinstance(data, dict):

@@ -1,4 +1,4 @@
-"""How the cache tells of trouble: one typed error, one warning category, each problem reported once."""
+"""The cache's error and warning; each problem is reported once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from quarantune.host import caller, locks
 
 
 class CacheWarning(UserWarning):
-    """Something about the cache on disk is not as it should be; the call goes on without it."""
+    """The cache on disk has a problem; the call goes on without it."""
 
 
 class CacheWriteError(RuntimeError):
-    """A result could not be saved; the message says what was not saved, why, and what helps."""
+    """A result could not be saved; the message names the result, the reason and a remedy."""
 
 
 _reported: set[str] = set()
@@ -18,10 +18,10 @@ _reported_lock = locks.new()
 
 
 def report_once(message: str) -> None:
-    """Warns of a problem, the first time that this process meets it.
+    """Warns about a problem, the first time that it occurs in this process.
 
     Args:
-        message: what is wrong and how to put it right; the same message is the same problem.
+        message: the problem and its remedy; the same message is the same problem.
     """
     with _reported_lock:
         if message in _reported:

@@ -1,4 +1,4 @@
-"""Append-only journals of finished trials, and the memory of configs that made trouble."""
+"""Append-only journals of finished trials, and of configs that crashed or hung."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ _TROUBLE = frozenset({"crashed", "timeout"})
 class Journal:
     """The finished trials of one problem, as JSON records, one checksummed line each.
 
-    Any number of processes may append at once. Each host writes a file of its own, since appending at the end
-    is one step only within a host. A record is safe from the death of its process once `append` returns; it
-    is not forced onto the disk, as a machine that crashes costs a few trials measured again, and forcing
-    would cost every trial.
+    Any number of processes may append at once. Each host writes a file of its own, because appending is atomic only
+    within a host. Once `append` returns, a record survives the death of its process. It is not forced onto the disk:
+    that would slow down every trial, and after a crash of the machine only a few trials are measured again.
     """
 
     def __init__(self, directory: Path, name: str, device: str, key: str) -> None:
-        """Names a journal; nothing is touched on disk until the first `append`.
+        """Names a journal; the disk is not touched until the first `append`.
 
         Args:
             directory: the cache directory.
@@ -51,10 +50,10 @@ class Journal:
 
         Raises:
             CacheWriteError: it could not be written; the message says why.
-            TypeError: the record holds what JSON cannot.
+            TypeError: the record holds a value that JSON cannot.
         """
         try:
-            # Nearly every record is plain already, and this is done for every config.
+            # Nearly every record is plain already, and conversion would take time for every config.
             text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode("ascii")
         except (TypeError, ValueError):
             plainer = plain(record, finite_only=False)
@@ -93,7 +92,7 @@ class Journal:
 
 
 def trials_directory(directory: Path, name: str) -> Path:
-    """Returns where a function's journals and claims are, below the cache directory."""
+    """Returns the directory of a function's journals and claims, below the cache directory."""
     return directory / f"{safe_name(name)}.trials"
 
 
@@ -103,7 +102,7 @@ def problem_hash(device: str, key: str) -> str:
 
 
 def discard_all(directory: Path, name: str) -> None:
-    """Removes all journals of a function, and the memory of its troublesome configs.
+    """Removes all journals of a function, troublesome configs included.
 
     Raises:
         CacheWriteError: one could not be removed; the message says why.
@@ -113,14 +112,14 @@ def discard_all(directory: Path, name: str) -> None:
 
 
 def remember_trouble(directory: Path, name: str, device: str, config: Mapping[str, Any], outcome: str) -> None:
-    """Remembers how a config ended on a device, whatever the shapes, if that is or was trouble.
+    """Records how a config ended on a device, for all shapes, if it crashed or hung now or the last time.
 
     Args:
         directory: the cache directory.
         name: the function.
         device: the kind of device.
         config: the config.
-        outcome: how it ended; a good one clears what was remembered.
+        outcome: how it ended; any outcome but a crash or a timeout clears the record.
 
     Raises:
         CacheWriteError: it could not be written; the message says why.
@@ -133,7 +132,7 @@ def remember_trouble(directory: Path, name: str, device: str, config: Mapping[st
 
 
 def troublesome(directory: Path, name: str, device: str) -> dict[str, str]:
-    """Returns the configs that last crashed or hung on a device, whatever the shapes.
+    """Returns the configs that crashed or hung on a device the last time, for any shapes.
 
     Returns:
         The outcome of each, by the config's canonical JSON.
@@ -148,7 +147,7 @@ def troublesome(directory: Path, name: str, device: str) -> dict[str, str]:
 def _remove(paths: list[Path]) -> None:
     for path in paths:
         try:
-            if path.is_dir() and not path.is_symlink():  # none of ours
+            if path.is_dir() and not path.is_symlink():  # not one of ours
                 path.rename(content.free_name(path))
             else:
                 path.unlink(missing_ok=True)
@@ -166,7 +165,7 @@ def _append_line(path: Path, line: bytes) -> None:
         fd = content.open_shared(path, _APPEND)
     try:
         content.check_regular(fd)
-        # A line torn by a full disk has no end: one is put between, or it would swallow this record too.
+        # A line torn by a full disk lacks its end: one is added, or this record would be lost with it.
         size = os.fstat(fd).st_size
         separator = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
         written = os.write(fd, separator + line)
@@ -187,7 +186,7 @@ def _damage_of(path: Path, damaged: int) -> str:
 
 
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the whole records of a file and the number of damaged lines; a torn tail is no damage."""
+    """Returns the whole records of a file and the number of damaged lines; a torn last line is not counted."""
     try:
         data = content.read_bounded(path, largest_bytes=content.LARGEST_JOURNAL_BYTES)
     except content.NotAFileError as error:

@@ -1,4 +1,4 @@
-"""Turning values into cache keys and names into file names: equal things equal, distinct things distinct."""
+"""Turns values into cache keys and names into file names, so that only equal values and names coincide."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HASHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}-[0-9a-f]{12}")
 
 
 def canonical_json(value: Any) -> str:
-    """Returns the one JSON text for a value: sorted keys, no whitespace, ASCII.
+    """Returns the canonical JSON text for a value: sorted keys, no whitespace, ASCII.
 
     NumPy scalars count as the Python scalars they hold and tuples as lists; True is not 1, and 1 is not 1.0.
 
@@ -23,21 +23,21 @@ def canonical_json(value: Any) -> str:
         value: JSON-able data.
 
     Raises:
-        TypeError: a part of the value is nothing JSON can hold.
+        TypeError: JSON cannot hold a part of the value.
         ValueError: a part of the value is NaN or infinite.
     """
     return json.dumps(plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def plain(value: Any, *, finite_only: bool = True) -> Any:
-    """Returns a value as what JSON gives back: None, bool, int, float, str, list and dict with text keys.
+    """Returns a value in the types that JSON returns: None, bool, int, float, str, list and dict with text keys.
 
     Args:
         value: JSON-able data.
-        finite_only: refuse NaN and infinity; else they become None.
+        finite_only: whether to refuse NaN and infinity; else they become None.
 
     Raises:
-        TypeError: a part of the value is nothing JSON can hold.
+        TypeError: JSON cannot hold a part of the value.
         ValueError: a part of the value is NaN or infinite.
     """
     if value is None or isinstance(value, bool):
@@ -72,7 +72,7 @@ def _plain_key(key: Any) -> str:
 
 
 def _is_numpy_scalar(value: Any) -> bool:
-    # Whoever holds a NumPy scalar has imported NumPy: looking is free, importing is not.
+    # Where NumPy was never imported, the value cannot be a NumPy scalar, and importing NumPy here would take time.
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.generic)
 
@@ -80,9 +80,9 @@ def _is_numpy_scalar(value: Any) -> bool:
 def safe_name(name: str) -> str:
     """Returns a file name stem for a function's name.
 
-    Plain lower-case names stay as they are. All others keep what is readable and end in a hash of the whole
-    name, so that names which differ, if only in case, have files which differ on every filesystem. Applied to
-    its own result it changes nothing.
+    Plain lower-case names are unchanged. All others keep their readable part and end in a hash of the whole name, so
+    that names that differ, if only in case, have different files on every filesystem. The result is itself unchanged by
+    this function.
 
     Args:
         name: any text: a qualified name with `<locals>`, a path, a name too long for a file.
@@ -96,5 +96,5 @@ def safe_name(name: str) -> str:
 
 
 def short_hash(text: str) -> str:
-    """Returns 12 hexadecimal digits that stand for a text."""
+    """Returns a hash of a text, in 12 hexadecimal digits."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""Which process owns a file: naming this process, and telling whether a named one is dead for certain."""
+"""The process that owns a file: how it is named, and whether it is dead for certain."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Owner:
     """One process of one host.
 
     Attributes:
-        host: a token for the kernel and PID namespace, within which `pid` means something.
+        host: a token for the kernel and PID namespace in which `pid` is valid.
         pid: the process.
-        started: when it started, in the kernel's ticks; 0 where that is not known.
+        started: its start time, in the kernel's ticks; 0 where that is not known.
     """
 
     host: str
@@ -33,7 +33,7 @@ class Owner:
         return cls(host=_host_token(pid), pid=pid, started=status[1] if status else 0)
 
     def is_dead(self) -> bool:
-        """Returns whether the process is gone for certain; False for one of another host."""
+        """Returns whether the process is dead for certain; False for one on another host."""
         if self.host != this_host():
             return False
         status = _status(self.pid)
@@ -44,19 +44,19 @@ class Owner:
 
 
 def this_host() -> str:
-    """Returns the token for this host, as `Owner.host` has it."""
+    """Returns the token for this host, as in `Owner.host`."""
     return _host_token(os.getpid())
 
 
 @functools.lru_cache(maxsize=1)
 def _host_token(_pid: int) -> str:
-    # Containers can share a host name, and a PID then means different processes: the namespace tells them
-    # apart. The PID is the cache's key since a forked child may live in another namespace.
+    # Containers can share a host name and have different processes with one PID: the namespace distinguishes them. The
+    # PID is the key of this function's cache, because a forked child may be in another namespace.
     return short_hash(f"{platform.node()}|{boot_id()}|{_pid_namespace()}")
 
 
 def boot_id() -> str:
-    """Returns a name for this run of this machine's kernel; empty where there is none."""
+    """Returns the kernel's identifier of this boot; empty where there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -75,13 +75,13 @@ def _status(pid: int) -> tuple[str, int] | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The command's name comes first, in brackets, and may hold blanks and brackets itself.
+    # The command's name stands in parentheses and may itself hold spaces and parentheses.
     state, *fields = stat.rpartition(")")[2].split()
     return state, int(fields[18])
 
 
 def _exists(pid: int) -> bool:
-    # /proc may hide other users' processes, so its silence alone proves no death.
+    # /proc may hide other users' processes, so a missing entry does not prove that a process is dead.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""`TuningCache`: the cache directory for people and programs, and a plain store for one's own tuners."""
+"""`TuningCache`: access to the cache directory, also as a plain store for other tuners."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quarantune.values.trial import Config
 
 
 class CacheKey(NamedTuple):
-    """What an entry is found by: `cache.get(*key)`.
+    """The key of an entry: `cache.get(*key)`.
 
     Attributes:
         kernel_type: the name of a function or of a kind of kernel.
@@ -32,16 +32,16 @@ class CacheKey(NamedTuple):
 
 
 class CacheRecord(NamedTuple):
-    """One entry and what it is found by."""
+    """One entry and its key."""
 
     key: CacheKey
     entry: Entry
 
 
 class TuningCache:
-    """The tuned results in one directory, also those of `@quarantune.autotune`, and any that you put there.
+    """The tuned results in one directory: those of `@quarantune.autotune`, and any that you put there.
 
-    Configs found or put stay in memory, so that a look-up reads the disk once. All methods may be called from
+    Configs that were found or put stay in memory, so that a look-up reads the disk once. All methods may be called from
     several threads, and on one directory from several processes.
 
     Example:
@@ -55,8 +55,7 @@ class TuningCache:
         """Opens a cache; the directory is made when the first entry is put.
 
         Args:
-            dir: where the files are; None is `QUARANTUNE_CACHE_DIR`, or in memory only under
-                `QUARANTUNE_DISABLE_CACHE`.
+            dir: the directory; None for `QUARANTUNE_CACHE_DIR`, or for memory only under `QUARANTUNE_DISABLE_CACHE`.
         """
         from quarantune.values import settings as environment
 
@@ -72,7 +71,7 @@ class TuningCache:
 
         Args:
             kernel_type: the name of a function or of a kind of kernel.
-            problem_size: anything JSON can hold, such as a tuple of sizes; text is a key as it is.
+            problem_size: any JSON-able value, such as a tuple of sizes; a text is used as the key without change.
             device: the kind of device.
         """
         key = _key(kernel_type, problem_size, device)
@@ -87,7 +86,7 @@ class TuningCache:
         return dict(config)
 
     def entry(self, kernel_type: str, problem_size: Any, device: str) -> Entry | None:
-        """Returns all that the disk holds about a problem: config, time, versions and so on; or None."""
+        """Returns the whole entry on disk for a problem: config, time, versions and so on; or None."""
         key = _key(kernel_type, problem_size, device)
         return self._store.get(key.kernel_type, key.device, key.problem_size) if self._store else None
 
@@ -100,18 +99,18 @@ class TuningCache:
         *,
         time_ms: float | None = None,
     ) -> None:
-        """Keeps a config, in place of any before it; in memory only, with a warning, if it cannot be saved.
+        """Keeps a config, in place of any earlier one; in memory only, with a warning, if it cannot be saved.
 
         Args:
             kernel_type: the name of a function or of a kind of kernel.
-            problem_size: anything JSON can hold, such as a tuple of sizes; text is a key as it is.
+            problem_size: any JSON-able value, such as a tuple of sizes; a text is used as the key without change.
             device: the kind of device.
             config: the config.
             time_ms: its time in milliseconds, if known.
 
         Raises:
             ValueError: a value is NaN or infinite.
-            TypeError: a value is nothing JSON can hold.
+            TypeError: JSON cannot hold a value.
         """
         key = _key(kernel_type, problem_size, device)
         values = plain(config)
@@ -136,7 +135,7 @@ class TuningCache:
             report_once(f"the config for {key.kernel_type!r} is kept in memory only: {error}")
 
     def delete(self, kernel_type: str, problem_size: Any, device: str) -> bool:
-        """Forgets a config.
+        """Removes a config.
 
         Returns:
             Whether there was one.
@@ -151,36 +150,36 @@ class TuningCache:
         return known or on_disk
 
     def keys(self) -> list[CacheKey]:
-        """Returns what can be found; kernel types go by their safe names."""
+        """Returns the keys of all entries; kernel types are given by their safe names."""
         on_disk = {record.key for record in self}
         with self._lock:
             return sorted(on_disk | set(self._configs))
 
     def __len__(self) -> int:
-        """Returns how many configs can be found: as many as there are `keys`."""
+        """Returns the number of `keys`."""
         return len(self.keys())
 
     def __contains__(self, key: object) -> bool:
-        """Returns whether a config can be found by a key: a `CacheKey`, or a tuple as `get` takes its arguments."""
+        """Returns whether there is a config for a key: a `CacheKey`, or a tuple of the arguments of `get`."""
         if isinstance(key, CacheRecord):
             return self.entry(*key.key) == key.entry
         return isinstance(key, tuple) and len(key) == 3 and self.get(*key) is not None
 
     def __iter__(self) -> Iterator[CacheRecord]:
-        """Iterates over the entries on disk, as they are now."""
+        """Iterates over the entries on disk."""
         for name, contents in self._contents():
             for device, entries in contents.items():
                 for key, entry in entries.items():
                     yield CacheRecord(CacheKey(name, key, device), entry)
 
     def merge(self, other: TuningCache | str | os.PathLike[str]) -> int:
-        """Takes over all entries of another cache; of two for one problem the newer one stays.
+        """Copies all entries of another cache; of two for one problem, the newer one is kept.
 
         Args:
             other: the other cache, or its directory.
 
         Returns:
-            How many entries the other one offered.
+            The number of entries in the other cache.
 
         Raises:
             CacheWriteError: they could not be saved; the message says why.
@@ -196,7 +195,7 @@ class TuningCache:
         return offered
 
     def clear(self, name: str | None = None) -> None:
-        """Forgets everything about one kernel type, or about all: entries, and the journals of their sweeps.
+        """Removes everything about one kernel type, or about all: entries, and the journals of their sweeps.
 
         Raises:
             CacheWriteError: it could not be removed from the disk; the message says why.
@@ -212,7 +211,7 @@ class TuningCache:
             journal.discard_all(self.directory, known)
 
     def verify(self) -> list[str]:
-        """Returns the problems found on disk, a sentence each; changes nothing."""
+        """Returns a sentence for each problem found on disk; changes nothing."""
         if self._store is None:
             return []
         problems = [problem for name in self._store.names() for problem in self._store.problems(name)]
@@ -236,5 +235,5 @@ def _config(entry: Entry | None) -> Config | None:
 
 
 def _newer(present: Entry, offered: Entry) -> Entry:
-    # ISO times in UTC sort as text; an entry without one is the older.
+    # ISO times in UTC sort as text; an entry without a time counts as older.
     return max(present, offered, key=lambda entry: str(entry.get("created", "")))

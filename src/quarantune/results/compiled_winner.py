@@ -1,4 +1,4 @@
-"""A config's executable as a function: loaded, not compiled, wherever the call is the one that it was compiled for."""
+"""A winner that runs its worker's executable instead of compiling again, for calls that the executable fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Static = tuple[type, Any]
 
 
 class Winner:
-    """A function with a config bound, and the executable that a worker compiled of the two.
+    """A function with a config bound, and the executable that a worker compiled from the two.
 
     Called with arguments of the same shapes, dtypes and statics, outside of any trace, it runs the executable. Any
     other call goes to the function, which JAX compiles as usual.
@@ -38,13 +38,13 @@ class Winner:
         Args:
             fn: the jitted function.
             config: the config.
-            compiled: the executable, callable or as it was read.
-            args: the positional arguments it was compiled for, arrays or what stands for them; where the executable is
-                callable, of arrays only the place counts.
+            compiled: the executable, callable or as read from its file.
+            args: the positional arguments that it was compiled for, with arrays or placeholders; where the executable
+                is callable, only the places of arrays count.
             kwargs: the keyword arguments, likewise.
 
         Raises:
-            ValueError: what was read is not an executable for such arguments.
+            ValueError: the executable that was read does not fit such arguments.
         """
         functools.update_wrapper(self, fn)
         self.config = config
@@ -60,15 +60,15 @@ class Winner:
             self._call = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the executable, or the function where the call is another one."""
+        """Runs the executable, or the function where the executable does not fit the call."""
         (dynamic_args, dynamic_kwargs), statics = self._split(args, kwargs)
         if jax_internals.is_tracing() or statics != self._statics:
             return self._bound(*args, **kwargs)
         try:
-            # An executable takes strong types for weak ones and weak for strong, and answers in its own.
+            # An executable accepts weak types for strong ones and the reverse, and returns its own.
             if self._call is None:
                 assert self._read is not None
-                # Its outputs hold classes, which only the function can name: it is traced, as by any first call.
+                # Its outputs hold classes that only the function can name: trace it, as any first call does.
                 out_tree = self._jitted.trace(*args, **kwargs, **self._keywords).out_tree
                 self._call = self._read.with_trees(_tree((dynamic_args, dynamic_kwargs)), out_tree)
             leaves = jax.tree.leaves((dynamic_args, dynamic_kwargs))
@@ -76,12 +76,12 @@ class Winner:
                 return self._bound(*args, **kwargs)
             return self._call(*dynamic_args, **dynamic_kwargs)
         except (TypeError, ValueError):
-            # Not the shapes, dtypes or devices it was compiled for; the function says it better if it is wrong.
+            # Other shapes, dtypes or devices; if the call is wrong, the function raises a clearer error.
             return self._bound(*args, **kwargs)
 
     @locks.lazy
     def _weak(self) -> list[bool]:
-        """Which of the arguments are weakly typed; not to be asked before there is something to call."""
+        """Whether each argument is weakly typed; only to be read once there is an executable to call."""
         assert self._call is not None
         return [aval.weak_type for aval in jax.tree.leaves(self._call.in_avals)]
 
@@ -94,7 +94,7 @@ class Winner:
             [arg for arg, static in zip(args, is_static, strict=True) if not static],
             {name: arg for name, arg in kwargs.items() if name not in names},
         )
-        statics = (  # with their types, as JAX has it: 1 and 1.0 are two programs
+        statics = (  # with their types, as in JAX: 1 and 1.0 are two programs
             {index: (type(arg), arg) for index, arg in enumerate(args) if is_static[index]},
             {name: (type(arg), arg) for name, arg in kwargs.items() if name in names},
         )
@@ -107,9 +107,9 @@ def _tree(dynamic: tuple[list[Any], dict[str, Any]]) -> Any:
 
 
 def without_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a call with None for every argument that holds an array: its statics, which cost nothing to keep.
+    """Returns a call with None for every argument that holds an array, so that only static ones are kept.
 
-    Arguments are not rebuilt around something else: the class of one may look at what it is given.
+    Such arguments are replaced as a whole, because their class may validate its contents.
     """
 
     def emptied(arg: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What tuning kernels inside the function that calls them came to."""
+"""The result of tuning kernels inside the function that calls them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quarantune.values.trial import Config, Trial
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelChoice:
-    """What was chosen for one kernel, called in one way.
+    """The choice for one kernel, called in one way.
 
     Attributes:
         name: the kernel's name in the cache.
-        key: what tells its call from others, as canonical JSON.
+        key: the key of its call, as canonical JSON.
         config: the config it uses inside the function.
-        time_ms: the median time of the whole function once this kernel was settled, in milliseconds.
-        trials: what each of the kernel's configs came to there; empty for a result from the cache.
+        time_ms: the median time of the whole function once this kernel was decided, in milliseconds.
+        trials: the trials of the kernel's configs there; empty for a result from the cache.
         tie: the configs that the noise cannot tell from the chosen one, without it.
     """
 
@@ -34,13 +34,13 @@ class KernelChoice:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContextualResult(TuningResult):
-    """What tuning a function's kernels in their context came to.
+    """The result of tuning a function's kernels in their context.
 
-    `trials` holds every try in order; in its configs each kernel has an entry that says what it used. All times are
-    those of the whole function.
+    `trials` holds every trial in order; in its configs each kernel has an entry with the config that it used. All times
+    are those of the whole function.
 
     Attributes:
-        kernels: what was chosen for each kernel, in the order in which they were settled.
+        kernels: the choice for each kernel, in the order of the decisions.
         baseline_ms: the median time with every kernel at the first of its configs; None where that failed.
     """
 
@@ -48,7 +48,7 @@ class ContextualResult(TuningResult):
     baseline_ms: float | None = None
 
     def table(self, *, width: int = 80, flops: float | None = None, bytes: float | None = None) -> str:
-        """Returns a table for each kernel, what was chosen marked with a star, and what the whole function gains.
+        """Returns a table for each kernel, with a star at its choice, and the gain of the whole function.
 
         Args:
             width: columns.
@@ -66,17 +66,17 @@ class ContextualResult(TuningResult):
 
     @property
     def labels(self) -> list[str]:
-        """A short name for each of `kernels`, no two alike."""
+        """A short and unique name for each of `kernels`."""
         return labels([choice.name for choice in self.kernels])
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
-        """Reads what `save` wrote, which tells of the whole function and not of each kernel."""
+        """Reads a result that `save` wrote, which describes the whole function and not each kernel."""
         return TuningResult.load(directory, trusted=trusted)
 
 
 def labels(names: list[str]) -> list[str]:
-    """Returns the last part of each name, with a number where several end alike."""
+    """Returns the last part of each name, with a number where several are equal."""
     short = [name.rpartition(".")[2] for name in names]
     return [
         f"{name} #{short[: at + 1].count(name)}" if short.count(name) > 1 else name for at, name in enumerate(short)

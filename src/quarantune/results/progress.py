@@ -14,16 +14,16 @@ _logger = logging.getLogger("quarantune")
 
 
 class Progress:
-    """Shows how far a sweep is."""
+    """Shows the progress of a sweep."""
 
     def __init__(self, name: str, total: int, *, shown: bool | None, stream: TextIO | None = None) -> None:
-        """Begins to show a sweep.
+        """Starts to show a sweep.
 
         Args:
             name: the tuned function's name.
             total: how many configs there are.
-            shown: whether to write to the terminal; None means where `stream` is one.
-            stream: where to write; None means stderr.
+            shown: whether to write to the terminal; None for whether `stream` is one.
+            stream: the stream to write to; None for stderr.
         """
         self._name = name
         self._total = total
@@ -89,4 +89,4 @@ class Progress:
             self._stream.write(text)
             self._stream.flush()
         except (OSError, ValueError):
-            self._shown = False  # the terminal went away; that is no reason to lose a sweep
+            self._shown = False  # the terminal is gone, which must not end the sweep

@@ -1,4 +1,4 @@
-"""What people look at: tables of trials, and the message when every config failed."""
+"""Tables of trials, and the message for a sweep in which every config failed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def table(
     flops: float | None = None,
     moved_bytes: float | None = None,
 ) -> str:
-    """Returns trials as a table that fits `width` columns: config, outcome, time, and why it failed.
+    """Returns trials as a table that fits `width` columns: config, outcome, time, and reason for a failure.
 
     Args:
-        trials: in the order to show.
+        trials: the trials, in the order of the rows.
         best: the config to mark with a star.
         width: columns.
         flops: floating-point operations of one call, for a column of TFLOP/s.

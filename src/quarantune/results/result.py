@@ -1,4 +1,4 @@
-"""What tuning one problem came to, in memory and in a directory."""
+"""The result of tuning one problem, in memory and in a directory."""
 
 from __future__ import annotations
 
@@ -29,28 +29,27 @@ _JSON, _FUNCTION, _WINNER = "result.json", "function.bin", "winner.bin"
 
 
 class SavedResultError(ValueError):
-    """A directory holds no saved result, or a damaged one; the message says what is wrong with it."""
+    """A directory holds no saved result, or a damaged one; the message says how it is damaged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuningResult:
-    """What tuning one problem came to.
+    """The result of tuning one problem.
 
     Attributes:
         best_config: the fastest config.
         time_ms: its median time in milliseconds.
-        trials: what every config came to, in the order of the configs; empty for a result from the cache.
+        trials: the trial of every config, in their order; empty for a result from the cache.
         key: the problem's key in the cache.
         device: the kind of device it was tuned on.
-        from_cache: whether it was remembered and not measured now.
-        tie: the configs that the noise cannot tell from the best, without it.
-        default_time_ms: how long the function took with its own defaults, in milliseconds; None where that is not
-            known.
-        versions: the versions of JAX and the rest that it was tuned under.
+        from_cache: whether it was found in the cache and not measured now.
+        tie: the configs that the noise cannot tell from the best, without the best.
+        default_time_ms: the time of the function with its own defaults, in milliseconds; None where it is not known.
+        versions: the versions of JAX and others under which it was tuned.
         fn: the tuned function with the best config bound.
-        executable: what a worker compiled of the two, for `save`; None where it was not to be had.
-        call: the call it was compiled for, without its arrays.
-        structs: the same with a `jax.ShapeDtypeStruct` for each array; None for a result that was loaded.
+        executable: the executable that a worker compiled from the two, for `save`; None where there is none.
+        call: the call that it was compiled for, without its arrays.
+        structs: the call with a `jax.ShapeDtypeStruct` for each array; None for a result that was loaded.
     """
 
     best_config: Config
@@ -69,18 +68,18 @@ class TuningResult:
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster than the defaults the best config is; None where their time is not known."""
+        """The time of the defaults divided by that of the best config; None where the former is not known."""
         if self.default_time_ms is None or not self.time_ms > 0:
             return None
         return self.default_time_ms / self.time_ms
 
     @property
     def failures(self) -> dict[str, int]:
-        """How many configs ended in each outcome other than `ok`."""
+        """The number of configs that ended in each outcome other than `ok`."""
         return {outcome: count for outcome, count in count_outcomes(self.trials).items() if outcome != "ok"}
 
     def lowered_text(self) -> str:
-        """Returns the text of what the compiler makes of the winner for the call that was tuned, in this process.
+        """Returns the text of the winner's compiled program for the call that was tuned, compiled in this process.
 
         Raises:
             TypeError: the function is not jitted, so that there is no such text.
@@ -111,12 +110,12 @@ class TuningResult:
     def metrics(
         self, *, flops: float | None = None, bytes: float | None = None, dtype: str | None = None
     ) -> KernelMetrics:
-        """Returns what the winner achieves.
+        """Returns the winner's metrics.
 
         Args:
             flops: floating-point operations of one call.
             bytes: bytes that one call must move.
-            dtype: what it computes in, which the device's peak depends on; None leaves the share of the peak open.
+            dtype: the dtype that it computes in, which decides the device's peak; None gives no share of the peak.
         """
         from quarantune import metrics
 
@@ -126,7 +125,7 @@ class TuningResult:
         """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
 
         Args:
-            directory: made if it is not there; a result in it is replaced.
+            directory: made if necessary; a result in it is replaced.
 
         Raises:
             TypeError: the function cannot travel; the message says why.
@@ -167,18 +166,19 @@ class TuningResult:
             "files": {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()},
             "trials": [trial.to_json() for trial in self.trials],
         }
-        # Last, because it vouches for the others.
+        # Last, because it holds the checksums of the others.
         _write(folder / _JSON, json.dumps(about, indent=1).encode())
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
-        """Reads what `save` wrote.
+        """Reads a result that `save` wrote.
 
         Args:
             directory: the directory.
-            trusted: whether code from the directory may run. Only then is `fn` the function: with the winner's
-                executable, where one was saved, under the same versions on the same kind of device, else compiled
-                again, which a warning says. None is saved of a plain callable, and of a result from the cache.
+            trusted: whether code from the directory may run. Only then is `fn` the function. It has the winner's
+                executable, if one was saved under the same versions on the same kind of device; otherwise it is
+                compiled again, with a warning. For a plain callable, and for a result from the cache, no executable is
+                saved.
 
         Returns:
             The result; untrusted, its `fn` raises.
@@ -218,7 +218,7 @@ class TuningResult:
         from quarantune.transport.executable import loads as load
         from quarantune.values.versions import versions
 
-        plain, call, *rest = pickling.loads(contents[_FUNCTION])  # results of old hold no config values
+        plain, call, *rest = pickling.loads(contents[_FUNCTION])  # results of earlier versions hold no config values
         values = rest[0] if rest else {}
         best = restore(self.best_config, values)
         fn: Callable[..., Any] = binding.bind(plain, best)
@@ -280,11 +280,11 @@ def _read_checked(path: Path, digest: str) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """Returns what a file of the directory holds, however odd the things are that lie there.
+    """Returns the content of a file of the directory, which may hold anything.
 
     Raises:
-        SavedResultError: it is a link out of the directory, or no regular file, or cannot be read.
-        FileNotFoundError: there is none.
+        SavedResultError: the file is a link out of the directory, not a regular file, or unreadable.
+        FileNotFoundError: there is no such file.
     """
     try:
         if path.resolve().parent != path.parent.resolve():
