@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack
 
 from quarantune.resolve import suitable
 from quarantune.results.result import TuningResult
 from quarantune.transport import binding
-from quarantune.transport.problem import describe_function
+from quarantune.transport.problem import as_structs, describe_function
 from quarantune.values import config_space, naming
 from quarantune.values.config_values import text_of
 from quarantune.values.options import OptionKeywords, Options, checked_options
+from quarantune.values.trial import Config
 
 
 class AutoTuner:
@@ -102,7 +104,6 @@ def compile_configs(
     from quarantune.resolve.tuned_function import TunedFunction
     from quarantune.results.compiled_winner import Winner
     from quarantune.transport import executable_data
-    from quarantune.transport.problem import as_structs
 
     fn, signature, static_names = describe_function(fn)
     if static_names is None:
@@ -113,13 +114,7 @@ def compile_configs(
         raise ValueError(f"num_workers={num_workers!r} is not valid: give at least 1, or leave it out")
     label = naming.cache_name(fn)
     suitable.check_jit_options(fn, label)
-    if callable(configs):
-        structs = as_structs(args, kwargs)
-        listed = config_space.expand_callable(
-            configs, *structs, fn_name=label, parameters=signature, keep_repeated=True
-        )
-    else:
-        listed = config_space.expand(configs, fn_name=label, parameters=signature, keep_repeated=True)
+    listed = _listed(configs, args, kwargs, label, signature)
     expanded = config_space.distinct(listed)
     function = TunedFunction(
         fn, expanded, name=label, signature=signature, static_names=static_names, options=Options()
@@ -129,13 +124,23 @@ def compile_configs(
     compiled = resolver.compile(resolver.bind(args, kwargs), num_workers=num_workers)
     functions: dict[str, Callable[..., Any] | None] = {}
     for config, (trial, executable) in zip(expanded, compiled, strict=True):
-        # It may compile and yet be unable to leave its worker.
+        # A config may compile to an executable that cannot leave its worker: then it compiles again here.
         bound: Callable[..., Any] | None = binding.bind(fn, config)
         if executable:
-            with contextlib.suppress(ValueError):  # a config may have written anything there
+            with contextlib.suppress(ValueError):  # a config may have forged it
                 bound = Winner(fn, config, executable_data.loads(executable), args=args, kwargs=kwargs)
         elif trial.outcome.is_failure:
             warnings.warn(f"{label}: {config} did not compile: {trial.outcome.value}: {trial.message}", stacklevel=2)
             bound = None
         functions[text_of(config)] = bound
     return [functions[text_of(config)] for config in listed]
+
+
+def _listed(
+    configs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: str, signature: inspect.Signature
+) -> list[Config]:
+    """Returns the configs for a call in order, with repeated ones."""
+    if not callable(configs):
+        return config_space.expand(configs, fn_name=label, parameters=signature, keep_repeated=True)
+    structs = as_structs(args, kwargs)
+    return config_space.expand_callable(configs, *structs, fn_name=label, parameters=signature, keep_repeated=True)

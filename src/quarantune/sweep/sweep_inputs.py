@@ -1,10 +1,9 @@
-"""Which arguments a sweep runs with: given for the block, the call's own, a supplier's, or made from shapes."""
+"""The arguments that a sweep runs with: those of a block, the call's own, a supplier's, or made from shapes."""
 
 from __future__ import annotations
 
 import inspect
 import reprlib
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,26 +13,17 @@ import jax.numpy as jnp
 from quarantune import jax_internals
 from quarantune.transport.call import Arguments
 from quarantune.transport.problem import as_structs, describe_call, describe_function, is_array, named
+from quarantune.values.scoped_stack import ScopedStack
 
 _REAL = "with quarantune.set_autotune_inputs(...)"
 
 
-class _Blocks(threading.local):
-    """The inputs of the `set_autotune_inputs` blocks that this thread is in, innermost last."""
-
-    def __init__(self) -> None:
-        self.entered: list[set_autotune_inputs] = []
-
-
-_blocks = _Blocks()
-
-
 class set_autotune_inputs:
-    """Has the sweeps of a block of code run with these arguments, in this thread only; blocks nest.
+    """Runs the sweeps of a block of code with these arguments, in this thread only; blocks nest.
 
-    It serves calls inside `jit` and its kin, which have no concrete arguments, and calls whose own arguments say little
-    about speed, such as indices that are all zero. What is tuned for is still the call: its shapes, dtypes and static
-    values must be those of these arguments, in whichever way either is spelt.
+    It serves calls inside `jit` and other transformations, which have no concrete arguments, and calls whose own
+    arguments are not representative of speed, such as indices that are all zero. The result is remembered for the call,
+    so these arguments must have its shapes, dtypes and static values, positional or by keyword.
 
     Args:
         *args: the tuned function's positional arguments, without tunables; or one list or tuple of them.
@@ -49,41 +39,44 @@ class set_autotune_inputs:
         self.kwargs = kwargs
 
     def __enter__(self) -> None:
-        _blocks.entered.append(self)
+        _blocks.enter(self)
 
     def __exit__(self, *_: object) -> None:
-        # The last one: the same block may have been entered further out, too.
-        del _blocks.entered[max(place for place, block in enumerate(_blocks.entered) if block is self)]
+        _blocks.leave(self)
+
+
+_blocks: ScopedStack[set_autotune_inputs] = ScopedStack()
+"""The `set_autotune_inputs` blocks of a thread."""
 
 
 def arguments(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], supply: str | Callable[..., Any]
 ) -> Arguments:
-    """Returns what a sweep for a call is to run with; what is still without a value is made from shape and dtype.
+    """Returns the arguments to run a call with; workers make those that still have no value from shape and dtype.
 
     Args:
-        fn: the function that is called, which says what is static and what stands where.
+        fn: the function that is called, with its signature and static parameters.
         args: the call's positional arguments.
         kwargs: its keyword arguments.
         supply: the author's option.
 
     Raises:
-        ValueError: the arguments given for the block, or the supplier's, are not those of a call like this one.
+        ValueError: the arguments of the block, or the supplier's, do not fit the call.
     """
     call = args, dict(kwargs)
-    if _blocks.entered:
-        return _given_for_block(_blocks.entered[-1], call, fn)
+    if (block := _blocks.innermost) is not None:
+        return _given_for_block(block, call, fn)
     leaves = jax.tree.leaves(call)
     if not callable(supply) or not any(_has_no_value(leaf) for leaf in leaves):
         return call
     structs, _ = as_structs(args, kwargs)
-    with jax.ensure_compile_time_eval():  # the call may be inside a trace, which this is not part of
+    with jax.ensure_compile_time_eval():  # the call may be inside a trace; this is not
         supplied = tuple(supply(structs))
     return _spelt_alike((supplied, dict(kwargs)), call, fn, "supply")
 
 
 def _given_for_block(given: set_autotune_inputs, call: Arguments, fn: Callable[..., Any]) -> Arguments:
-    """Returns the block's inputs; a single list or tuple holds all of them, unless the call has such an argument."""
+    """Returns the arguments of the block; one list or tuple holds all of them, unless the call has such an argument."""
     try:
         return _spelt_alike((given.args, given.kwargs), call, fn, _REAL)
     except ValueError:
@@ -97,18 +90,18 @@ def _has_no_value(leaf: Any) -> bool:
 
 
 def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], source: str) -> Arguments:
-    """Returns the arguments given, each where the call has its own, and as weakly typed.
+    """Returns the given arguments in the places of the call's own, and as weakly typed.
 
     Raises:
-        ValueError: they are not those of a call like this one.
+        ValueError: the given arguments do not fit the call.
     """
     from quarantune.cache import canonical_json
 
     _, signature, static = describe_function(fn)
     ours, theirs = _bind(signature, given, source), _bind(signature, call, "the call")
-    if static is None:  # of a function that is not jitted all counts by value but arrays
+    if static is None:  # without jit, every argument without an array counts by value
         static = frozenset(name for name, value in theirs.items() if not any(map(is_array, jax.tree.leaves(value))))
-    # What has no default and is not there is set by the configs.
+    # The configs set the parameters that have no default and are missing.
     spelt = signature.bind_partial(*call[0], **call[1]).arguments
     tunables = [
         name
@@ -124,10 +117,10 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], sour
     except TypeError as error:
         raise ValueError(f"{source} gives arguments that cannot be compared with the call's: {error}") from error
     for name in [*its, *mine]:
-        # As text, as the key has them: 4 and 4.0 are equal and give different programs.
+        # Compared as the text that the key holds: 4 and 4.0 are equal, but give different programs.
         if canonical_json(mine.get(name)) != canonical_json(its.get(name)):
-            tell = _tell_static if name in static else _tell
-            difference = f"{tell(name, mine, ours)} where the call has {tell(name, its, theirs)}"
+            show = _shown_static if name in static else _shown
+            difference = f"{show(name, mine, ours)} where the call has {show(name, its, theirs)}"
             raise ValueError(f"{source} gives for {name!r} {difference}: make them alike")
     with jax.ensure_compile_time_eval():
         alike = {
@@ -148,7 +141,7 @@ def _bind(signature: inspect.Signature, call: Arguments, source: str) -> dict[st
 
 
 def _in_place_of(call: Arguments, values: Mapping[str, Any], signature: inspect.Signature) -> Arguments:
-    """Returns a call that gives these values where another gives its own."""
+    """Returns a call with these values in the places of another call's arguments."""
     positional = signature.bind_partial(*call[0])
     positional.arguments = {name: values[name] for name in positional.arguments}
     return positional.args, {name: values[name] for name in call[1]}
@@ -168,7 +161,7 @@ def _without_weak_types(call: Arguments) -> Arguments:
 
 
 def _as_weak_as(given: Any, wanted: Any) -> Any:
-    """Returns an array as weakly typed as another: what a person gives is seldom so on purpose."""
+    """Returns an array as weakly typed as another; the weak types of given arrays are seldom on purpose."""
     is_weak = bool(getattr(wanted, "weak_type", False))
     if not is_array(given) or is_weak == bool(getattr(given, "weak_type", False)):
         return given
@@ -177,12 +170,12 @@ def _as_weak_as(given: Any, wanted: Any) -> Any:
     return jax_internals.as_weak(jnp.asarray(given)) if is_weak else given.astype(given.dtype)
 
 
-def _tell_static(name: str, described: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+def _shown_static(name: str, described: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     return reprlib.repr(values[name]) if name in described else "nothing"
 
 
-def _tell(name: str, described: Mapping[str, Any], _: Mapping[str, Any]) -> str:
-    """Returns one argument's part of a description for people."""
+def _shown(name: str, described: Mapping[str, Any], _: Mapping[str, Any]) -> str:
+    """Describes one argument in a form that people can read."""
     if name not in described:
         return "nothing"
     value = described[name]

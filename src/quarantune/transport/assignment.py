@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +16,7 @@ import jax
 
 from quarantune.host import locks
 from quarantune.values import config_values
+from quarantune.values.scoped_stack import ScopedStack
 from quarantune.values.trial import Config
 
 KEY = "kernel configs"
@@ -124,12 +124,12 @@ class Assignment:
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
         """Puts the assignment in force in this thread; programs traced meanwhile are found only under it again."""
-        _stack.entered.append(self)
+        _stack.enter(self)
         try:
             with context()(self.text):
                 yield
         finally:
-            _stack.entered.pop()
+            _stack.leave(self)
 
 
 class Runner:
@@ -239,19 +239,13 @@ def _config(data: Mapping[str, Any]) -> Config:
     return config_values.restore(data, {})
 
 
-class _Stack(threading.local):
-    """The assignments in force in this thread, outermost first."""
-
-    def __init__(self) -> None:
-        self.entered: list[Assignment] = []
-
-
-_stack = _Stack()
+_stack: ScopedStack[Assignment] = ScopedStack()
+"""The assignments in force in a thread."""
 
 
 def current() -> Assignment | None:
     """Returns the assignment in force in this thread, or None."""
-    return _stack.entered[-1] if _stack.entered else None
+    return _stack.innermost
 
 
 _NUMBER = re.compile(r" #\d+$")

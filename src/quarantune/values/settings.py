@@ -1,4 +1,4 @@
-"""The operator's word: `QUARANTUNE_*` variables and `with settings(...)` blocks, read and validated."""
+"""The operator's settings: `QUARANTUNE_*` variables and `with settings(...)` blocks, read and validated."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import math
 import os
 import re
 import tempfile
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from quarantune.host import caller
+from quarantune.values.scoped_stack import ScopedStack
 from quarantune.values.texts import did_you_mean, shown
 
 LONGEST_S = 1e9
-"""The longest time that may be given, in seconds: thirty years."""
+"""The longest accepted time in seconds: thirty years."""
 _LEAST_MEMORY = 16 * 2**20
 _PREFIX = "QUARANTUNE_"
 _UNITS = {prefix: 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
@@ -34,7 +34,7 @@ def parse_memory(value: int | str) -> int:
             `B` may be left out, and case does not matter.
 
     Raises:
-        ValueError: the value is no amount of memory, or less than a process can start with.
+        ValueError: the value is not an amount of memory, or too little to start a process.
     """
     text = shown(value) if isinstance(value, int) else str(value)  # an int may have too many digits for str
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
@@ -102,13 +102,13 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _setting(parse: Callable[[Any], Any], accepts: str, default: Any = None, *, unset: str | None = None) -> Any:
-    """Returns a dataclass field that knows how to read its value.
+    """Returns a dataclass field with the parser of its value.
 
     Args:
         parse: turns a string or a Python value into the field's value; raises ValueError or TypeError.
-        accepts: what `parse` accepts, for the error message.
-        default: the value when nothing is set.
-        unset: the word that stands for the default.
+        accepts: the values that `parse` accepts, for the error message.
+        default: the value where nothing is set.
+        unset: the word for the default.
     """
     accepts += f", or '{unset}'" if unset else ""
     return dataclasses.field(default=default, metadata={"parse": parse, "accepts": accepts, "unset": unset})
@@ -118,24 +118,24 @@ def _default_cache_dir() -> Path:
     import platformdirs
 
     if not os.environ.get("XDG_CACHE_HOME") and os.path.expanduser("~").startswith("~"):
-        # A user without a home, as a container may run its job as.
+        # A container may run its job as a user without a home.
         return Path(tempfile.gettempdir()) / f"quarantune-{os.getuid()}"
     return platformdirs.user_cache_path("quarantune", appauthor=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the operator wants; None leaves it to the decorator or to what the machine suggests.
+    """The operator's settings; None leaves a choice to the author's options or to the machine.
 
     Attributes:
-        cache_dir: where results live.
-        disable_cache: neither read nor write the disk.
-        always_tune: tune even when cached, once per process and key.
+        cache_dir: the directory of the results.
+        disable_cache: whether the cache on disk is neither read nor written.
+        always_tune: whether cached calls are tuned too, once per process and key.
         on_miss: `tune`, `default` or `error`.
-        version_check: whether an entry made under other versions is a miss.
+        version_check: whether an entry that was made under other versions is a miss.
         cpu_utilization: the share of the available cores that may compile.
-        cpu_count: how many compile workers to run; -1 follows `cpu_utilization`.
-        max_cpu_count: the most compile workers; -1 sets no bound.
+        cpu_count: how many configs compile at a time; -1 follows `cpu_utilization`.
+        max_cpu_count: the upper bound for `cpu_count`; -1 sets none.
         compile_timeout: seconds for compiling one config.
         timeout: seconds for checking and measuring one config.
         memory_limit: bytes of host memory for one worker and its children.
@@ -143,9 +143,9 @@ class Settings:
         configs_per_worker: how many configs one measuring worker may take; None chooses by platform.
         start_method: `fork` or `spawn`; None means fork where that is safe.
         isolation: `process` or `none`.
-        progress: whether to show progress; None means where stderr is a terminal.
-        log_dir: where each trial's output is kept.
-        lock_timeout: the longest wait for the cache's lock, in seconds.
+        progress: whether to show progress; None shows it where stderr is a terminal.
+        log_dir: the directory in which the output of each trial is kept.
+        lock_timeout: the longest wait for the lock of the cache, in seconds.
     """
 
     cache_dir: Path = dataclasses.field(
@@ -175,22 +175,12 @@ class Settings:
 _FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 
-class _Blocks(threading.local):
-    """The `settings` blocks this thread is in, outermost first."""
-
-    def __init__(self) -> None:
-        self.entered: list[settings] = []
-
-
-_blocks = _Blocks()
-
-
 class settings:
     """Sets options of the environment for a block of code, in this thread only; blocks nest.
 
     Args:
-        **overrides: the variables' names in lower case without their prefix, as Python values or as the
-            strings the variable would hold; None stands for the default.
+        **overrides: the settings by the names of their variables, in lower case and without the prefix; as Python
+            values, or as the strings that the variables would hold; None for the default.
 
     Raises:
         TypeError: there is no such option.
@@ -210,13 +200,12 @@ class settings:
         self._values = {name: _parse(name, name, value) for name, value in overrides.items()}
 
     def __enter__(self) -> None:
-        _blocks.entered.append(self)
+        _blocks.enter(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The last one: the same block may have been entered further out, too.
-        del _blocks.entered[max(place for place, block in enumerate(_blocks.entered) if block is self)]
+        _blocks.leave(self)
 
     @property
     def values(self) -> dict[str, Any]:
@@ -224,8 +213,12 @@ class settings:
         return self._values
 
 
+_blocks: ScopedStack[settings] = ScopedStack()
+"""The `settings` blocks of a thread."""
+
+
 def current() -> Settings:
-    """Returns what holds now: the defaults, under the environment, under this thread's `settings` blocks.
+    """Returns the settings in effect: blocks of this thread override the environment, which overrides the defaults.
 
     Raises:
         ValueError: a variable has a bad value.
@@ -247,13 +240,13 @@ def current() -> Settings:
 
 @functools.cache
 def _warn_unknown(variable: str) -> None:
-    """Warns, once, of a variable that has no effect: one of another version may be set on purpose."""
+    """Warns once of a variable that has no effect; a variable of another version may be set on purpose."""
     hint = did_you_mean(variable, [_PREFIX + name.upper() for name in _FIELDS])
     caller.warn(f"there is no variable {variable}, so it has no effect.{hint}", RuntimeWarning)
 
 
 def _parse(name: str, label: str, value: Any) -> Any:
-    """Returns the value of the field called `name`; `label` is what the user calls it."""
+    """Returns the parsed value of the field `name`, which messages call `label`."""
     field = _FIELDS[name]
     unset = field.metadata["unset"]
     if value is None or (unset and isinstance(value, str) and value.strip().lower() == unset):
