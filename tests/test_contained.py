@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import bad_payloads
 import jax
 import misdeeds
 import numpy as np
-import poisons
 import psutil
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
@@ -108,7 +108,7 @@ def test_every_misdeed_is_tested() -> None:
 @pytest.mark.parametrize(
     "misdeed", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in ENDS]
 )
-def test_a_misdeed_is_named_and_harms_nobody_else(misdeed: str) -> None:
+def test_a_misdeed_gets_its_outcome_and_harms_no_other_config(misdeed: str) -> None:
     haste = HASTE if ENDS[misdeed][0][0] == "timeout" else {}
     with nothing_is_left(), quarantune.settings(**haste):
         before, tracing, between, running, after = tune(GOOD, (misdeed, "tracing"), GOOD, (misdeed, "running"), GOOD)
@@ -142,7 +142,7 @@ jax.tree_util.register_pytree_node(Fragile, lambda fragile: ((fragile.x,), fragi
 
 
 @pytest.mark.parametrize("misdeed", ["kill_itself", "segfault", "hang_holding_the_gil", "fail"])
-def test_a_worker_that_comes_to_grief_as_it_is_made_ready_ahead_costs_no_config_anything(
+def test_a_standby_worker_that_dies_costs_no_config_its_result(
     misdeed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spares = tmp_path / "spares"
@@ -164,33 +164,33 @@ def test_a_worker_that_comes_to_grief_as_it_is_made_ready_ahead_costs_no_config_
     assert os.listdir(spares)
 
 
-def test_a_fork_bomb_leaves_no_splinter() -> None:
+def test_a_fork_bomb_leaves_no_process() -> None:
     with nothing_is_left(), quarantune.settings(memory_limit="8GB"):
         trials = tune(GOOD, ("bomb", "tracing"), GOOD, ("bomb", "running"), GOOD)
     assert ends(trials) == ["ok"] * 5
 
 
 @pytest.mark.parametrize("when", ["tracing", "running"])
-def test_a_crash_says_where_python_was(when: str) -> None:
+def test_a_crash_reports_the_python_stack(when: str) -> None:
     _, crashed = tune(GOOD, ("segfault", when))
     assert "Segmentation fault" in crashed.log_tail
     assert "in segfault" in crashed.log_tail
 
 
-def test_an_error_keeps_its_last_traceback_lines_and_what_was_printed() -> None:
+def test_an_error_keeps_its_traceback_and_the_output() -> None:
     _, failed, _, flooded = tune(GOOD, ("fail", "tracing"), GOOD, ("flood", "tracing"))
     assert "in fail" in failed.log_tail
     assert flooded.log_tail.endswith("the last word\n")
 
 
-def test_an_oom_trial_tells_how_much_it_held() -> None:
+def test_an_oom_trial_reports_its_peak_memory() -> None:
     _, starved = tune(GOOD, ("starve", "tracing"))
     assert starved.peak_memory_bytes is not None
     assert starved.peak_memory_bytes > 200e6
 
 
 @pytest.mark.slow
-def test_a_config_over_its_share_of_the_memory_is_tried_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_config_over_its_memory_share_is_tried_again_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes.machine, "available_memory_bytes", lambda: 10**9)  # a share is 225 MB
 
     @quarantune.autotune({"n": [1, 2, 3]}, rep=1, warmup=0)
@@ -208,13 +208,13 @@ def test_a_config_over_its_share_of_the_memory_is_tried_again_alone(monkeypatch:
 
 
 @pytest.mark.slow
-def test_misdeeds_are_contained_in_spawned_workers_too() -> None:
+def test_misdeeds_are_contained_in_spawned_workers() -> None:
     with nothing_is_left(), quarantune.settings(start_method="spawn"):
         trials = tune(("segfault", "tracing"), ("leave_a_daemon", "running"), GOOD)
     assert ends(trials) == ["crashed", "ok", "ok"]
 
 
-def test_every_process_dying_is_an_error_of_the_caller_that_names_each() -> None:
+def test_the_error_lists_every_config_when_all_processes_die() -> None:
     with nothing_is_left(), pytest.raises(quarantune.TuningFailedError, match="All 2 configs failed") as caught:
         tune(("segfault", "tracing"), ("exit_with_0", "running"))
     assert [trial.outcome for trial in caught.value.trials] == ["crashed", "crashed"]
@@ -230,20 +230,20 @@ class TestReusedWorkers:
 
     @staticmethod
     def tune(*acts: str) -> dict[str, Trial]:
-        result = poisons.kernel.tune(X, space=acts)
+        result = bad_payloads.kernel.tune(X, space=acts)
         assert {trial.route for trial in result.trials} == {"apart"}
         return {trial.config["act"]: trial for trial in result.trials}
 
-    def test_a_config_that_fails_in_a_poisoned_worker_is_repeated_in_a_fresh_one(self, tmp_path: Path) -> None:
+    def test_a_failure_in_a_poisoned_worker_is_repeated_in_a_fresh_one(self, tmp_path: Path) -> None:
         with nothing_is_left():
             trials = self.tune("good", "poison", "victim", "good again")
         assert ends(trials.values()) == ["ok"] * 4
 
-    def test_a_config_that_crashes_in_a_used_worker_crashes_in_a_fresh_one_before_it_counts(
+    def test_a_crash_counts_only_when_repeated_in_a_fresh_worker(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         journal = tmp_path / "crashes"
-        monkeypatch.setenv(poisons.CRASHES, str(journal))
+        monkeypatch.setenv(bad_payloads.CRASHES, str(journal))
         with nothing_is_left():
             trials = self.tune("good", "segfault", "good again")
         assert ends(trials.values()) == ["ok", "crashed", "ok"]
@@ -253,13 +253,13 @@ class TestReusedWorkers:
     @pytest.mark.parametrize(
         ("act", "outcome"), [("hang", "timeout"), ("exit", "crashed"), ("fail", "error"), ("starve", "oom")]
     )
-    def test_trouble_in_a_shared_worker_stays_with_its_config(self, act: str, outcome: str) -> None:
+    def test_a_failure_in_a_reused_worker_affects_only_its_config(self, act: str, outcome: str) -> None:
         with nothing_is_left(), quarantune.settings(**HASTE if act == "hang" else {}):
             trials = self.tune("good", act, "good again")
         assert ends(trials.values()) == ["ok", outcome, "ok"]
 
     @pytest.mark.parametrize("misdeed", ["segfault", "leave_a_daemon", "close_everything", "hang"])
-    def test_misdeeds_while_tracing_are_contained_in_the_compile_worker(self, misdeed: str) -> None:
+    def test_misdeeds_during_tracing_are_contained_in_the_compile_worker(self, misdeed: str) -> None:
         (outcome, _), _ = ENDS[misdeed]
         with nothing_is_left(), quarantune.settings(**HASTE if outcome == "timeout" else {}):
             trials = tune(GOOD, (misdeed, "tracing"), GOOD)

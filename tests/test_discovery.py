@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from aftermath import nothing_is_left
 
+import quarantune
 from quarantune.devices import discovery
 from quarantune.sandbox import template
 from quarantune.values.trial import SandboxError
@@ -20,9 +24,7 @@ def initialize():
 """
 
 
-def test_a_plugin_that_hangs_ends_the_probe_with_advice_and_nothing_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hanging_plugin_ends_the_probe_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = tmp_path / "jax_plugins" / "hanging"
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text(HANGING_PLUGIN)
@@ -36,3 +38,36 @@ def test_a_plugin_that_hangs_ends_the_probe_with_advice_and_nothing_stays(
     template.close_shared()
     monkeypatch.setattr(discovery, "_PROBE_DEADLINE_S", 120.0)
     assert discovery._probe.__wrapped__(("cpu",)).devices[0].platform == "cpu"
+
+
+LOADS_PLUGINS = """
+import os, jax
+from quarantune import jax_internals as _jax_internals
+threads = os.listdir("/proc/self/task")
+_jax_internals.load_plugins()
+assert not _jax_internals.backends_initialized()
+assert os.listdir("/proc/self/task") == threads
+assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
+if os.fork() == 0:
+    os._exit(jax.devices()[0].platform != "cpu")
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+print("in", os.getpid())
+"""
+
+
+def test_plugins_are_loaded_once_for_all_forks_without_touching_a_device(tmp_path: Path) -> None:
+    plugin = tmp_path / "jax_plugins" / "noting"
+    plugin.mkdir(parents=True)
+    notes = "os.getpid(), os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK']"
+    (plugin / "__init__.py").write_text(f"import os\n\ndef initialize():\n    print({notes}, flush=True)\n")
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{Path(quarantune.__file__).parents[1]}{os.pathsep}{tmp_path}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS_PLUGINS], capture_output=True, text=True, timeout=60, check=False, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    loaded, owner = done.stdout.splitlines()
+    assert f"in {loaded}" == f"{owner} 1"

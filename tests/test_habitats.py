@@ -46,7 +46,7 @@ def run(script: str, *args: str, cwd: Path, environ: dict[str, str | None] | Non
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_modules_of_the_working_directory_are_not_taken_for_pythons_own(method: str, tmp_path: Path) -> None:
+def test_modules_of_the_working_directory_do_not_shadow_python_modules(method: str, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     for name in ("json", "re", "enum", "functools", "socket", "selectors", "numpy", "jax", "cloudpickle"):
         (tmp_path / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write(__name__ + ' ')\n")
@@ -59,7 +59,7 @@ def test_modules_of_the_working_directory_are_not_taken_for_pythons_own(method: 
 
 
 @pytest.mark.slow
-def test_odd_paths_long_command_lines_and_users_without_a_home_are_no_hindrance(tmp_path: Path) -> None:
+def test_odd_paths_long_command_lines_and_missing_homes_work(tmp_path: Path) -> None:
     script = f"""{KERNEL}
 import pathlib, pwd, tempfile
 def nobody(uid):
@@ -79,7 +79,7 @@ with quarantune.settings(disable_cache=True):
     assert not (tmp_path / "~").exists()
 
 
-def test_a_program_tunes_in_a_directory_that_is_gone(tmp_path: Path) -> None:
+def test_a_program_tunes_in_a_deleted_working_directory(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     run(f"import os\nos.rmdir({str(gone)!r})\n{KERNEL}\nagree()", cwd=gone)
@@ -87,7 +87,7 @@ def test_a_program_tunes_in_a_directory_that_is_gone(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unreachable", "full"])
-def test_a_compilation_cache_of_jax_that_cannot_be_written_is_no_hindrance(kind: str, tmp_path: Path) -> None:
+def test_tuning_works_with_an_unwritable_compilation_cache(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     directory = file / "cache" if kind == "unreachable" else tmp_path / "cache"
@@ -113,7 +113,7 @@ agree()
     run(script, cwd=tmp_path, environ=environ)
 
 
-def test_a_fork_finds_every_lock_free_whatever_other_threads_do(tmp_path: Path) -> None:
+def test_every_lock_is_free_in_a_fork(tmp_path: Path) -> None:
     script = f"""{KERNEL}
 import signal, threading, types, warnings
 import cloudpickle
@@ -184,7 +184,7 @@ fork_while(hold_all, take_all)
 
 
 @pytest.mark.slow
-def test_an_exception_of_a_signal_handler_while_packing_is_raised_as_it_is(tmp_path: Path) -> None:
+def test_an_exception_of_a_signal_handler_while_packing_is_raised_unchanged(tmp_path: Path) -> None:
     script = f"""{KERNEL}
 import signal, types
 import cloudpickle
@@ -237,7 +237,7 @@ attempt(fn)  # nothing of it is in the way of the next
 @pytest.mark.parametrize(
     "call", ["kernel.tune(X)", "quarantune.AutoTuner(plain, [{'n': 1}, {'n': 2}]).run(X)"], ids=["tune", "run"]
 )
-def test_a_module_that_tunes_while_it_is_imported_is_told_to_do_it_later(call: str, tmp_path: Path) -> None:
+def test_tuning_during_an_import_is_refused_with_advice(call: str, tmp_path: Path) -> None:
     plain = "def plain(x, n):\n    return x * n\n"
     (tmp_path / "tuning_module.py").write_text(f"{KERNEL}\n{plain}\n{call}\n")
     script = f"""
@@ -253,7 +253,7 @@ assert "imports the module of its function" in text and "__name__" in text, text
 
 
 @pytest.mark.slow
-def test_compile_configs_in_a_module_that_is_imported_is_told_to_do_it_later(tmp_path: Path) -> None:
+def test_compile_configs_during_an_import_warns_with_advice(tmp_path: Path) -> None:
     call = "quarantune.compile_configs(kernel, [{'n': 1}], X)"
     (tmp_path / "tuning_module.py").write_text(f"{KERNEL}\nimport warnings\nwarnings.simplefilter('error')\n{call}\n")
     script = f"""
@@ -268,7 +268,7 @@ assert "imports the module of its function" in text, text
     run(script, cwd=tmp_path)
 
 
-def test_a_config_that_is_too_large_for_a_worker_is_refused_by_name() -> None:
+def test_a_config_too_large_for_a_message_is_refused_with_its_largest_key() -> None:
     def fn(x: int, table: str) -> int:
         return x
 
@@ -277,7 +277,7 @@ def test_a_config_that_is_too_large_for_a_worker_is_refused_by_name() -> None:
         tuner.run(1)
 
 
-def test_a_template_that_a_new_one_would_not_be_like_is_replaced(tmp_path: Path) -> None:
+def test_an_outdated_template_is_replaced(tmp_path: Path) -> None:
     script = """
 import os
 import psutil, quarantune

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import psutil
 import pytest
 from aftermath import eventually
 
@@ -77,9 +78,153 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
 
 
-def test_a_stopped_holder_is_passed_over_at_once_for_the_whole_sweep(
+def test_a_lease_has_one_holder_at_a_time(device: Device) -> None:
+    first, second = Lease(device), Lease(device)
+    assert first.acquire(0.0)
+    assert first.acquire(1.0), "who holds it may ask again"
+    assert not second.acquire(1.0)
+    first.release()
+    assert second.acquire(1.1)
+    assert not first.acquire(2.0)
+    second.release()
+    second.release()
+    first.release()
+
+
+def test_leases_on_different_devices_are_independent(device: Device) -> None:
+    other = Device("rocm", device.kind, device.token)
+    first, second = Lease(device), Lease(other)
+    assert first.acquire(0.0)
+    assert second.acquire(0.0)
+    first.release()
+    second.release()
+
+
+def test_a_busy_tuner_gives_a_waiting_one_its_turn(device: Device) -> None:
+    busy, waiting = Lease(device), Lease(device)
+    turns = []
+    for step in range(60):  # both ask 20 times a second; the busy one asks first and measures for one step
+        now = 0.05 * step
+        if busy.acquire(now):
+            turns.append("busy")
+        if waiting.acquire(now):
+            turns.append("waiting")
+            waiting.release()
+        busy.release()
+    assert turns.count("busy") >= 10
+    assert turns.count("waiting") >= 10
+
+
+def test_a_released_lease_goes_to_the_waiting_tuner_first(device: Device) -> None:
+    busy, waiting = Lease(device), Lease(device)
+    assert busy.acquire(0.0)
+    assert not waiting.acquire(0.01)
+    busy.release()  # after five seconds of measuring
+    assert not busy.acquire(5.0), "somebody waits"
+    assert waiting.acquire(5.05)
+    assert not busy.acquire(5.2)
+    waiting.release()
+    assert not waiting.acquire(6.0), "now the busy one waits"
+    assert busy.acquire(6.05)
+    busy.release()
+    waiting.release()
+
+
+def test_a_lease_that_nobody_waits_for_can_be_taken_again_at_once(device: Device) -> None:
+    lease = Lease(device)
+    for step in range(3):
+        assert lease.acquire(step * 0.001)
+        lease.release()
+
+
+def test_a_stuck_holder_is_passed_over_after_a_minute_with_a_warning(
     device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
+    stuck, patient = Lease(device), Lease(device)
+    assert stuck.acquire(0.0)
+    for second in range(61):
+        assert not patient.acquire(float(second))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert patient.acquire(60.5)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"another tuner has held {device.name} for over 60 s; measuring beside it"
+    ]
+    patient.release()
+    assert patient.acquire(61.0), "one sweep is patient once"
+    patient.release()
+    other = Lease(device)
+    assert not other.acquire(61.0), "another one has patience of its own"
+    other.release()
+    stuck.release()
+    assert patient.acquire(61.2)
+    assert not stuck.acquire(61.4), "what is free is taken and not passed over"
+    patient.release()
+    stuck.release()
+
+
+FORKING_HOLDER = """
+import os, signal, sys
+from quarantune.devices.device import Device
+from quarantune.devices.leases import Lease
+lease = Lease(Device("cuda", "fake", sys.argv[1]))
+assert lease.acquire(0.0)
+if sys.argv[2] == "fork" and os.fork() == 0:
+    print(os.getpid(), flush=True)
+    signal.pause()
+if sys.argv[2] == "hold":
+    print("held", flush=True)
+    signal.pause()
+sys.stdin.read()
+lease.release()
+print("released", flush=True)
+sys.stdin.close()
+signal.pause()
+"""
+
+
+@contextlib.contextmanager
+def forking_holder(device: Device, mode: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKING_HOLDER, device.token, mode],
+        env={**os.environ, "PYTHONPATH": SOURCES},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_a_killed_holder_releases_the_lease(device: Device) -> None:
+    lease = Lease(device)
+    with forking_holder(device, "hold") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        assert not lease.acquire(0.0)
+        process.kill()
+        process.wait(20)
+        assert lease.acquire(1.0)
+        lease.release()
+
+
+def test_a_fork_of_the_holder_does_not_keep_the_lease(device: Device) -> None:
+    lease = Lease(device)
+    with forking_holder(device, "fork") as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        child = int(process.stdout.readline())
+        assert not lease.acquire(0.0)
+        process.stdin.close()
+        assert process.stdout.readline() == "released\n"
+        assert lease.acquire(1.0)
+        assert psutil.Process(child).status() != psutil.STATUS_ZOMBIE
+        lease.release()
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_stopped_holder_is_passed_over_for_the_whole_sweep(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     lease = Lease(device)
     with program(HOLDER, device.token) as holder:
         assert not lease.acquire(0.0)
@@ -113,7 +258,7 @@ def test_a_holder_that_was_stopped_for_a_moment_is_waited_for(device: Device) ->
 
 
 @pytest.mark.parametrize("user", ["as we are", "65534"])
-def test_a_name_that_no_tuner_of_ours_holds_is_no_reason_to_wait(
+def test_a_holder_that_is_no_tuner_of_this_user_is_passed_over(
     user: str, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     if user != "as we are" and os.geteuid() != 0:
@@ -139,7 +284,7 @@ def test_users_do_not_wait_for_each_other(device: Device, monkeypatch: pytest.Mo
     ours.release()
 
 
-def test_many_waiting_tuners_do_not_fill_the_holder_up(device: Device) -> None:
+def test_many_waiting_tuners_do_not_exhaust_the_holders_backlog(device: Device) -> None:
     holder, waiting = Lease(device), Lease(device)
     assert holder.acquire(0.0)
     for look in range(119):
@@ -151,7 +296,7 @@ def test_many_waiting_tuners_do_not_fill_the_holder_up(device: Device) -> None:
     waiting.release()
 
 
-def test_another_thread_of_this_process_is_waited_for(device: Device) -> None:
+def test_a_lease_of_another_thread_is_waited_for(device: Device) -> None:
     mine, nested = (Lease(device, thread=threading.get_ident()) for _ in range(2))
     other = Lease(device, thread=threading.get_ident() + 1)
     assert mine.acquire(0.0)

@@ -23,11 +23,9 @@ import psutil
 import pytest
 
 import quarantune
-from quarantune.devices.device import Device, cheap_context, visible_devices
-from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.sandbox import codec, pool, spool, template, template_watch
-from quarantune.sandbox.messages import Compile, Measure, ProbedDevice
+from quarantune.sandbox.messages import Compile, Measure
 from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
 from quarantune.sweep import routes
 from quarantune.transport import payload
@@ -316,7 +314,7 @@ METHODS = pytest.mark.parametrize("method", ["fork", "spawn"])
 
 
 @METHODS
-def test_a_worker_says_phase_by_phase_what_it_does_and_ends(method: str, load: Callable[..., ModuleType]) -> None:
+def test_a_worker_reports_each_phase_and_exits(method: str, load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
         assert sandbox.forks_loaded == (method == "fork")
         worker = run(sandbox, do="nothing")
@@ -333,7 +331,7 @@ def test_a_worker_says_phase_by_phase_what_it_does_and_ends(method: str, load: C
 
 
 @METHODS
-def test_a_worker_lives_in_a_world_of_its_own(
+def test_a_worker_has_its_own_session_environment_and_descriptors(
     method: str, load: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -361,7 +359,7 @@ def test_a_worker_lives_in_a_world_of_its_own(
         ("spawn", "segfault", -int(signal.SIGSEGV)),
     ],
 )
-def test_after_a_config_goes_wrong_the_next_one_is_fine(
+def test_a_failing_config_does_not_affect_the_next(
     method: str, do: str, status: int, load: Callable[..., ModuleType]
 ) -> None:
     with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
@@ -380,9 +378,7 @@ def test_after_a_config_goes_wrong_the_next_one_is_fine(
 
 
 @METHODS
-def test_signals_blocked_or_ignored_by_the_caller_are_neither_in_workers(
-    method: str, load: Callable[..., ModuleType]
-) -> None:
+def test_workers_do_not_inherit_blocked_or_ignored_signals(method: str, load: Callable[..., ModuleType]) -> None:
     template.close_shared()
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -397,14 +393,14 @@ def test_signals_blocked_or_ignored_by_the_caller_are_neither_in_workers(
         assert facts_of(sandbox, worker) == {"blocked": [], "ignored": python_ignores}
 
 
-def test_a_module_that_blocks_sigchld_as_it_is_loaded_hides_no_worker(load: Callable[..., ModuleType]) -> None:
+def test_a_module_that_blocks_sigchld_hides_no_exit(load: Callable[..., ModuleType]) -> None:
     blocks = "    import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})"
     with sandbox_for(load(HOSTILE.format(hostility=blocks)).act) as sandbox:
         assert sandbox.forks_loaded
         assert run(sandbox).types == ["Compiled", "Measured"]
 
 
-def test_long_last_words_are_heard_in_full(load: Callable[..., ModuleType]) -> None:
+def test_a_long_last_message_is_received_in_full(load: Callable[..., ModuleType]) -> None:
     module = load(
         """
         import functools, sys
@@ -424,7 +420,7 @@ def test_long_last_words_are_heard_in_full(load: Callable[..., ModuleType]) -> N
         assert len(json.dumps(worker.messages[-1])) > 4 << 16
 
 
-def test_a_sandbox_knows_its_template_however_quickly_that_is_ready(load: Callable[..., ModuleType]) -> None:
+def test_the_process_id_of_a_fast_template_is_known(load: Callable[..., ModuleType]) -> None:
     act = load(WORKLOAD).act
     for _ in range(20):
         with sandbox_for(act) as sandbox:
@@ -432,7 +428,7 @@ def test_a_sandbox_knows_its_template_however_quickly_that_is_ready(load: Callab
 
 
 @METHODS
-def test_leaving_the_sandbox_kills_what_still_hangs(
+def test_leaving_the_sandbox_kills_hanging_workers(
     method: str, load: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
     with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
@@ -449,7 +445,7 @@ def test_leaving_the_sandbox_kills_what_still_hangs(
     assert not any(pid is not None and is_running(pid) for pid in pids)
 
 
-def test_sweeps_of_several_threads_do_not_disturb_each_other(load: Callable[..., ModuleType]) -> None:
+def test_sweeps_of_several_threads_are_independent(load: Callable[..., ModuleType]) -> None:
     act = load(WORKLOAD).act
     totals: dict[int, list[float]] = {}
 
@@ -465,7 +461,7 @@ def test_sweeps_of_several_threads_do_not_disturb_each_other(load: Callable[...,
     assert totals == {number: [10.0 * number] * 3 for number in range(4)}
 
 
-def test_a_worker_that_cannot_be_started_is_lost_and_its_template_lives(
+def test_a_worker_that_cannot_start_is_lost_and_its_template_survives(
     load: Callable[..., ModuleType],
 ) -> None:
     with sandbox_for(load(WORKLOAD).act, method="spawn") as sandbox:
@@ -490,9 +486,7 @@ LOAD_TROUBLES = {
 
 
 @pytest.mark.parametrize("hostility", LOAD_TROUBLES)
-def test_a_payload_that_cannot_be_loaded_says_how_and_the_next_sweep_is_fine(
-    hostility: str, load: Callable[..., ModuleType]
-) -> None:
+def test_a_failed_load_is_reported_and_the_next_sweep_works(hostility: str, load: Callable[..., ModuleType]) -> None:
     outcome, said = LOAD_TROUBLES[hostility]
     module = load(HOSTILE.format(hostility=f"    print('loading', flush=True)\n    {hostility}"))
     with (
@@ -514,7 +508,7 @@ def test_a_payload_that_cannot_be_loaded_says_how_and_the_next_sweep_is_fine(
     ],
     ids=["a module-level array", "a module-level thread"],
 )
-def test_a_module_that_makes_forking_unsafe_is_loaded_by_each_worker_itself(
+def test_a_module_that_makes_forking_unsafe_is_loaded_by_each_worker(
     hostility: str, load: Callable[..., ModuleType]
 ) -> None:
     with sandbox_for(load(HOSTILE.format(hostility=hostility)).act) as sandbox:
@@ -539,7 +533,7 @@ def test_a_module_that_makes_forking_unsafe_is_loaded_by_each_worker_itself(
         ("spawn", "orphan"),
     ],
 )
-def test_a_grandchild_in_a_session_of_its_own_is_dead_when_the_end_of_its_worker_is_told(
+def test_grandchildren_in_other_sessions_die_before_an_exit_is_reported(
     method: str, ending: str, load: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
     path = tmp_path / "grandchild"
@@ -549,7 +543,7 @@ def test_a_grandchild_in_a_session_of_its_own_is_dead_when_the_end_of_its_worker
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
-def test_a_killed_worker_takes_its_grandchild_with_it(load: Callable[..., ModuleType], tmp_path: Path) -> None:
+def test_killing_a_worker_kills_its_grandchild(load: Callable[..., ModuleType], tmp_path: Path) -> None:
     path = tmp_path / "grandchild"
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         worker = start(sandbox, do="orphan_and_hang", path=str(path))
@@ -580,7 +574,7 @@ def start_hanging(sandbox: Sandbox, tmp_path: Path, count: int = 2) -> dict[int,
 
 
 @pytest.mark.parametrize("victims", ["the sweep's template", "the process's template", "both", "stopped and killed"])
-def test_when_a_template_is_killed_its_workers_are_lost_and_the_sweep_goes_on(
+def test_a_killed_template_loses_its_workers_and_the_sweep_goes_on(
     victims: str, load: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
@@ -609,9 +603,7 @@ def test_when_a_template_is_killed_its_workers_are_lost_and_the_sweep_goes_on(
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
-def test_a_template_that_is_dying_but_not_yet_dead_is_not_used_again(
-    load: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dying_template_is_not_used_again(load: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         dying = template.shared().pid
         monkeypatch.setattr(template.Template, "is_alive", property(lambda self: True))
@@ -638,7 +630,7 @@ def test_templates_that_keep_dying_end_the_sweep_with_an_error(load: Callable[..
         kill_and_poll(sandbox)
 
 
-def test_a_config_that_stops_its_template_holds_nothing_up(load: Callable[..., ModuleType]) -> None:
+def test_a_config_that_stops_its_template_delays_nothing(load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         worker = start(sandbox, do="stop_parent")
         heard = {worker.number: worker}
@@ -650,7 +642,7 @@ def test_a_config_that_stops_its_template_holds_nothing_up(load: Callable[..., M
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
-def test_a_stopped_template_is_woken_and_starts_its_workers(load: Callable[..., ModuleType]) -> None:
+def test_a_stopped_template_is_woken_and_starts_workers(load: Callable[..., ModuleType]) -> None:
     act = load(WORKLOAD).act
     with sandbox_for(act) as sandbox:
         sweep_template().suspend()
@@ -745,7 +737,7 @@ def owner_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_owner_and_its_fork_both_sweep(owner_script: list[str], tmp_path: Path) -> None:
+def test_a_process_and_its_fork_both_sweep(owner_script: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [*owner_script, "both sweep", str(tmp_path / "pids")], capture_output=True, text=True, timeout=60, check=False
     )
@@ -753,9 +745,7 @@ def test_the_owner_and_its_fork_both_sweep(owner_script: list[str], tmp_path: Pa
     assert done.stdout == "both did\n"
 
 
-def test_a_killed_owners_processes_end_even_if_its_fork_holds_every_connection_open(
-    owner_script: list[str], tmp_path: Path
-) -> None:
+def test_a_killed_owners_workers_die_though_its_fork_holds_connections(owner_script: list[str], tmp_path: Path) -> None:
     path, template_path = tmp_path / "pids", tmp_path / "pids.template"
     with subprocess.Popen([*owner_script, "child stays", str(path)]) as owner:
         wait_for(lambda: path.exists() and path.read_text(), "the fork is there")
@@ -776,7 +766,7 @@ def test_a_killed_owners_processes_end_even_if_its_fork_holds_every_connection_o
 # --- logs and inputs ----------------------------------------------------------------------------------------
 
 
-def test_a_log_that_grows_too_large_is_cut_down_to_its_end(load: Callable[..., ModuleType], tmp_path: Path) -> None:
+def test_a_log_that_grows_too_large_keeps_only_its_end(load: Callable[..., ModuleType], tmp_path: Path) -> None:
     path = tmp_path / "flooded"
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         worker = start(sandbox, do="flood", path=str(path))
@@ -793,9 +783,7 @@ def test_a_log_that_grows_too_large_is_cut_down_to_its_end(load: Callable[..., M
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_no_worker_can_change_the_payload_or_the_arrays_of_the_next(
-    method: str, load: Callable[..., ModuleType]
-) -> None:
+def test_no_worker_can_change_the_payload_or_the_arrays(method: str, load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act, np.ones(100_000), method=method) as sandbox:
         worker = run(sandbox, do="write_to_the_inputs")
         attempts = facts_of(sandbox, worker)["attempts"]
@@ -806,273 +794,14 @@ def test_no_worker_can_change_the_payload_or_the_arrays_of_the_next(
         assert facts_of(sandbox, run(sandbox, do="sum_up")) == {"total": 100_000.0}
 
 
-# --- leases -------------------------------------------------------------------------------------------------
-
-
-LOADS_PLUGINS = """
-import os, jax
-from quarantune import jax_internals as _jax_internals
-threads = os.listdir("/proc/self/task")
-_jax_internals.load_plugins()
-assert not _jax_internals.backends_initialized()
-assert os.listdir("/proc/self/task") == threads
-assert "JAX_SKIP_CUDA_CONSTRAINTS_CHECK" not in os.environ
-if os.fork() == 0:
-    os._exit(jax.devices()[0].platform != "cpu")
-assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
-print("in", os.getpid())
-"""
-
-
-def test_plugins_are_loaded_once_for_all_forks_and_no_device_is_touched(tmp_path: Path) -> None:
-    plugin = tmp_path / "jax_plugins" / "noting"
-    plugin.mkdir(parents=True)
-    notes = "os.getpid(), os.environ['JAX_SKIP_CUDA_CONSTRAINTS_CHECK']"
-    (plugin / "__init__.py").write_text(f"import os\n\ndef initialize():\n    print({notes}, flush=True)\n")
-    environ = {**os.environ, "PYTHONPATH": f"{SOURCES}{os.pathsep}{tmp_path}", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", LOADS_PLUGINS], capture_output=True, text=True, timeout=60, check=False, env=environ
-    )
-    assert done.returncode == 0, done.stderr
-    loaded, owner = done.stdout.splitlines()
-    assert f"in {loaded}" == f"{owner} 1"
-
-
-@pytest.fixture
-def device(tmp_path: Path) -> Device:
-    """A device of this test's own: leases on it are machine-wide."""
-    return Device("cuda", "fake", f"{tmp_path.name}-{os.getpid()}-{time.monotonic_ns()}")
-
-
-def test_one_holder_at_a_time(device: Device) -> None:
-    first, second = Lease(device), Lease(device)
-    assert first.acquire(0.0)
-    assert first.acquire(1.0), "who holds it may ask again"
-    assert not second.acquire(1.0)
-    first.release()
-    assert second.acquire(1.1)
-    assert not first.acquire(2.0)
-    second.release()
-    second.release()
-    first.release()
-
-
-def test_leases_on_different_devices_do_not_meet(device: Device) -> None:
-    other = Device("rocm", device.kind, device.token)
-    first, second = Lease(device), Lease(other)
-    assert first.acquire(0.0)
-    assert second.acquire(0.0)
-    first.release()
-    second.release()
-
-
-def test_a_busy_tuner_lets_one_that_waits_have_its_turn(device: Device) -> None:
-    busy, waiting = Lease(device), Lease(device)
-    turns = []
-    for step in range(60):  # both ask 20 times a second; the busy one asks first and measures for one step
-        now = 0.05 * step
-        if busy.acquire(now):
-            turns.append("busy")
-        if waiting.acquire(now):
-            turns.append("waiting")
-            waiting.release()
-        busy.release()
-    assert turns.count("busy") >= 10
-    assert turns.count("waiting") >= 10
-
-
-def test_who_gives_a_lease_up_does_not_take_it_back_before_who_waits_has_looked(device: Device) -> None:
-    busy, waiting = Lease(device), Lease(device)
-    assert busy.acquire(0.0)
-    assert not waiting.acquire(0.01)
-    busy.release()  # after five seconds of measuring
-    assert not busy.acquire(5.0), "somebody waits"
-    assert waiting.acquire(5.05)
-    assert not busy.acquire(5.2)
-    waiting.release()
-    assert not waiting.acquire(6.0), "now the busy one waits"
-    assert busy.acquire(6.05)
-    busy.release()
-    waiting.release()
-
-
-def test_who_waits_alone_for_nobody_takes_a_lease_back_at_once(device: Device) -> None:
-    lease = Lease(device)
-    for step in range(3):
-        assert lease.acquire(step * 0.001)
-        lease.release()
-
-
-def test_a_stuck_holder_is_passed_over_after_a_minute_with_a_warning(
-    device: Device, caplog: pytest.LogCaptureFixture
-) -> None:
-    stuck, patient = Lease(device), Lease(device)
-    assert stuck.acquire(0.0)
-    for second in range(61):
-        assert not patient.acquire(float(second))
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    assert patient.acquire(60.5)
-    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        f"another tuner has held {device.name} for over 60 s; measuring beside it"
-    ]
-    patient.release()
-    assert patient.acquire(61.0), "one sweep is patient once"
-    patient.release()
-    other = Lease(device)
-    assert not other.acquire(61.0), "another one has patience of its own"
-    other.release()
-    stuck.release()
-    assert patient.acquire(61.2)
-    assert not stuck.acquire(61.4), "what is free is taken and not passed over"
-    patient.release()
-    stuck.release()
-
-
-HOLDER = """
-import os, signal, sys
-from quarantune.devices.device import Device
-from quarantune.devices.leases import Lease
-lease = Lease(Device("cuda", "fake", sys.argv[1]))
-assert lease.acquire(0.0)
-if sys.argv[2] == "fork" and os.fork() == 0:
-    print(os.getpid(), flush=True)
-    signal.pause()
-if sys.argv[2] == "hold":
-    print("held", flush=True)
-    signal.pause()
-sys.stdin.read()
-lease.release()
-print("released", flush=True)
-sys.stdin.close()
-signal.pause()
-"""
-
-
-@contextlib.contextmanager
-def holder(device: Device, mode: str) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, device.token, mode],
-        env={**os.environ, "PYTHONPATH": SOURCES},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def test_a_killed_holder_holds_nothing(device: Device) -> None:
-    lease = Lease(device)
-    with holder(device, "hold") as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        assert not lease.acquire(0.0)
-        process.kill()
-        process.wait(PATIENCE_S)
-        assert lease.acquire(1.0)
-        lease.release()
-
-
-def test_a_fork_of_the_holder_does_not_keep_the_lease(device: Device) -> None:
-    lease = Lease(device)
-    with holder(device, "fork") as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        child = int(process.stdout.readline())
-        assert not lease.acquire(0.0)
-        process.stdin.close()
-        assert process.stdout.readline() == "released\n"
-        assert lease.acquire(1.0)
-        assert is_running(child)
-        lease.release()
-        os.kill(child, signal.SIGKILL)
-
-
-# --- visible devices ----------------------------------------------------------------------------------------
-
-
-def probed(count: int, platform: str = "cuda") -> list[ProbedDevice]:
-    return [
-        ProbedDevice(platform=platform, kind=f"kind {index}", index=index, num_cores=None) for index in range(count)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("visible", "allowed", "tokens"),
-    [
-        (None, None, ["0", "1", "2"]),
-        ("", None, ["0", "1", "2"]),
-        ("5,3,1", None, ["5", "3", "1"]),
-        (" 5 , 3 ,1 ", None, ["5", "3", "1"]),
-        ("GPU-aa,GPU-bb,MIG-cc", None, ["GPU-aa", "GPU-bb", "MIG-cc"]),
-        (None, ["2", "0"], ["2", "0"]),
-        ("5,3,1", ["0", "2"], ["5", "1"]),
-        ("GPU-aa,GPU-bb,MIG-cc", ["1"], ["GPU-bb"]),
-        ("GPU-aa,GPU-bb,MIG-cc", ["MIG-cc", "GPU-aa"], ["MIG-cc", "GPU-aa"]),
-    ],
-)
-def test_devices_are_named_as_the_visibility_variable_names_them(
-    visible: str | None, allowed: list[str] | None, tokens: list[str]
-) -> None:
-    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    devices = visible_devices(probed(3), environ=environ, allowed=allowed)
-    assert [device.token for device in devices] == tokens
-    assert [device.environ for device in devices] == [{"CUDA_VISIBLE_DEVICES": token} for token in tokens]
-    assert [device.name for device in devices] == [f"cuda:{token}" for token in tokens]
-
-
-def test_amd_devices_have_a_variable_of_their_own() -> None:
-    devices = visible_devices(probed(2, "rocm"), environ={"ROCR_VISIBLE_DEVICES": "7,4"}, allowed=["1"])
-    assert [device.environ for device in devices] == [{"ROCR_VISIBLE_DEVICES": "4"}]
-
-
-def test_each_device_keeps_its_kind() -> None:
-    devices = visible_devices(probed(3), environ={"CUDA_VISIBLE_DEVICES": "5,3,1"}, allowed=["2", "0"])
-    assert [device.kind for device in devices] == ["kind 2", "kind 0"]
-
-
-@pytest.mark.parametrize("name", ["3", "-1", "GPU-zz", "5"])
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(name: str) -> None:
-    environ = {"CUDA_VISIBLE_DEVICES": "5,3,1"}
-    with pytest.raises(ValueError, match="QUARANTUNE_DEVICES") as caught:
-        visible_devices(probed(3), environ=environ, allowed=["0", name])
-    assert repr(name) in str(caught.value)
-    assert "0 (5), 1 (3), 2 (1)" in str(caught.value)
-
-
-@pytest.mark.parametrize("probes", [[], probed(8, "cpu")])
-def test_a_machine_without_accelerators_is_one_device(probes: list[ProbedDevice]) -> None:
-    (device,) = visible_devices(probes, environ={"CUDA_VISIBLE_DEVICES": "0,1"}, allowed=None)
-    assert device.platform == device.name == "cpu"
-    assert device.environ == {}
-    assert "cores)" in device.kind
-
-
-@pytest.mark.parametrize(
-    ("platform", "environ", "expected"),
-    [
-        ("cuda", {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-        ("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}, {}),
-        ("cpu", {}, {}),
-    ],
-    ids=["cuda", "the caller decides", "cpu"],
-)
-def test_a_cuda_worker_asks_for_one_hardware_queue_unless_the_caller_says_how_many(
-    platform: str, environ: dict[str, str], expected: dict[str, str]
-) -> None:
-    assert cheap_context(platform, environ) == expected
-
-
-def test_configs_compile_from_both_ends_of_their_list_and_those_in_doubt_last() -> None:
+def test_configs_compile_from_both_ends_of_their_list_and_doubtful_ones_last() -> None:
     configs = {index: {"id": index} for index in range(7)}
     assert list(routes._from_both_ends(configs, last={1})) == [6, 0, 5, 2, 4, 3, 1]
     assert routes._from_both_ends(configs, last=()) == configs
     assert routes._from_both_ends({}, last={1}) == {}
 
 
-def test_the_sandbox_is_a_place_one_can_know_one_is_in() -> None:
+def test_exit_statuses_are_described_in_words() -> None:
     assert not template.is_inside()
     assert pool.describe_status(-11) == "was killed by SIGSEGV"
     assert pool.describe_status(-200) == "was killed by signal 200"

@@ -77,21 +77,21 @@ def run(tmp_path: Path, *argv: object) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [24, 32])
-def test_too_few_descriptors_end_a_sweep_with_advice_and_leak_none(limit: int, tmp_path: Path) -> None:
+def test_running_out_of_descriptors_ends_the_sweep_with_advice(limit: int, tmp_path: Path) -> None:
     told, then = run(tmp_path, "RLIMIT_NOFILE", limit, 10)
     assert re.match(rf"told .*kernel: .*may have {limit} descriptors open.*ulimit -n.*are kept", told)
     assert then == "then 12"
 
 
 @pytest.mark.slow
-def test_a_limit_on_file_sizes_is_named_where_the_call_does_not_fit(tmp_path: Path) -> None:
+def test_a_file_size_limit_too_small_for_the_call_is_named(tmp_path: Path) -> None:
     told, then = run(tmp_path, "RLIMIT_FSIZE", 20_000, 100_000)
     assert re.match(r"told .*kernel: .*may not grow over 20000 bytes.*ulimit -f", told)
     assert then == "then 12"
 
 
 @pytest.mark.slow
-def test_configs_whose_programs_are_too_large_to_be_kept_are_measured_all_the_same(tmp_path: Path) -> None:
+def test_configs_whose_programs_are_too_large_to_save_are_measured(tmp_path: Path) -> None:
     tuned, then = run(tmp_path, "RLIMIT_FSIZE", 6_000, 10)
     assert tuned == "tuned 12"
     assert then == "then 12"
@@ -108,7 +108,7 @@ def test_configs_whose_programs_are_too_large_to_be_kept_are_measured_all_the_sa
         (errno.ENOMEM, "smaller arguments"),
     ],
 )
-def test_each_shortage_has_advice_of_its_own(number: int, advice: str) -> None:
+def test_each_shortage_has_its_own_advice(number: int, advice: str) -> None:
     with (
         pytest.raises(SandboxError, match=f"^kernel: the sweep had to end .*{advice}"),
         shortages.with_advice("kernel"),
@@ -116,12 +116,12 @@ def test_each_shortage_has_advice_of_its_own(number: int, advice: str) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def test_other_errors_stay_what_they_are() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     with pytest.raises(FileNotFoundError), shortages.with_advice("kernel"):
         raise FileNotFoundError(errno.ENOENT, "no such file")
 
 
-def test_nothing_leaks_wherever_descriptors_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_descriptor_leaks_wherever_they_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     same = habitat.current()
     monkeypatch.setattr(habitat, "current", lambda: same)  # another limit is no reason to start another template
     template.shared()

@@ -45,7 +45,7 @@ MESSAGES: list[Frame] = [
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 1 << 16])
-def test_messages_come_out_as_they_went_in_however_the_stream_is_cut(chunk_bytes: int) -> None:
+def test_messages_survive_any_splitting_of_the_stream(chunk_bytes: int) -> None:
     messages = MESSAGES if chunk_bytes > 1 else MESSAGES[:3]
     stream = b"".join(encode(message) for message in messages)
     decoder = Decoder()
@@ -59,7 +59,7 @@ def test_messages_come_out_as_they_went_in_however_the_stream_is_cut(chunk_bytes
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_numbers_that_json_does_not_have_are_not_sent(number: float) -> None:
+def test_nan_and_infinity_are_not_sent(number: float) -> None:
     with pytest.raises(ValueError, match="JSON"):
         encode({"samples_ms": [number]})
 
@@ -92,9 +92,7 @@ def test_a_message_over_the_size_cap_is_not_sent() -> None:
         (frame_of(b'{"fds":null}'), "descriptors"),
     ],
 )
-def test_whatever_is_no_frame_of_ours_is_damage_and_nothing_worse(
-    ends: tuple[Connection, socket.socket], stream: bytes, complaint: str
-) -> None:
+def test_invalid_frames_are_damage(ends: tuple[Connection, socket.socket], stream: bytes, complaint: str) -> None:
     ours, theirs = ends
     theirs.setblocking(False)
 
@@ -110,7 +108,7 @@ def test_whatever_is_no_frame_of_ours_is_damage_and_nothing_worse(
     assert not isinstance(caught.value, WireClosedError)
 
 
-def test_messages_that_came_before_damage_count(ends: tuple[Connection, socket.socket]) -> None:
+def test_messages_before_the_damage_are_received(ends: tuple[Connection, socket.socket]) -> None:
     ours, theirs = ends
     theirs.send(encode({"type": "phase"}) + encode({"type": "lowered"}) + b"garbage that is no frame")
     assert [message for message, _ in ours.receive()] == [{"type": "phase"}, {"type": "lowered"}]
@@ -119,7 +117,7 @@ def test_messages_that_came_before_damage_count(ends: tuple[Connection, socket.s
             look()
 
 
-def test_a_single_flipped_bit_is_damage_or_waits_for_more_but_is_never_another_message() -> None:
+def test_a_flipped_bit_never_makes_another_message() -> None:
     message = {"type": "measured", "samples_ms": [1.25, 1.5], "trial": 7, "phase": "measure"}
     frame = encode(message)
     for bit in range(8 * len(frame)):
@@ -133,7 +131,7 @@ def test_a_single_flipped_bit_is_damage_or_waits_for_more_but_is_never_another_m
             continue
 
 
-def test_random_garbage_never_raises_anything_but_damage() -> None:
+def test_random_garbage_raises_only_wire_errors() -> None:
     generator = random.Random(0)
     frames = [encode(message) for message in MESSAGES[:3]]
     for _ in range(500):
@@ -165,7 +163,7 @@ def test_a_message_and_its_descriptors_arrive_together(ends: tuple[Connection, s
     wire.close_all(files)
 
 
-def test_descriptors_of_a_large_message_are_its_own(ends: tuple[Connection, socket.socket]) -> None:
+def test_a_large_message_keeps_its_own_descriptors(ends: tuple[Connection, socket.socket]) -> None:
     ours, theirs = ends
     other = Connection(theirs)
     first, second = os.memfd_create("first"), os.memfd_create("second")
@@ -186,7 +184,7 @@ def test_descriptors_of_a_large_message_are_its_own(ends: tuple[Connection, sock
     wire.close_all([first, second, *(fd for _, fds in received for fd in fds)])
 
 
-def test_descriptors_nobody_asked_for_do_not_stay_open(ends: tuple[Connection, socket.socket]) -> None:
+def test_unexpected_descriptors_are_closed(ends: tuple[Connection, socket.socket]) -> None:
     ours, theirs = ends
     before = open_fds()
     null = os.open(os.devnull, os.O_RDONLY)
@@ -224,7 +222,7 @@ def test_a_flood_of_descriptors_without_messages_is_damage(ends: tuple[Connectio
     assert len(open_fds()) == before - 2
 
 
-def test_an_unfinished_frame_is_damage_once_its_deadline_has_passed(
+def test_an_incomplete_frame_is_damage_after_its_deadline(
     ends: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = ends
@@ -242,7 +240,7 @@ def test_an_unfinished_frame_is_damage_once_its_deadline_has_passed(
         ours.receive()
 
 
-def test_dripping_bytes_do_not_put_the_deadline_of_a_frame_off(
+def test_slow_bytes_do_not_extend_the_deadline_of_a_frame(
     ends: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = ends
@@ -262,7 +260,7 @@ def test_dripping_bytes_do_not_put_the_deadline_of_a_frame_off(
     assert now < 100.0 + 2 * wire.FRAME_DEADLINE_S
 
 
-def test_each_frame_has_a_deadline_of_its_own(
+def test_each_frame_has_its_own_deadline(
     ends: tuple[Connection, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, theirs = ends
@@ -279,7 +277,7 @@ def test_each_frame_has_a_deadline_of_its_own(
     assert len(received) == 7
 
 
-def test_a_closed_end_is_told_from_damage_after_its_last_words_were_heard(
+def test_a_closed_connection_is_noticed_after_its_last_message(
     ends: tuple[Connection, socket.socket],
 ) -> None:
     ours, theirs = ends
@@ -292,7 +290,7 @@ def test_a_closed_end_is_told_from_damage_after_its_last_words_were_heard(
         ours.send({"do": "measure"})
 
 
-def test_a_large_message_that_has_arrived_whole_is_received_at_once(
+def test_a_large_message_that_has_arrived_is_received_in_one_call(
     ends: tuple[Connection, socket.socket],
 ) -> None:
     ours, theirs = ends
@@ -301,7 +299,7 @@ def test_a_large_message_that_has_arrived_whole_is_received_at_once(
     assert ours.receive() == [(message, [])]
 
 
-def test_hanging_up_is_heard_even_where_a_fork_holds_a_copy_of_the_socket() -> None:
+def test_hanging_up_is_noticed_though_a_fork_holds_a_copy() -> None:
     ours, theirs = wire.connection_pair()
     copy = os.dup(ours.fileno())
     ours.hang_up()
@@ -311,7 +309,7 @@ def test_hanging_up_is_heard_even_where_a_fork_holds_a_copy_of_the_socket() -> N
     theirs.close()
 
 
-def test_a_reader_that_does_not_read_never_blocks_the_sender(ends: tuple[Connection, socket.socket]) -> None:
+def test_a_peer_that_does_not_read_never_blocks_the_sender(ends: tuple[Connection, socket.socket]) -> None:
     ours, _ = ends
     started = time.monotonic()
 
@@ -326,7 +324,7 @@ def test_a_reader_that_does_not_read_never_blocks_the_sender(ends: tuple[Connect
     assert time.monotonic() - started < 5
 
 
-def test_nothing_said_is_nothing_received_at_once(ends: tuple[Connection, socket.socket]) -> None:
+def test_receiving_nothing_never_waits(ends: tuple[Connection, socket.socket]) -> None:
     ours, _ = ends
     assert ours.receive() == []
     ours.check()

@@ -18,7 +18,7 @@ import numpy as np
 import quarantune
 from quarantune.sandbox import template
 
-CRASHES = "POISONS_CRASHES"
+CRASHES = "BAD_PAYLOADS_CRASHES"
 """Names a file to which every process that is about to crash adds its id."""
 ACTS = ("good", "good again", "poison", "victim", "segfault", "hang", "exit", "fail", "starve")
 _is_poisoned = False

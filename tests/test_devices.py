@@ -1,0 +1,80 @@
+"""Devices are selected by the operator's setting and shown to workers through the platform's visibility variable."""
+
+from __future__ import annotations
+
+import pytest
+
+from quarantune.devices.device import cheap_context, visible_devices
+from quarantune.sandbox.messages import ProbedDevice
+
+
+def probed(count: int, platform: str = "cuda") -> list[ProbedDevice]:
+    return [
+        ProbedDevice(platform=platform, kind=f"kind {index}", index=index, num_cores=None) for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("visible", "allowed", "tokens"),
+    [
+        (None, None, ["0", "1", "2"]),
+        ("", None, ["0", "1", "2"]),
+        ("5,3,1", None, ["5", "3", "1"]),
+        (" 5 , 3 ,1 ", None, ["5", "3", "1"]),
+        ("GPU-aa,GPU-bb,MIG-cc", None, ["GPU-aa", "GPU-bb", "MIG-cc"]),
+        (None, ["2", "0"], ["2", "0"]),
+        ("5,3,1", ["0", "2"], ["5", "1"]),
+        ("GPU-aa,GPU-bb,MIG-cc", ["1"], ["GPU-bb"]),
+        ("GPU-aa,GPU-bb,MIG-cc", ["MIG-cc", "GPU-aa"], ["MIG-cc", "GPU-aa"]),
+    ],
+)
+def test_devices_have_the_names_of_the_visibility_variable(
+    visible: str | None, allowed: list[str] | None, tokens: list[str]
+) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    devices = visible_devices(probed(3), environ=environ, allowed=allowed)
+    assert [device.token for device in devices] == tokens
+    assert [device.environ for device in devices] == [{"CUDA_VISIBLE_DEVICES": token} for token in tokens]
+    assert [device.name for device in devices] == [f"cuda:{token}" for token in tokens]
+
+
+def test_amd_devices_have_their_own_visibility_variable() -> None:
+    devices = visible_devices(probed(2, "rocm"), environ={"ROCR_VISIBLE_DEVICES": "7,4"}, allowed=["1"])
+    assert [device.environ for device in devices] == [{"ROCR_VISIBLE_DEVICES": "4"}]
+
+
+def test_each_device_keeps_its_kind() -> None:
+    devices = visible_devices(probed(3), environ={"CUDA_VISIBLE_DEVICES": "5,3,1"}, allowed=["2", "0"])
+    assert [device.kind for device in devices] == ["kind 2", "kind 0"]
+
+
+@pytest.mark.parametrize("name", ["3", "-1", "GPU-zz", "5"])
+def test_a_missing_device_is_refused_and_the_existing_ones_are_listed(name: str) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "5,3,1"}
+    with pytest.raises(ValueError, match="QUARANTUNE_DEVICES") as caught:
+        visible_devices(probed(3), environ=environ, allowed=["0", name])
+    assert repr(name) in str(caught.value)
+    assert "0 (5), 1 (3), 2 (1)" in str(caught.value)
+
+
+@pytest.mark.parametrize("probes", [[], probed(8, "cpu")])
+def test_a_machine_without_accelerators_is_one_device(probes: list[ProbedDevice]) -> None:
+    (device,) = visible_devices(probes, environ={"CUDA_VISIBLE_DEVICES": "0,1"}, allowed=None)
+    assert device.platform == device.name == "cpu"
+    assert device.environ == {}
+    assert "cores)" in device.kind
+
+
+@pytest.mark.parametrize(
+    ("platform", "environ", "expected"),
+    [
+        ("cuda", {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+        ("cuda", {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}, {}),
+        ("cpu", {}, {}),
+    ],
+    ids=["cuda", "the caller decides", "cpu"],
+)
+def test_a_cuda_worker_requests_one_hardware_queue_unless_configured(
+    platform: str, environ: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert cheap_context(platform, environ) == expected
