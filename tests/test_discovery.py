@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from aftermath import nothing_is_left
+from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
 from quarantune.devices import discovery
@@ -24,6 +24,7 @@ def initialize():
 """
 
 
+@pytest.mark.usefixtures("quiet_place")
 def test_a_hanging_plugin_ends_the_probe_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = tmp_path / "jax_plugins" / "hanging"
     plugin.mkdir(parents=True)
