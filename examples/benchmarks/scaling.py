@@ -1,4 +1,7 @@
-"""Prints what a config costs in a sweep of 1,000 trivial ones over one of 100; run by hand, as it takes minutes.
+"""Compares the cost per config of a sweep of 1,000 trivial configs with that of a sweep of 100.
+
+    python examples/benchmarks/scaling.py          # takes minutes
+    python examples/benchmarks/scaling.py 20 200   # other numbers of configs
 
 The aim is a ratio of at most 1.2.
 """
@@ -6,7 +9,6 @@ The aim is a ratio of at most 1.2.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import tempfile
 import time
@@ -19,9 +21,9 @@ import quarantune
 
 
 def per_config_ms(count: int) -> tuple[float, float]:
-    """Returns the time that a config takes, and what it takes of this process's CPU."""
+    """Returns the time per config and the CPU time of this process per config, in milliseconds."""
 
-    @quarantune.autotune([{"n": n} for n in range(count)], name=f"of-{count}", warmup=0, rep=3)
+    @quarantune.autotune([{"n": n} for n in range(count)], name=f"of-{count}", warmup=0, rep=3, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def add(x: Any, n: int = 0) -> Any:
         return x + n
@@ -34,15 +36,14 @@ def per_config_ms(count: int) -> tuple[float, float]:
 
 
 def main(few: int, many: int) -> None:
-    """Interleaves the two, so that a machine that grows busy slows both."""
-    with tempfile.TemporaryDirectory() as directory:
-        os.environ["QUARANTUNE_CACHE_DIR"] = directory
+    """Runs the long sweep between two short ones, so that a change in the machine's load affects both kinds."""
+    with tempfile.TemporaryDirectory() as directory, quarantune.settings(cache_dir=directory):
         per_config_ms(2)
         before = per_config_ms(few)
         long = per_config_ms(many)
         after = per_config_ms(few)
     for label, (ms, cpu_ms) in ((few, before), (many, long), (few, after)):
-        print(f"a sweep of {label}: {ms:.1f} ms per config, {cpu_ms:.2f} ms of the caller's CPU")
+        print(f"a sweep of {label}: {ms:.1f} ms per config, {cpu_ms:.2f} ms of this process's CPU")
     print(f"ratio: {2 * long[0] / (before[0] + after[0]):.2f}")
 
 
