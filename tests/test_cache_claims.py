@@ -113,7 +113,7 @@ def test_a_claim_dies_with_its_holder(tmp_path: Path, make: Callable[..., Claim]
         claim.release()
 
 
-def test_a_dead_holder_in_another_pid_namespace_of_this_kernel_is_known_by_its_lock(
+def test_a_dead_holder_in_another_pid_namespace_is_found_by_its_lock(
     tmp_path: Path, make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path), "working"]
@@ -146,7 +146,9 @@ def test_a_silent_holder_loses_the_claim_after_its_own_worst_case(make: Callable
     assert make().holder() is None
 
 
-def test_a_lock_in_name_only_proves_no_death(make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_without_effect_does_not_prove_a_holder_dead(
+    make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
+) -> None:
     holder = make()
     assert holder.try_acquire()
     monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
@@ -155,7 +157,7 @@ def test_a_lock_in_name_only_proves_no_death(make: Callable[..., Claim], monkeyp
     holder.release()
 
 
-def test_a_hung_holder_that_keeps_its_lock_does_not_keep_the_claim_for_ever(make: Callable[..., Claim]) -> None:
+def test_a_hung_holder_with_its_lock_does_not_keep_the_claim_for_ever(make: Callable[..., Claim]) -> None:
     hung, second, third = make(worst_case_s=1), make(), make()
     assert hung.try_acquire()
     age(hung, 100)
@@ -208,7 +210,7 @@ def test_a_claim_torn_by_a_crash_is_taken_over_soon(make: Callable[..., Claim], 
     claim.release()
 
 
-def test_a_waiter_that_was_slower_does_not_take_the_fresh_claim_of_the_quicker(
+def test_a_slower_waiter_does_not_take_the_fresh_claim_of_a_quicker_one(
     make: Callable[..., Claim], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
@@ -269,7 +271,7 @@ def test_wait_returns_the_claim_when_nobody_has_it(make: Callable[..., Claim]) -
     claim.release()
 
 
-def test_wait_looks_again_after_acquiring_as_the_holder_may_have_finished(
+def test_wait_looks_again_after_acquiring_the_claim(
     make: Callable[..., Claim],
 ) -> None:
     answers = [None, "answer"]
@@ -278,7 +280,7 @@ def test_wait_looks_again_after_acquiring_as_the_holder_may_have_finished(
     assert not claim.held
 
 
-def test_wait_lets_go_of_the_claim_when_it_is_interrupted_while_it_looks(make: Callable[..., Claim]) -> None:
+def test_wait_releases_the_claim_when_it_is_interrupted(make: Callable[..., Claim]) -> None:
     claim = make()
 
     def done() -> None:
@@ -291,7 +293,7 @@ def test_wait_lets_go_of_the_claim_when_it_is_interrupted_while_it_looks(make: C
     assert claim.holder() is None
 
 
-def test_wait_tells_who_holds_the_claim_and_ends_with_the_answer(make: Callable[..., Claim]) -> None:
+def test_wait_names_the_holder_and_ends_with_the_answer(make: Callable[..., Claim]) -> None:
     holder = make()
     assert holder.try_acquire()
     told: list[tuple[str, float]] = []
@@ -309,7 +311,7 @@ def test_wait_tells_who_holds_the_claim_and_ends_with_the_answer(make: Callable[
     holder.release()
 
 
-def test_wait_takes_over_when_the_holder_lets_go(make: Callable[..., Claim]) -> None:
+def test_wait_takes_over_when_the_holder_releases_its_claim(make: Callable[..., Claim]) -> None:
     holder, claim = make(), make()
     assert holder.try_acquire()
     assert wait(claim, lambda: None, lambda *_: holder.release(), poll_s=0.01) is claim
@@ -329,7 +331,7 @@ def test_wait_can_be_interrupted(make: Callable[..., Claim]) -> None:
 
 
 @pytest.mark.slow
-def test_sixteen_processes_find_one_answer_and_a_killed_finders_work_is_taken_over(tmp_path: Path) -> None:
+def test_sixteen_processes_find_one_answer_though_a_holder_is_killed(tmp_path: Path) -> None:
     script = """
 import os, signal, sys
 from pathlib import Path
@@ -383,7 +385,7 @@ def test_a_zombie_is_dead() -> None:
         assert Owner(host=Owner.this_process().host, pid=process.pid, started=0).is_dead()
 
 
-def test_who_waited_for_a_failure_is_given_it_and_who_comes_later_is_not(make: Callable[..., Claim]) -> None:
+def test_a_failure_is_passed_to_waiters_and_not_to_later_callers(make: Callable[..., Claim]) -> None:
     holder, waiter, late = make(), make(), make()
     assert holder.try_acquire()
     looks: list[float] = []
@@ -401,7 +403,7 @@ def test_who_waited_for_a_failure_is_given_it_and_who_comes_later_is_not(make: C
     late.release()
 
 
-def test_a_failure_that_does_not_serve_leaves_the_waiter_to_find_out(make: Callable[..., Claim]) -> None:
+def test_a_waiter_that_cannot_use_a_failure_tunes_by_itself(make: Callable[..., Claim]) -> None:
     holder, waiter = make(), make()
     assert holder.try_acquire()
 

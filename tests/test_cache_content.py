@@ -116,7 +116,7 @@ def aside(store: Store) -> list[Path]:
 
 
 @pytest.mark.parametrize("name", [*ODD_FILES, *WHOLE])
-def test_what_is_no_file_of_entries_is_set_aside_and_told_once(store: Store, name: str) -> None:
+def test_an_invalid_file_of_entries_is_set_aside_and_reported_once(store: Store, name: str) -> None:
     path = store.path("f")
     (ODD_FILES[name] if name in ODD_FILES else put_bytes(WHOLE[name]))(path)
     kind = path.lstat().st_mode
@@ -131,7 +131,7 @@ def test_what_is_no_file_of_entries_is_set_aside_and_told_once(store: Store, nam
 
 
 @pytest.mark.parametrize("name", PARTIAL)
-def test_an_entry_that_does_not_validate_is_set_aside_and_the_others_stay(store: Store, name: str) -> None:
+def test_an_invalid_entry_is_set_aside_and_the_others_stay(store: Store, name: str) -> None:
     path = store.path("f")
     path.write_bytes(PARTIAL[name])
     assert store.problems("f")
@@ -162,7 +162,7 @@ def line(text: str | bytes) -> bytes:
 
 @pytest.mark.parametrize("name", ODD_FILES)
 @pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")
-def test_what_is_no_journal_is_neither_read_nor_written(tmp_path: Path, name: str) -> None:
+def test_an_invalid_journal_is_neither_read_nor_written(tmp_path: Path, name: str) -> None:
     journal = Journal(tmp_path, "f", "cpu", "key")
     journal.append({"n": 1})
     (path,) = journal.directory.glob("*.jsonl")
@@ -182,7 +182,7 @@ def test_what_is_no_journal_is_neither_read_nor_written(tmp_path: Path, name: st
     [DEEP, "[" * 100_000, "NaN", '{"n": NaN}', "[]", "3", "null", "{", b"\xff\xfe", "9" * 5000, '{"n": 1'],
     ids=range(11),
 )
-def test_a_well_formed_line_that_holds_no_record_is_left_out_and_told_once(tmp_path: Path, text: str | bytes) -> None:
+def test_a_well_formed_line_without_a_record_is_reported_once(tmp_path: Path, text: str | bytes) -> None:
     journal = Journal(tmp_path, "f", "cpu", "key")
     journal.append({"n": 1})
     (path,) = journal.directory.glob("*.jsonl")
@@ -227,7 +227,7 @@ def test_a_trial_of_wrong_types_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("odd", [[], None, 3, "x", {}, {"config": {}}])
-def test_what_is_no_trial_is_refused(odd: Any) -> None:
+def test_data_that_describes_no_trial_is_refused(odd: Any) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         Trial.from_json(odd)
 
@@ -265,7 +265,7 @@ ODD_CLAIMS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("name", ODD_CLAIMS)
 @pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")
-def test_what_is_no_claim_holds_nobody_up(tmp_path: Path, name: str) -> None:
+def test_an_invalid_claim_delays_nobody(tmp_path: Path, name: str) -> None:
     claim = Claim(tmp_path, "f", "cpu", "key")
     claim._path.parent.mkdir()
     ODD_CLAIMS[name](claim._path)
@@ -278,7 +278,7 @@ def test_what_is_no_claim_holds_nobody_up(tmp_path: Path, name: str) -> None:
     claim.release()
 
 
-def test_what_was_never_a_claim_is_set_aside_and_told(tmp_path: Path) -> None:
+def test_a_file_that_was_never_a_claim_is_set_aside_and_reported(tmp_path: Path) -> None:
     claim = Claim(tmp_path, "f", "cpu", "key")
     claim._path.mkdir(parents=True)
     (claim._path / "kept").write_text("kept")
@@ -302,9 +302,7 @@ def test_a_claim_from_the_future_is_taken_over(tmp_path: Path) -> None:
 # --- all of it, under a call --------------------------------------------------------------------------------
 
 
-def test_a_sweep_measures_again_what_the_journal_says_in_wrong_types(
-    cache_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_measures_trials_with_wrong_types_again(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "2")
 
     def times(x: Any, n: int = 1) -> Any:
@@ -361,14 +359,14 @@ print(sorted(Store(place).read("f")["cpu"]), len(Journal(place, "f", "cpu", "one
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
-def test_a_second_user_of_a_directory_for_all_saves_what_it_finds() -> None:
+def test_a_second_user_of_a_shared_directory_saves_results() -> None:
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o777)
         run = subprocess.run([sys.executable, "-c", TWO_USERS, place], capture_output=True, text=True, timeout=100)
     assert (run.returncode, run.stdout.strip()) == (0, "['one', 'three', 'two'] 3"), run.stderr
 
 
-def test_files_of_a_directory_for_oneself_stay_ones_own(store: Store) -> None:
+def test_files_of_a_private_directory_stay_private(store: Store) -> None:
     before = os.umask(0o022)
     try:
         store.put("f", "cpu", "k", ENTRY)

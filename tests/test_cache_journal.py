@@ -86,7 +86,7 @@ def test_a_changed_digit_is_noticed(journal: Journal) -> None:
         assert journal.records() == []
 
 
-def test_nan_becomes_none_as_a_sweep_must_not_fail_for_its_journal(journal: Journal) -> None:
+def test_nan_in_a_record_becomes_none(journal: Journal) -> None:
     journal.append({"time_ms": math.nan, "samples_ms": [np.float32("inf"), np.float64("nan"), 1.0]})
     assert journal.records() == [{"time_ms": None, "samples_ms": [None, None, 1.0]}]
 
@@ -109,9 +109,7 @@ def test_a_record_that_cannot_be_written_is_a_typed_error(
         journal.append({"n": 1})
 
 
-def test_a_record_cut_short_by_a_full_disk_is_a_typed_error_and_harms_no_other(
-    journal: Journal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_cut_short_by_a_full_disk_harms_no_other(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     journal.append({"n": 1})
     real = os.write
     with monkeypatch.context() as patch:
@@ -123,7 +121,7 @@ def test_a_record_cut_short_by_a_full_disk_is_a_typed_error_and_harms_no_other(
         assert journal.records() == [{"n": 1}, {"n": 3}]
 
 
-def test_a_file_in_place_of_the_directory_is_a_typed_error_and_no_records(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "f.trials").write_text("")
     journal = Journal(tmp_path, "f", "cpu", "key")
     assert journal.records() == []
@@ -131,7 +129,7 @@ def test_a_file_in_place_of_the_directory_is_a_typed_error_and_no_records(tmp_pa
         journal.append({"n": 1})
 
 
-def test_processes_appending_at_once_and_one_killed_lose_no_acknowledged_record(tmp_path: Path) -> None:
+def test_concurrent_appends_lose_no_acknowledged_record(tmp_path: Path) -> None:
     script = """
 import sys
 import warnings
@@ -176,7 +174,7 @@ def test_hosts_append_to_files_of_their_own_and_all_are_read(journal: Journal, m
     assert journal.records() == []
 
 
-def test_trouble_is_remembered_for_a_device_whatever_the_problem(tmp_path: Path) -> None:
+def test_trouble_is_remembered_for_a_device_and_all_its_problems(tmp_path: Path) -> None:
     assert troublesome(tmp_path, "f", "cpu") == {}
     remember_trouble(tmp_path, "f", "cpu", {"BN": 1, "BM": np.int64(2)}, "crashed")
     remember_trouble(tmp_path, "f", "cpu", {"BM": (4,)}, "timeout")
@@ -185,7 +183,7 @@ def test_trouble_is_remembered_for_a_device_whatever_the_problem(tmp_path: Path)
     assert troublesome(tmp_path, "g", "cpu") == {}
 
 
-def test_only_crashing_and_hanging_are_trouble_and_a_good_end_clears_it(tmp_path: Path) -> None:
+def test_crashes_and_timeouts_are_remembered_until_a_good_outcome(tmp_path: Path) -> None:
     for outcome in ("ok", "error", "wrong", "pruned"):
         remember_trouble(tmp_path, "f", "cpu", {"BM": 1}, outcome)
     assert list(tmp_path.iterdir()) == []

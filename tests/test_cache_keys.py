@@ -48,12 +48,12 @@ def test_nan_and_infinity_are_refused_or_made_none(value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), b"x", np.zeros(3), 1j])
-def test_what_json_cannot_hold_is_refused_with_the_fix(value: Any) -> None:
+def test_a_value_that_json_cannot_hold_is_refused_with_a_remedy(value: Any) -> None:
     with pytest.raises(TypeError, match="use None, bool, int, float, str, or lists"):
         canonical_json(value)
 
 
-def test_a_dict_key_that_is_not_text_is_refused_since_1_and_text_1_would_be_one() -> None:
+def test_a_dict_key_that_is_not_text_is_refused() -> None:
     with pytest.raises(TypeError, match=r"str\(1\)"):
         canonical_json({1: "a"})
 
@@ -86,13 +86,13 @@ ODD_NAMES = [
 ]
 
 
-def test_odd_names_stay_distinct_also_where_case_does_not_count() -> None:
+def test_unusual_names_stay_distinct_also_where_case_is_ignored() -> None:
     names = [safe_name(name).lower() for name in ODD_NAMES]
     assert len(set(names)) == len(ODD_NAMES)
 
 
 @pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
-def test_a_safe_name_is_one_short_ordinary_file_name_and_safe_again(name: str) -> None:
+def test_a_safe_name_is_a_short_file_name_and_unchanged_if_repeated(name: str) -> None:
     safe = safe_name(name)
     assert set(safe) <= set(string.ascii_letters + string.digits + "_.-")
     assert safe[0] not in ".-"

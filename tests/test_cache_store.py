@@ -49,7 +49,7 @@ def age(path: Path, seconds: float) -> None:
     os.utime(path, (past, past))
 
 
-def test_what_was_put_is_got_by_another_store_of_the_same_directory(store: Store) -> None:
+def test_another_store_of_the_same_directory_gets_a_put_entry(store: Store) -> None:
     store.put("f", "cpu", "k", ENTRY)
     store.put("f", "cpu", "k2", {"config": {"BM": 64}})
     store.put("f", "gpu", "k", {"config": {"BM": 128}})
@@ -85,7 +85,7 @@ def test_delete_removes_one_entry_and_says_whether_it_was_there(store: Store) ->
     assert store.read("f") == {}
 
 
-def test_merge_keeps_what_prefer_says(store: Store) -> None:
+def test_merge_keeps_the_entry_that_prefer_returns(store: Store) -> None:
     store.put("f", "cpu", "a", ENTRY | {"n": 1})
     store.merge("f", {"cpu": {"a": ENTRY | {"n": 2}, "b": ENTRY | {"n": 3}}}, prefer=lambda present, offered: present)
     found = store.read("f")["cpu"]
@@ -100,7 +100,7 @@ def test_clear_removes_the_file_of_one_function(store: Store) -> None:
     assert store.names() == ["g"]
 
 
-def test_names_are_names(store: Store) -> None:
+def test_names_lists_the_files_names(store: Store) -> None:
     assert store.names() == []
     for name in ("m.f", "m.make.<locals>.f", "../up", "M.f"):
         store.put(name, "cpu", "k", ENTRY)
@@ -191,7 +191,7 @@ def test_a_file_of_a_newer_schema_is_left_alone_reported_and_not_used(store: Sto
     assert store.path("f").read_text() == NEWER
 
 
-def test_a_file_that_cannot_be_read_is_reported_once_and_a_miss_and_not_overwritten(
+def test_an_unreadable_file_is_a_miss_reported_once_and_not_overwritten(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put("f", "cpu", "k", ENTRY)
@@ -222,7 +222,7 @@ def test_a_lock_held_by_another_for_too_long_is_a_typed_error(store: Store) -> N
     store.put("f", "cpu", "k2", ENTRY)
 
 
-def test_a_dead_writer_of_this_host_delays_nobody_and_its_temporary_file_is_swept(store: Store) -> None:
+def test_a_dead_writer_delays_nobody_and_its_temporary_file_is_removed(store: Store) -> None:
     stale = announcement(store, host=Owner.this_process().host, pid=dead_pid())
     store.put("f", "cpu", "k", ENTRY)
     assert not stale.exists()
@@ -234,7 +234,7 @@ def test_a_reused_process_number_is_not_taken_for_the_dead_writer(store: Store) 
     assert not stale.exists()
 
 
-def test_a_writer_of_another_host_is_waited_for_until_it_is_silent_for_long(store: Store) -> None:
+def test_another_hosts_writer_is_waited_for_until_long_silent(store: Store) -> None:
     other = announcement(store, host="0123456789ab", pid=1)
     with pytest.raises(CacheWriteError, match=r"kept .* busy for 0.05 s"):
         Store(store.directory, lock_timeout_s=0.05).put("f", "cpu", "k", ENTRY)
@@ -276,9 +276,7 @@ def test_a_writer_taken_for_dead_starts_over_instead_of_overwriting(
     assert store.read("f") == {"cpu": {"rival": STORED, "ours": STORED}}
 
 
-def test_a_writer_whose_announcement_was_withdrawn_before_it_looked_starts_over(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_withdrawn_before_its_look_starts_over(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     real, withdrawn = os.close, []
 
     def close(fd: int) -> None:
@@ -293,9 +291,7 @@ def test_a_writer_whose_announcement_was_withdrawn_before_it_looked_starts_over(
     assert store.read("f") == {"cpu": {"k": STORED}}
 
 
-def test_a_write_that_was_overwritten_in_spite_of_all_is_repeated(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_was_overwritten_is_repeated(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put("f", "cpu", "old", ENTRY)
     stale_copy, real_replace, overwritten = store.path("f").read_bytes(), os.replace, []
 
@@ -313,7 +309,7 @@ def test_a_write_that_was_overwritten_in_spite_of_all_is_repeated(
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "replace"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EBUSY, errno.EIO, errno.EROFS, errno.ESTALE, errno.EDQUOT])
-def test_whatever_the_disk_says_is_a_typed_error_and_the_old_file_stays(
+def test_any_disk_error_is_a_typed_error_and_the_old_file_stays(
     store: Store, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
     store.put("f", "cpu", "k", ENTRY)
@@ -346,7 +342,7 @@ def mounted_tmpfs(directory: Path, options: str) -> Iterator[Callable[[str], Non
         subprocess.run(["umount", "-l", str(directory)], check=True)
 
 
-def test_a_full_disk_keeps_the_old_file_whole_and_says_what_was_not_saved(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_old_file_and_names_the_unsaved_result(tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "small", "size=64k"):
         store = Store(tmp_path / "small", lock_timeout_s=5)
         store.put("f", "cpu", "k", ENTRY)
@@ -389,7 +385,7 @@ except CacheWriteError as error:
     assert run.stdout.endswith("['k'] 0\n")
 
 
-def test_a_file_where_the_directory_should_be_is_a_miss_and_a_typed_error(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_a_miss_and_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for store in (Store(tmp_path / "file"), Store(tmp_path / "file" / "below")):
         assert store.get("f", "cpu", "k") is None
@@ -421,7 +417,7 @@ def test_a_directory_that_vanishes_in_mid_write_is_a_typed_error(store: Store, m
 
 
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK])
-def test_without_flock_the_soft_lock_serves_and_a_dead_owners_is_broken(
+def test_without_flock_a_soft_lock_is_used_and_a_dead_owners_is_broken(
     store: Store, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def no_flock(fd: int, operation: int) -> None:

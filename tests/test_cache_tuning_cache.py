@@ -24,7 +24,7 @@ def test_a_config_is_found_by_kernel_type_problem_size_and_device(cache: TuningC
     assert cache.get("rmsnorm", (1024, 512), "cuda:0") is None
 
 
-def test_another_process_would_find_it_on_disk_with_all_that_an_entry_holds(cache: TuningCache) -> None:
+def test_another_process_finds_the_complete_entry_on_disk(cache: TuningCache) -> None:
     cache.put("matmul", (8,), "cpu", {"BM": 64}, time_ms=0.5)
     other = TuningCache(cache.directory)
     assert other.get("matmul", (8,), "cpu") == {"BM": 64}
@@ -36,7 +36,7 @@ def test_another_process_would_find_it_on_disk_with_all_that_an_entry_holds(cach
     assert entry.keys() >= {"fingerprint", "space", "versions", "created", "trials"}
 
 
-def test_a_config_stays_in_memory_and_what_the_caller_does_to_it_does_not_matter(cache: TuningCache) -> None:
+def test_a_config_in_memory_is_safe_from_the_callers_changes(cache: TuningCache) -> None:
     cache.put("f", 1, "cpu", {"BM": 64})
     Store(cache.directory).clear("f")
     config = cache.get("f", 1, "cpu")
@@ -45,13 +45,13 @@ def test_a_config_stays_in_memory_and_what_the_caller_does_to_it_does_not_matter
     assert cache.get("f", 1, "cpu") == {"BM": 64}
 
 
-def test_what_an_autotuned_function_saved_is_found_by_its_key(cache: TuningCache) -> None:
+def test_a_result_of_an_autotuned_function_is_found_by_its_key(cache: TuningCache) -> None:
     key = '{"args":[["float32",[8,8]]]}'
     Store(cache.directory).put("m.make.<locals>.f", "cpu", key, {"config": {"BM": 8}})
     assert cache.get("m.make.<locals>.f", key, "cpu") == {"BM": 8}
 
 
-def test_keys_and_iteration_name_all_entries_and_a_key_gets_its_config(cache: TuningCache) -> None:
+def test_keys_and_iteration_cover_all_entries(cache: TuningCache) -> None:
     assert cache.keys() == []
     cache.put("g", (2,), "cpu", {"BM": 2})
     cache.put("Odd <name>", "text", "cpu", {"BM": 1})
@@ -63,7 +63,7 @@ def test_keys_and_iteration_name_all_entries_and_a_key_gets_its_config(cache: Tu
     assert {record.key: record.entry["config"] for record in TuningCache(cache.directory)} == configs
 
 
-def test_in_and_len_go_by_the_key(cache: TuningCache) -> None:
+def test_membership_and_length_use_the_key(cache: TuningCache) -> None:
     assert len(cache) == 0
     cache.put("matmul", (1024, 512), "cuda:0", {"BM": 64})
     cache.put("matmul", "text", "cuda:0", {"BM": 64})
@@ -103,7 +103,7 @@ def test_clear_forgets_one_kernel_type_with_its_journals_or_all(cache: TuningCac
     assert TuningCache(cache.directory).keys() == []
 
 
-def test_merge_takes_what_is_new_and_keeps_the_newer_of_two(cache: TuningCache, tmp_path: Path) -> None:
+def test_merge_adds_new_entries_and_keeps_the_newer_of_two(cache: TuningCache, tmp_path: Path) -> None:
     mine, theirs = Store(cache.directory), Store(tmp_path / "other")
     mine.put("f", "cpu", "[1]", {"config": {"BM": 1}, "created": "2025-01-02T00:00:00Z"})
     mine.put("f", "cpu", "[2]", {"config": {"BM": 1}, "created": "2025-01-01T00:00:00Z"})
@@ -162,7 +162,7 @@ def test_a_config_that_cannot_be_saved_stays_in_memory_with_one_warning(tmp_path
     assert cache.keys() == [("f", "1", "cpu"), ("f", "2", "cpu")]
 
 
-def test_what_json_cannot_hold_is_refused_before_anything_is_kept(cache: TuningCache) -> None:
+def test_a_value_that_json_cannot_hold_is_refused_before_it_is_kept(cache: TuningCache) -> None:
     for config in ({"BM": math.nan}, {"BM": object()}):
         with pytest.raises((ValueError, TypeError), match="cannot be kept in the cache"):
             cache.put("f", 1, "cpu", config)
@@ -178,7 +178,7 @@ def test_a_newer_file_is_not_cleared(cache: TuningCache) -> None:
     assert (cache.directory / "f.json").read_text() == content
 
 
-def test_without_a_directory_the_operators_word_counts(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_directory_the_operators_setting_applies(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert TuningCache().directory == cache_dir
     TuningCache().put("f", 1, "cpu", {"BM": 1})
     assert TuningCache().get("f", 1, "cpu") == {"BM": 1}

@@ -138,7 +138,7 @@ def test_integers_far_apart_do_not_overflow_into_agreement(dtype: str, got: int,
     assert _agree(np.array([got], dtype), np.array([got], dtype), EXACT)
 
 
-def test_integers_are_exact_under_zero_tolerance_and_near_under_any_other() -> None:
+def test_integers_are_compared_exactly_only_under_zero_tolerance() -> None:
     low, high = np.array([INT64.max - 1]), np.array([INT64.max])
     assert not _agree(low, high, EXACT)
     assert _agree(low, high)
@@ -187,7 +187,7 @@ def test_an_element_that_is_not_finite_is_worse_than_any_that_is() -> None:
     assert message.endswith("at [2] of output: got nan, expected 0.0")
 
 
-def test_a_large_array_is_compared_whole_in_little_memory() -> None:
+def test_a_large_array_is_compared_completely_in_little_memory() -> None:
     expected = np.zeros((1500, 1400), np.float32)
     output = expected.copy()
     output[3, 5], output[1499, 1399] = 1, 2
@@ -250,7 +250,7 @@ def test_a_scalar_is_named_without_an_index() -> None:
         ({"a": 1}, {"b": 2}, "the structure of output differs: got {'a': *}, expected {'b': *}"),
     ],
 )
-def test_what_cannot_be_compared_is_told_with_both_sides(output: Any, expected: Any, told: str) -> None:
+def test_the_message_about_incomparable_outputs_shows_both(output: Any, expected: Any, told: str) -> None:
     assert compare(output, expected, Tolerance()) == told
 
 
@@ -267,7 +267,7 @@ def test_numbers_of_one_kind_are_compared_in_the_wider_of_their_types(narrow: An
         assert compare(mine, its, EXACT) is not None  # the wider one tells the difference
 
 
-def test_two_long_structures_are_told_by_where_they_part() -> None:
+def test_two_long_structures_are_shown_around_their_first_difference() -> None:
     output = {f"layer{i:03}": [1, 2] for i in range(100)}
     message = compare(output, output | {"layer050": (1, 2)}, STRICT)
     assert message is not None
@@ -305,7 +305,7 @@ def test_python_values_and_other_leaves_agree_by_value(got: Any, wanted: Any, ag
     assert _agree(got, wanted) is agrees
 
 
-def test_whole_numbers_larger_than_any_float_are_compared_exactly() -> None:
+def test_integers_larger_than_any_float_are_compared_exactly() -> None:
     huge = 10**400
     assert _agree(huge, huge, EXACT)
     assert _agree(huge + 1, huge)
@@ -322,7 +322,7 @@ def test_keys_must_be_equal_and_of_one_kind() -> None:
     assert not _agree(keys, near)
 
 
-def test_the_message_calls_the_output_what_it_is_told_to() -> None:
+def test_the_message_uses_the_given_name_of_the_output() -> None:
     assert compare([None], [1], Tolerance(), what="gradient") == "gradient[0] is None, expected a Python int"
 
 
@@ -371,7 +371,7 @@ def test_a_check_sees_the_output_the_expected_one_and_the_arguments() -> None:
 
 
 @pytest.mark.parametrize("right", [None, True, np.True_, jnp.bool_(True), np.array(True)])
-def test_a_check_that_returns_true_or_nothing_beats_the_expected_output(right: Any) -> None:
+def test_a_check_that_returns_true_or_none_decides_alone(right: Any) -> None:
     assert _judge(lambda *_, b: right, np.zeros(2)) is None
 
 
@@ -381,7 +381,7 @@ def test_a_check_that_returns_false_means_wrong(wrong: Any) -> None:
 
 
 @pytest.mark.parametrize("odd", [1, 0, "yes", np.array([True]), (), jnp.float32(1)])
-def test_a_check_that_returns_anything_else_is_told_what_to_return(odd: Any) -> None:
+def test_a_check_that_returns_anything_else_is_an_error_with_a_remedy(odd: Any) -> None:
     message = _judge(lambda *_, b: odd)
     assert message is not None
     assert message.startswith(f"check_fn returned {odd!r}: it must return True or None ")
@@ -447,7 +447,7 @@ def test_a_wrong_derivative_rule_under_a_right_output_is_found() -> None:
     assert "of gradient['args[1]']: got " in message
 
 
-def test_a_function_without_floating_inputs_has_no_gradients_and_agrees() -> None:
+def test_a_function_without_floating_inputs_has_no_gradients() -> None:
     found = gradients(lambda n, m: n + m, (jnp.arange(3), 2.5), {})
     assert found == {}
     assert _agree(found, {})
@@ -458,7 +458,7 @@ def test_a_function_without_floating_outputs_has_zero_gradients() -> None:
     assert found.tolist() == [0, 0, 0]
 
 
-def test_every_element_has_a_say_in_the_scalar_and_no_two_leaves_the_same() -> None:
+def test_the_scalar_depends_on_every_element_with_different_weights() -> None:
     weights = jax.grad(scalar_of)([jnp.ones((20, 30)), jnp.ones((20, 30), jnp.float16)])
     for leaf in map(np.asarray, weights):
         assert ((np.abs(leaf) >= 0.5) & (np.abs(leaf) <= 1)).all()
@@ -477,7 +477,7 @@ def test_imaginary_parts_count_in_the_scalar() -> None:
     assert abs(float(imaginary)) > 0.1
 
 
-def test_the_scalar_is_the_same_every_time_and_leaves_other_leaves_out() -> None:
+def test_the_scalar_is_reproducible_and_ignores_other_leaves() -> None:
     tree = {"x": jnp.ones((3, 0)), "y": jnp.arange(6.0).reshape(2, 3)}
     assert float(scalar_of(tree)) == float(scalar_of(tree)) != 0
     others = {"z1": 3, "z2": "text", "z3": jnp.arange(3), "z4": jax.random.key(0), "z5": None}
@@ -485,7 +485,7 @@ def test_the_scalar_is_the_same_every_time_and_leaves_other_leaves_out() -> None
     assert float(scalar_of(others)) == 0
 
 
-def test_shapes_alone_say_what_can_never_agree() -> None:
+def test_shapes_alone_show_that_outputs_cannot_agree() -> None:
     struct = jax.ShapeDtypeStruct
     like = {"a": struct((2, 3), jnp.bfloat16), "n": struct((), jnp.int32), "x": struct((), jnp.float32)}
     assert compare_shapes(like, {"a": np.zeros((2, 3)), "n": 7, "x": 0.5}) is None

@@ -51,7 +51,7 @@ class Tile(NamedTuple):
         (config_values.FrozenDict(a=(Way.BACK,)), {"a": [{"$enum": "Way.BACK"}]}),
     ],
 )
-def test_a_value_is_written_as_json_and_comes_back_as_it_was(value: Any, said: Any) -> None:
+def test_a_value_survives_a_round_trip_through_json(value: Any, said: Any) -> None:
     config = {"v": value}
     text = json.dumps(config_values.encode(config))
     assert json.loads(text) == {"v": said}
@@ -60,12 +60,12 @@ def test_a_value_is_written_as_json_and_comes_back_as_it_was(value: Any, said: A
     assert type(back["v"]) is type(value)
 
 
-def test_what_a_file_says_is_never_imported_or_built() -> None:
+def test_no_file_content_is_imported_or_built() -> None:
     said = {"v": {"$type": "os.system", "command": "true"}}
     assert config_values.restore(said, config_values.originals([{"v": Plan(1)}])) == said
 
 
-def test_a_config_of_objects_is_shown_by_what_tells_it_from_others() -> None:
+def test_a_config_of_objects_is_shown_without_its_classes_defaults() -> None:
     config = {"plan": Plan(2, Way.FORTH), "mode": Way.BACK, "more": config_values.FrozenDict(a=(1, "x"))}
     assert shown.format_config(config) == 'plan=(block=2, way=FORTH) mode=BACK more={"a":[1,"x"]}'
 
@@ -119,7 +119,7 @@ def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., An
     return fn
 
 
-def test_objects_in_configs_reach_workers_the_caller_and_the_cache_as_they_were(
+def test_objects_in_configs_reach_workers_caller_and_cache_unchanged(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = jnp.ones(4)
@@ -152,7 +152,7 @@ def test_objects_in_configs_reach_workers_the_caller_and_the_cache_as_they_were(
     np.testing.assert_array_equal(again(x), np.full(4, 4.0))
 
 
-def test_objects_in_configs_reach_what_is_only_compiled_or_tuned_in_this_process() -> None:
+def test_objects_in_configs_reach_compile_only_and_in_process_runs() -> None:
     fn, x = planned(), jnp.ones(4)
     configs = [{"config": config["config"]} for config in fn._configs[:2]]  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match=r"tile=1.* did not compile: error: ArithmeticError: not this one"):
@@ -165,7 +165,7 @@ def test_objects_in_configs_reach_what_is_only_compiled_or_tuned_in_this_process
         assert fn.tune(x).best_config == fn._configs[1]  # type: ignore[attr-defined]
 
 
-def test_a_finished_trial_of_an_interrupted_sweep_is_recalled_with_its_objects(cache_dir: Path) -> None:
+def test_an_interrupted_sweeps_trial_is_recalled_with_its_objects(cache_dir: Path) -> None:
     stopped: list[Any] = []
 
     def stop_after_two(index: int, phase: str) -> None:
@@ -187,7 +187,7 @@ def test_a_finished_trial_of_an_interrupted_sweep_is_recalled_with_its_objects(c
     assert len(stopped) == 2
 
 
-def test_kernels_tuned_in_context_are_given_their_objects() -> None:
+def test_kernels_tuned_in_context_get_their_objects() -> None:
     @quarantune.autotune([{"plan": Plan(1, Way.BACK)}, {"plan": Plan(2, Way.FORTH)}], name="inner")
     @jax.jit(static_argnames=["plan"])
     def inner(x: Any, plan: Plan = Plan(1, Way.FORTH)) -> Any:

@@ -174,7 +174,7 @@ def test_memory_of_this_machine_is_plausible() -> None:
     assert 10**7 < machine.available_memory_bytes() <= psutil.virtual_memory().total
 
 
-def test_memory_without_proc_is_what_psutil_says(tmp_path: Path) -> None:
+def test_memory_without_proc_comes_from_psutil(tmp_path: Path) -> None:
     assert 0 < machine.available_memory_bytes(root=tmp_path) <= psutil.virtual_memory().total
 
 
@@ -182,14 +182,14 @@ def test_memory_without_proc_is_what_psutil_says(tmp_path: Path) -> None:
     "counter",
     ["sys/fs/cgroup/job/memory.events", "sys/fs/cgroup/memory/job/memory.oom_control", "proc/vmstat"],
 )
-def test_a_kill_in_any_place_raises_the_counter(counter: str, tmp_path: Path) -> None:
+def test_a_kill_in_any_cgroup_raises_the_counter(counter: str, tmp_path: Path) -> None:
     root = write(tmp_path, {"proc/self/cgroup": "5:memory:/job\n0::/job\n", counter: "oom 1\noom_kill 2\n"})
     assert machine.oom_kills(root=root) == 2
     write(root, {counter: "oom 1\noom_kill 3\n"})
     assert machine.oom_kills(root=root) == 3
 
 
-def test_no_counter_at_all_counts_nothing(tmp_path: Path) -> None:
+def test_without_any_counter_the_count_is_zero(tmp_path: Path) -> None:
     assert machine.oom_kills(root=tmp_path) == 0
 
 

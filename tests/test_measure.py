@@ -60,7 +60,7 @@ def noisy(seed: int, middle: float = 1.0, sigma: float = 0.01) -> Iterable[float
 # --- how many samples ---------------------------------------------------------------------------------------
 
 
-def test_the_first_sample_is_not_believed() -> None:
+def test_the_first_sample_is_not_counted() -> None:
     samples = sampling.measure(Sampler([1000.0, *[2.0] * 20]), rep=20)
     assert set(samples.samples_ms) == {2.0}
 
@@ -102,7 +102,7 @@ def test_the_first_run_counts_towards_the_soft_budget() -> None:
     assert len(sampling.measure(take, rep=20, clock=time).samples_ms) == 3
 
 
-def test_the_median_stands_for_the_samples_of_an_exact_clock_and_the_fastest_for_others() -> None:
+def test_finalists_are_chosen_by_median_or_fastest_depending_on_the_clock() -> None:
     samples = sampling.Samples(tuple(map(Taken.exactly, (1.0, 2.0, 1000.0))))
     assert (samples.level_ms(is_exact=True), samples.level_ms(is_exact=False)) == (2.0, 1.0)
 
@@ -110,7 +110,7 @@ def test_the_median_stands_for_the_samples_of_an_exact_clock_and_the_fastest_for
 # --- ruled out ----------------------------------------------------------------------------------------------
 
 
-def test_a_config_whose_fastest_sample_is_beyond_the_margin_is_ruled_out_after_the_first_look() -> None:
+def test_a_config_beyond_the_margin_is_ruled_out_after_the_first_samples() -> None:
     take = Sampler(itertools.repeat(1.51))
     samples = sampling.measure(take, rep=20, best_median_ms=1.0, margin=1.5)
     assert samples.is_ruled_out
@@ -122,7 +122,7 @@ def test_a_config_whose_fastest_sample_is_beyond_the_margin_is_ruled_out_after_t
     [([1.49] * 30, 1.0), ([9.0, 9.0, 9.0, 1.4, *[9.0] * 30], 1.0), ([9.0] * 30, None)],
     ids=["within", "one within", "no bar"],
 )
-def test_a_config_with_one_sample_within_the_margin_or_without_a_bar_is_never_ruled_out(
+def test_one_sample_within_the_margin_keeps_a_config_in_the_race(
     samples_ms: list[float], best_median_ms: float | None
 ) -> None:
     samples = sampling.measure(Sampler(samples_ms), rep=20, best_median_ms=best_median_ms, margin=1.5)
@@ -133,7 +133,7 @@ def test_a_config_with_one_sample_within_the_margin_or_without_a_bar_is_never_ru
 @pytest.mark.parametrize(
     ("best_median_ms", "taken"), [(1.0, 3), (1.25, 8), (None, 8)], ids=["behind", "level", "alone"]
 )
-def test_a_config_that_is_behind_gets_no_more_samples_than_it_must(best_median_ms: float | None, taken: int) -> None:
+def test_a_config_that_is_behind_gets_no_more_samples_than_necessary(best_median_ms: float | None, taken: int) -> None:
     samples = sampling.measure(Sampler(itertools.repeat(1.2)), rep=20, best_median_ms=best_median_ms, margin=1.5)
     assert (samples.is_ruled_out, len(samples.samples_ms)) == (False, taken)
 
@@ -152,7 +152,7 @@ def test_a_long_run_before_counts_and_two_that_agree_rule_out(
     assert samples.is_ruled_out == (taken in (1, 4))
 
 
-def test_the_time_that_runs_waited_for_a_cpu_rules_nobody_out() -> None:
+def test_waits_for_a_cpu_rule_no_config_out() -> None:
     waited = Taken(2.0, 1.8, 1.4)
     samples = sampling.measure(Sampler(itertools.repeat(waited)), rep=9, best_median_ms=1.0, margin=1.5)
     assert not samples.is_ruled_out
@@ -162,7 +162,7 @@ def test_the_time_that_runs_waited_for_a_cpu_rules_nobody_out() -> None:
     assert sampling.measure(hardly, rep=9, best_median_ms=1.0, margin=1.5).is_ruled_out
 
 
-def test_one_sample_rules_nobody_out_however_long_but_by_an_exact_clock() -> None:
+def test_one_sample_rules_a_config_out_only_by_an_exact_clock() -> None:
     late = [180.0, *[0.79] * 30]
     for last_ms in (None, 0.8, 1.4):
         samples = sampling.measure(Sampler(late), rep=20, best_median_ms=1.0, margin=1.5, last_ms=last_ms)
@@ -173,7 +173,7 @@ def test_one_sample_rules_nobody_out_however_long_but_by_an_exact_clock() -> Non
     assert sampling.measure(Sampler([180.0]), rep=20, best_median_ms=1.0, margin=1.5, is_exact=True).is_ruled_out
 
 
-def test_while_every_run_is_disturbed_sampling_goes_on_for_one_that_is_not() -> None:
+def test_sampling_goes_on_while_every_run_is_disturbed() -> None:
     time = Time()
     spinning = Taken(92.0, 30.0, 0.0)
     take = Sampler([spinning] * 9 + [Taken.exactly(0.79)] * 30, time, 0.092)
@@ -195,7 +195,7 @@ def test_while_every_run_is_disturbed_sampling_goes_on_for_one_that_is_not() -> 
     ],
     ids=["long and behind", "long and not", "long as first runs are", "shorter and behind other first runs", "neither"],
 )
-def test_one_run_rules_out_who_is_far_behind(
+def test_one_run_rules_out_a_config_that_is_far_behind(
     first_ms: float, fastest_ms: float, fastest_first_ms: float, is_hopeless: bool
 ) -> None:
     noise = sampling.Noise(samples=9)
@@ -203,7 +203,7 @@ def test_one_run_rules_out_who_is_far_behind(
     assert told == is_hopeless
 
 
-def test_a_config_whose_first_sample_is_long_and_beyond_all_that_the_cold_costs_is_ruled_out_at_once() -> None:
+def test_a_long_first_sample_beyond_any_cold_start_rules_a_config_out() -> None:
     take = Sampler(itertools.repeat(60.0))
     samples = sampling.measure(take, rep=20, best_median_ms=10.0, margin=1.5, last_ms=59.0)
     assert samples.is_ruled_out
@@ -213,7 +213,7 @@ def test_a_config_whose_first_sample_is_long_and_beyond_all_that_the_cold_costs_
 @pytest.mark.parametrize(
     ("first_ms", "best_median_ms"), [(49.0, 1.0), (60.0, 21.0)], ids=["an interruption", "the cold"]
 )
-def test_no_config_is_ruled_out_by_a_first_sample_that_may_be(first_ms: float, best_median_ms: float) -> None:
+def test_an_unreliable_first_sample_rules_no_config_out(first_ms: float, best_median_ms: float) -> None:
     samples = sampling.measure(
         Sampler([first_ms, *[best_median_ms] * 30]), rep=20, best_median_ms=best_median_ms, margin=1.5
     )
@@ -221,7 +221,7 @@ def test_no_config_is_ruled_out_by_a_first_sample_that_may_be(first_ms: float, b
     assert first_ms not in samples.samples_ms
 
 
-def test_a_damaged_sample_neither_rules_out_nor_saves_from_it() -> None:
+def test_a_damaged_sample_does_not_affect_whether_a_config_is_ruled_out() -> None:
     assert sampling.measure(
         Sampler([1.0, *DAMAGED[:2], 2.0, *[2.0] * 9]), rep=9, best_median_ms=1.0, margin=1.5
     ).is_ruled_out
@@ -233,7 +233,7 @@ def test_a_damaged_sample_neither_rules_out_nor_saves_from_it() -> None:
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
-def test_what_cannot_be_a_time_is_rejected_and_sampled_again(damaged: float) -> None:
+def test_an_impossible_time_is_rejected_and_sampled_again(damaged: float) -> None:
     take = Sampler(itertools.cycle([1.0, damaged, 2.0, 3.0]))
     samples = sampling.measure(take, rep=20)
     assert set(samples.samples_ms) == {1.0, 2.0, 3.0}
@@ -242,12 +242,12 @@ def test_what_cannot_be_a_time_is_rejected_and_sampled_again(damaged: float) -> 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
 @pytest.mark.parametrize("rep", [1, 20])
-def test_a_clock_that_never_makes_sense_is_an_error(damaged: float, rep: int) -> None:
+def test_a_clock_without_plausible_samples_is_an_error(damaged: float, rep: int) -> None:
     with pytest.raises(ValueError, match="no plausible sample"):
         sampling.measure(Sampler(itertools.repeat(damaged)), rep=rep)
 
 
-def test_a_clock_that_stops_making_sense_ends_sampling() -> None:
+def test_a_clock_without_further_plausible_samples_ends_sampling() -> None:
     samples = sampling.measure(Sampler([1.0, 2.0, 3.0, 1.0, *[math.nan] * 99]), rep=20)
     assert samples.samples_ms == (2.0, 3.0, 1.0)
 
@@ -270,7 +270,7 @@ def test_equal_samples_have_no_spread_and_zeros_an_infinite_one() -> None:
     assert sampling.spread([0.0] * 5) == math.inf
 
 
-def test_the_standard_error_is_how_far_medians_scatter() -> None:
+def test_the_standard_error_is_the_scatter_of_medians() -> None:
     batches = [list(itertools.islice(noisy(seed), 25)) for seed in range(400)]
     scatter = float(np.std([np.median(batch) for batch in batches]))
     assert np.median([sampling.standard_error(batch) for batch in batches]) == pytest.approx(scatter, rel=0.2)
@@ -309,9 +309,7 @@ class Run:
 @pytest.mark.parametrize(
     ("seconds", "repeated"), [(1.0, 1), (1e-3, 1), (50e-6, 4), (1e-6, 200), (1e-9, 1000), (0.0, 1000)]
 )
-def test_runs_are_repeated_within_a_wall_clock_sample_until_it_is_long_enough_to_be_read(
-    time: Time, seconds: float, repeated: int
-) -> None:
+def test_short_runs_are_repeated_within_a_wall_clock_sample(time: Time, seconds: float, repeated: int) -> None:
     run = Run(time, seconds)
     clock = clocks.WallClock(run, None)
     clock.take(1)
@@ -321,7 +319,7 @@ def test_runs_are_repeated_within_a_wall_clock_sample_until_it_is_long_enough_to
     assert run.count == pytest.approx(1 + 3 * repeated, rel=1e-2)
 
 
-def test_a_run_that_needs_preparing_is_prepared_untimed_every_time_and_never_repeated(time: Time) -> None:
+def test_a_run_that_needs_preparation_is_prepared_untimed_every_time(time: Time) -> None:
     run, order = Run(time, 1e-6), []
 
     def prepare() -> None:
@@ -334,7 +332,7 @@ def test_a_run_that_needs_preparing_is_prepared_untimed_every_time_and_never_rep
     assert run.count == 4
 
 
-def test_a_real_wall_clock_tells_a_short_run_from_one_that_is_ten_times_as_long() -> None:
+def test_a_wall_clock_distinguishes_runs_that_differ_tenfold() -> None:
     def run(count: int) -> Callable[[], object]:
         return lambda: sum(range(count))
 
@@ -344,7 +342,7 @@ def test_a_real_wall_clock_tells_a_short_run_from_one_that_is_ten_times_as_long(
     assert 3 * np.median(wholes(short.take(9))) < np.median(wholes(long.take(9)))
 
 
-def test_a_queue_grows_until_the_price_of_waiting_for_it_does_not_count(time: Time) -> None:
+def test_a_queue_grows_until_waiting_for_it_is_negligible(time: Time) -> None:
     run_s, wait_s = 20e-6, 500e-6
 
     class Output:
@@ -383,28 +381,28 @@ def test_the_fastest_few_are_in_the_final_fastest_first() -> None:
     assert finalists_of(*(trial(1 + time_ms / 100) for time_ms in (7, 5, 1, 6, 2, 3))) == [2, 4, 5, 1]
 
 
-def test_who_is_far_behind_has_no_place_in_the_final() -> None:
+def test_a_config_that_is_far_behind_is_not_in_the_final() -> None:
     assert finalists_of(trial(1.6), trial(1.0), trial(1.4)) == [1, 2]
 
 
 @pytest.mark.parametrize("outcome", [outcome for outcome in Outcome if outcome is not Outcome.OK])
-def test_only_what_was_measured_to_the_end_is_in_the_final(outcome: Outcome) -> None:
+def test_only_configs_measured_to_the_end_are_in_the_final(outcome: Outcome) -> None:
     assert finalists_of(trial(0.5, outcome), trial(1.0), trial(None, outcome)) == [1]
     assert finalists_of(trial(0.5, outcome)) == []
 
 
-def test_configs_with_one_program_have_one_place_in_the_final() -> None:
+def test_configs_with_the_same_program_take_one_place_in_the_final() -> None:
     twins = [trial(1.0, samples_ms=(1.0, 0.9, 1.1))] * 5
     assert finalists_of(trial(1.2, samples_ms=(1.2,)), *twins, trial(1.3, samples_ms=(1.3,))) == [1, 0, 6]
 
 
-def test_two_programs_whose_samples_happen_to_be_the_same_have_two_places() -> None:
+def test_two_programs_with_equal_samples_take_two_places_in_the_final() -> None:
     first, second = (dataclasses.replace(trial(1.0, samples_ms=(1.0,) * 5), compile_s=s) for s in (0.21, 0.22))
     assert finalists_of(first, second, first) == [0, 1]
     assert finals.with_same_program({0: [1.1]}, {0: first, 1: second, 2: first}) == {0: [1.1], 2: [1.1]}
 
 
-def test_configs_with_one_program_share_what_the_final_says_of_it() -> None:
+def test_configs_with_the_same_program_share_its_times_in_the_final() -> None:
     trials = {0: trial(1.2, samples_ms=(1.2,)), 3: trial(1.0, samples_ms=(1.0,)), 5: trial(1.0, samples_ms=(1.0,))}
     assert finals.with_same_program({3: [1.1], 0: [1.3]}, trials) == {0: [1.3], 3: [1.1], 5: [1.1]}
     assert finals.with_same_program({3: [1.1]}, trials) == {3: [1.1], 5: [1.1]}
@@ -447,7 +445,7 @@ def verdicts(
 @pytest.mark.parametrize(
     "times_ms", [(1.02, 1.0), (1.04, 1.0, 1.02), (1.02, 1.03, 1.04, 1.0)], ids=lambda times: str(len(times))
 )
-def test_the_faster_one_wins_by_two_percent_under_one_percent_noise_though_the_default_would_be_preferred(
+def test_two_percent_beat_one_percent_noise_and_the_preferred_default(
     times_ms: tuple[float, ...], drift: float
 ) -> None:
     best = times_ms.index(min(times_ms))
@@ -478,7 +476,7 @@ def test_a_default_that_is_slower_is_not_preferred() -> None:
     assert finals.decide(rounds, default=1) == finals.Verdict(4, (9,))
 
 
-def test_equals_are_told_apart_by_their_warm_rounds_and_tie_where_those_are_level_too() -> None:
+def test_warm_rounds_decide_between_equals_unless_they_tie_too() -> None:
     cold = {2: [1.007] * 9, 4: [1.0] * 9, 6: [1.002] * 9, 8: [1.3] * 9}
     assert finals.decide(cold, default=2) == finals.Verdict(4, (6,))
     warm = {2: [0.803] * 9, 4: [0.8] * 9, 6: [0.801] * 9}
@@ -489,12 +487,12 @@ def test_equals_are_told_apart_by_their_warm_rounds_and_tie_where_those_are_leve
     assert finals.decide(cold, default=2, warm={4: [0.8] * 9, 6: [0.9] * 9}) == finals.Verdict(4, (6,))
 
 
-def test_times_within_what_clocks_wander_tie_however_steady_they_are() -> None:
+def test_times_closer_than_the_noise_floor_tie_however_steady() -> None:
     assert finals.decide({0: [1.004] * 9, 1: [1.0] * 9}, default=None) == finals.Verdict(0, (1,))
     assert finals.decide({0: [1.006] * 9, 1: [1.0] * 9}, default=None) == finals.Verdict(1, ())
 
 
-def test_a_final_ends_once_the_fastest_is_clear_and_goes_on_while_it_is_not() -> None:
+def test_a_final_goes_on_until_the_fastest_is_clear() -> None:
     far = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.5))], clock=lambda: 0.0)
     clear = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.15))], clock=lambda: 0.0)
     level = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.0))], clock=lambda: 0.0)
@@ -517,13 +515,13 @@ def test_a_long_run_is_a_sample_by_itself() -> None:
     assert (long.taken, short.taken) == (1 + 3, 1 + 3 * 3)
 
 
-def test_of_short_runs_a_round_takes_more_samples() -> None:
+def test_a_round_takes_more_samples_of_short_runs() -> None:
     short, long = Sampler(noisy(8, 0.05, 0.001)), Sampler(noisy(9, 0.5, 0.001))
     finals.play([short, long], clock=lambda: 0.0)
     assert (short.taken, long.taken) == (1 + 3 * 10, 1 + 3 * 3)
 
 
-def test_contenders_take_turns() -> None:
+def test_contenders_are_timed_in_turn() -> None:
     turns: list[str] = []
 
     def contender(name: str, time_ms: float) -> Callable[[int], Sequence[Taken]]:
@@ -537,13 +535,13 @@ def test_contenders_take_turns() -> None:
     assert "".join(turns) == "abc" * (1 + 5)
 
 
-def test_a_final_survives_samples_that_cannot_be_times() -> None:
+def test_a_final_survives_impossible_samples() -> None:
     damaged = [1.0] * 4 + DAMAGED[:3] + [2.0, math.nan, 4.0]
     ours, theirs = finals.play([Sampler([*damaged, *[1.0] * 99]), Sampler(itertools.repeat(1.1))], clock=lambda: 0.0)
     assert ours[:4] == [1.0, 1.0, 3.0, 1.0]
     assert len(ours) == len(theirs)
 
 
-def test_a_final_with_a_clock_that_never_made_sense_is_an_error() -> None:
+def test_a_final_without_any_plausible_sample_is_an_error() -> None:
     with pytest.raises(ValueError, match="no plausible sample"):
         finals.play([Sampler(itertools.repeat(1.0)), Sampler(itertools.repeat(math.nan))])

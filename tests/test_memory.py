@@ -121,13 +121,13 @@ def test_shared_memory_of_every_kind_counts_once(kind: str, lines: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["anonymous", "mapped_twice", "memfd_mapped_and_closed"])
-def test_without_leave_to_look_at_mapped_files_their_pages_count(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_permission_to_read_mapped_files_their_pages_count(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_stat_mapped", lambda *_: None)
     with holder(kind, SHARED[kind]) as family:
         assert 48 * MB <= memory.shared_bytes(family, since=time.time(), foreign=()) < 52 * MB
 
 
-def test_files_that_were_there_or_belong_to_others_do_not_count() -> None:
+def test_earlier_files_and_those_of_others_do_not_count() -> None:
     fd = os.memfd_create("ours")
     try:
         os.write(fd, bytes(4 * MB))
@@ -152,7 +152,7 @@ def test_data_that_a_pool_of_forks_shares_counts_once() -> None:
         assert 48 * MB < weigh(family, limit_bytes=100 * MB, exactly=False) < 2 * 48 * MB, "near the limit, too"
 
 
-def test_a_cheap_look_keeps_what_the_exact_one_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cheap_measurement_keeps_the_shared_memory_of_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
     about = {"baseline_bytes": 0, "limit_bytes": 1 << 40, "foreign": set}
     with holder("pool_of_forks", lines=5) as family:
         scale = memory.Scale()
@@ -162,7 +162,7 @@ def test_a_cheap_look_keeps_what_the_exact_one_found(monkeypatch: pytest.MonkeyP
         assert abs(scale.weigh(family, exactly=False, **about) - exact) < MB  # type: ignore[arg-type]
 
 
-def test_shared_pages_that_are_being_taken_fast_are_seen_by_a_cheap_look() -> None:
+def test_fast_growth_of_shared_pages_triggers_an_exact_measurement() -> None:
     scale = memory.Scale()
 
     def look() -> int:
@@ -174,7 +174,7 @@ def test_shared_pages_that_are_being_taken_fast_are_seen_by_a_cheap_look() -> No
         assert look() - before > 40 * MB
 
 
-def test_processes_that_are_gone_hold_nothing() -> None:
+def test_processes_that_are_gone_hold_no_memory() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     assert gone.wait(timeout=60) == 0
     assert weigh([gone.pid]) == 0

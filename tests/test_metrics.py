@@ -21,7 +21,7 @@ from quarantune.metrics import (
 UNKNOWN = "AMD EPYC (2 cores)"
 
 
-def test_a_matrix_product_counts_two_operations_a_term_and_moves_each_matrix_once() -> None:
+def test_a_matrix_product_counts_two_operations_for_each_term() -> None:
     metrics = compute_gemm_metrics(1000, 2000, 3000, 2.0, dtype="float32")
     assert metrics.latency_ms == 2.0
     assert metrics.throughput_tflops == pytest.approx(2 * 1000 * 2000 * 3000 / 2e-3 / 1e12)
@@ -39,14 +39,14 @@ def test_an_elementwise_kernel_moves_every_array_once() -> None:
     assert metrics.throughput_tflops is None
 
 
-def test_an_elementwise_kernel_has_a_throughput_where_its_operations_are_known() -> None:
+def test_an_elementwise_kernel_has_a_throughput_if_operations_are_given() -> None:
     metrics = compute_elementwise_metrics(10**6, 1.0, flops_per_element=5, device="NVIDIA H200")
     assert metrics.throughput_tflops == pytest.approx(0.005)
     assert metrics.flops_utilization is None
     assert metrics.bandwidth_utilization == pytest.approx(100 * 4e9 / 4800e9)
 
 
-def test_utilization_is_the_percentage_of_the_peak_of_that_kind_and_dtype() -> None:
+def test_utilization_is_a_percentage_of_the_peak_of_the_kind_and_dtype() -> None:
     in_bf16 = compute_gemm_metrics(4096, 4096, 4096, 0.2, device="NVIDIA H200")
     in_fp8 = compute_gemm_metrics(4096, 4096, 4096, 0.2, device="NVIDIA H200", dtype=jnp.float8_e5m2)
     assert in_bf16.flops_utilization == pytest.approx(100 * 2 * 4096**3 / 0.2e-3 / 989.4e12)
@@ -64,25 +64,25 @@ def test_a_peak_that_is_given_beats_the_table() -> None:
 
 
 @pytest.mark.parametrize("device", [None, UNKNOWN, "NVIDIA H100", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"])
-def test_no_utilization_is_guessed_for_a_device_that_is_not_in_the_table(device: str | None) -> None:
+def test_a_device_outside_the_table_has_no_utilization(device: str | None) -> None:
     metrics = compute_gemm_metrics(64, 64, 64, 1.0, device=device)
     assert metrics.throughput_tflops is not None
     assert (metrics.flops_utilization, metrics.bandwidth_utilization) == (None, None)
 
 
-def test_no_utilization_is_guessed_for_a_dtype_whose_peak_the_vendor_does_not_give() -> None:
+def test_a_dtype_without_a_known_peak_has_no_utilization() -> None:
     metrics = compute_gemm_metrics(64, 64, 64, 1.0, dtype="complex64", device="NVIDIA H200")
     assert metrics.flops_utilization is None
     assert metrics.bandwidth_utilization is not None
 
 
-def test_a_bare_count_of_operations_has_no_peak_until_the_dtype_is_told() -> None:
+def test_operations_have_no_peak_without_a_dtype() -> None:
     assert from_counts(1.0, flops=1e12, device="NVIDIA H200").flops_utilization is None
     told = from_counts(1.0, flops=989.4e9, device="NVIDIA H200", dtype="bfloat16")
     assert told.flops_utilization == pytest.approx(100)
 
 
-def test_what_is_not_counted_is_none() -> None:
+def test_a_missing_count_gives_none() -> None:
     nothing = from_counts(3, device="NVIDIA H200", dtype="bfloat16")
     assert nothing == KernelMetrics(latency_ms=3.0)
     only_bytes = from_counts(1.0, bytes=4.8e9, device="NVIDIA H200")
@@ -104,7 +104,7 @@ def test_something_that_is_no_dtype_is_refused() -> None:
 
 
 @pytest.mark.parametrize("latency_ms", [0, -1.0, math.nan, math.inf])
-def test_a_time_that_is_no_time_is_refused(latency_ms: float) -> None:
+def test_an_impossible_time_is_refused(latency_ms: float) -> None:
     with pytest.raises(ValueError, match=r"latency_ms is .*; give a number above zero"):
         from_counts(latency_ms, flops=1)
 
@@ -121,12 +121,12 @@ def test_a_time_that_is_no_time_is_refused(latency_ms: float) -> None:
         (lambda: from_counts(1.0, peak_tflops=-3), "peak_tflops"),
     ],
 )
-def test_a_number_that_makes_no_sense_is_refused_by_name(call: Any, name: str) -> None:
+def test_an_impossible_number_is_refused_by_name(call: Any, name: str) -> None:
     with pytest.raises(ValueError, match=rf"^{name} is "):
         call()
 
 
-def test_metrics_print_as_one_line_of_what_is_known() -> None:
+def test_metrics_print_their_known_figures_in_one_line() -> None:
     full = from_counts(2.0, flops=1e12, bytes=4e9, peak_tflops=1000, peak_bandwidth_gbps=4000)
     assert str(full) == "2 ms, 500 TFLOP/s (50.0% of peak), 2000 GB/s (50.0% of peak)"
     assert str(from_counts(0.25, bytes=1e6)) == "0.25 ms, 4 GB/s"

@@ -23,7 +23,7 @@ def hostile() -> list[Trial]:
     ]
 
 
-def test_a_table_with_lone_surrogates_and_terminal_escapes_is_shown_as_text() -> None:
+def test_a_table_shows_surrogates_and_terminal_escapes_as_text() -> None:
     shown = report.table(hostile(), width=200)
     assert all(line.isprintable() for line in shown.splitlines())
     print(shown, file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))

@@ -74,7 +74,7 @@ TROUBLE: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("trusted", [False, True])
 @pytest.mark.parametrize("name", TROUBLE)
-def test_trouble_in_a_saved_result_is_told_in_one_line(tmp_path: Path, name: str, trusted: bool) -> None:
+def test_damage_in_a_saved_result_is_reported_in_one_line(tmp_path: Path, name: str, trusted: bool) -> None:
     folder = tmp_path / "saved"
     folder.mkdir()
     say()(folder)

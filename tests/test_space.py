@@ -72,7 +72,7 @@ def test_a_repeated_config_is_kept_once_at_its_first_place() -> None:
     assert expand(configs, fn_name="f", keep_repeated=True) == [{"a": 1, "b": 2}, {"a": 3, "b": 4}] * 2
 
 
-def test_values_that_only_compare_equal_are_different_configs() -> None:
+def test_values_of_different_types_are_different_configs() -> None:
     types = [type(config["a"]) for config in expand({"a": [1, True, 1.0]}, fn_name="f")]
     assert types == [int, bool, float]
 
@@ -85,7 +85,7 @@ def test_values_become_plain_hashable_python() -> None:
     hash(tuple(found))
 
 
-def test_enums_dataclasses_and_dicts_are_config_values_that_jit_can_hash() -> None:
+def test_enums_dataclasses_and_dicts_become_hashable_config_values() -> None:
     values = [Size.SMALL, 16, Order.ROWS, "ROWS", Tile((1, 2)), Tile([1, np.int64(2)]), {"x": [1]}, {"x": (True,)}]
     found = [config["a"] for config in expand([{"a": value} for value in values], fn_name="f")]
     assert found == [Size.SMALL, 16, Order.ROWS, "ROWS", Tile((1, 2)), {"x": (1,)}, {"x": (True,)}]
@@ -95,7 +95,7 @@ def test_enums_dataclasses_and_dicts_are_config_values_that_jit_can_hash() -> No
         found[-1]["x"] = 2
 
 
-def test_keys_that_a_config_lacks_take_the_functions_defaults() -> None:
+def test_missing_keys_take_the_functions_defaults() -> None:
     configs = [{"BM": 16}, {"BN": 16, "BM": 8}, {"BM": 16, "BN": 64}]
     found = expand(configs, fn_name="matmul", parameters=MATMUL)
     assert found == [{"BM": 16, "BN": 64}, {"BM": 8, "BN": 16}]
@@ -110,7 +110,7 @@ def test_keys_that_a_config_lacks_take_the_functions_defaults() -> None:
         ([{"BM": 1}, {"bm": 2}], "lacks 'bm', .*Did you mean 'BM'"),
     ],
 )
-def test_a_key_that_a_config_lacks_and_that_has_no_default_is_refused(configs: Any, says: str) -> None:
+def test_a_missing_key_without_a_default_is_refused(configs: Any, says: str) -> None:
     with pytest.raises(TypeError, match=says):
         expand(configs, fn_name="matmul", parameters=MATMUL)
 
@@ -153,7 +153,7 @@ def test_a_numpy_range_is_a_list_of_values() -> None:
         ([{"a": (1.0, np.float32("inf"))}], ValueError, "finite"),
     ],
 )
-def test_what_is_no_config_space_is_refused_with_the_fix(configs: Any, error: type[Exception], says: str) -> None:
+def test_an_invalid_config_space_is_refused_with_a_remedy(configs: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says) as caught:
         expand(configs, fn_name="matmul")
     assert str(caught.value).startswith("matmul: ")
@@ -194,7 +194,7 @@ def test_static_keyword_parameters_with_defaults_are_accepted() -> None:
         (grid(flip=[True]), {"flip"}, TypeError, r"def matmul\(..., flip=True\)"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused_with_the_fix(
+def test_an_untunable_function_is_refused_with_a_remedy(
     configs: Any, static: set[str], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):

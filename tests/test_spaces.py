@@ -47,7 +47,7 @@ def test_a_default_is_one_of_its_space(name: str) -> None:
     assert get_default_config(name) in generate_configs(SPACES[name])
 
 
-def test_changing_a_default_changes_nobody_elses() -> None:
+def test_changing_a_default_changes_no_other_callers() -> None:
     get_default_config("matmul")["BLOCK_M"] = 7
     assert get_default_config("matmul")["BLOCK_M"] != 7
 
@@ -84,7 +84,7 @@ def test_a_config_is_dropped_when_a_block_is_too_big(name: str, sizes: dict[str,
 
 
 @pytest.mark.parametrize("sizes", [{}, {"M": 1, "N": 1, "K": 1, "hidden_dim": 1, "intermediate_dim": 1}])
-def test_names_without_a_rule_are_not_looked_at(sizes: dict[str, int]) -> None:
+def test_names_without_a_rule_are_ignored(sizes: dict[str, int]) -> None:
     configs = [{"BM": 4096, "num_stages": 9}]
     assert filter_valid_configs(configs, **sizes) == configs
 
@@ -93,7 +93,7 @@ def test_without_sizes_every_config_is_kept() -> None:
     assert len(filter_valid_configs(spaces.FP8_GEMM_CONFIGS)) == 216
 
 
-def test_all_rules_hold_at_once_and_nothing_may_be_left() -> None:
+def test_all_rules_hold_together_and_may_leave_no_config() -> None:
     kept = filter_valid_configs(spaces.FP8_GEMM_CONFIGS, M=64, N=32, K=32)
     assert {(config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]) for config in kept} == {
         (64, 64, 32),
@@ -103,7 +103,7 @@ def test_all_rules_hold_at_once_and_nothing_may_be_left() -> None:
     assert filter_valid_configs([], M=1) == []
 
 
-def test_configs_may_come_from_a_generator_and_are_handed_on_as_copies() -> None:
+def test_configs_may_come_from_a_generator_and_are_copied() -> None:
     config = {"BLOCK_K": 32}
     (kept,) = filter_valid_configs((made for made in [config]), K=32)
     kept["BLOCK_K"] = 64
@@ -128,7 +128,7 @@ def test_shared_memory_fits_up_to_the_last_byte(kind: str, most: int) -> None:
     assert not fits_shared_memory(most + 1, device_kind=kind)
 
 
-def test_registers_are_limited_for_a_thread_for_a_block_and_by_the_number_of_threads() -> None:
+def test_registers_are_limited_by_thread_by_block_and_by_thread_count() -> None:
     assert fits_registers(255 * 4 * 128, threads=128, device_kind=H100)
     assert not fits_registers(255 * 4 * 128 + 1, threads=128, device_kind=H100)
     assert fits_registers(65536 * 4, threads=1024, device_kind=H100)
@@ -136,7 +136,7 @@ def test_registers_are_limited_for_a_thread_for_a_block_and_by_the_number_of_thr
     assert not fits_registers(0, threads=1025, device_kind=H100)
 
 
-def test_a_device_that_is_not_in_the_table_rules_nothing_out() -> None:
+def test_a_device_outside_the_table_excludes_no_config() -> None:
     assert device_limits(UNKNOWN) == DeviceLimits()
     assert fits_shared_memory(2**40, device_kind=UNKNOWN)
     assert fits_registers(2**40, threads=2**20, device_kind=UNKNOWN)

@@ -62,7 +62,7 @@ INTS = jnp.arange(3)
         (cast, (INTS, np.float32), (INTS, np.int16)),
     ],
 )
-def test_any_call_gives_what_the_jitted_function_gives(fn: Any, made_for: Any, called_with: Any) -> None:
+def test_any_call_returns_the_jitted_functions_result(fn: Any, made_for: Any, called_with: Any) -> None:
     ours, theirs = compiled(fn, *made_for)(*called_with), fn(*called_with, n=1)
     assert (ours.dtype, ours.weak_type) == (theirs.dtype, theirs.weak_type)
     np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
@@ -100,7 +100,7 @@ class Pair:
         return cls(*both)
 
 
-def test_a_class_that_looks_at_its_arrays_may_be_an_argument(tmp_path: Path) -> None:
+def test_a_class_that_validates_its_arrays_may_be_an_argument(tmp_path: Path) -> None:
     @jitted
     def summed(pair: Any, p: Any = None, n: int = 1) -> Any:
         return pair.both[0] + pair.both[1]
@@ -112,7 +112,7 @@ def test_a_class_that_looks_at_its_arrays_may_be_an_argument(tmp_path: Path) -> 
     np.testing.assert_array_equal(quarantune.TuningResult.load(tmp_path, trusted=True).fn(pair), 2)
 
 
-def test_a_result_without_its_function_is_not_saved_over_one_that_has_it(tmp_path: Path) -> None:
+def test_a_result_without_its_function_is_not_saved_over_a_complete_one(tmp_path: Path) -> None:
     quarantune.autotune({"n": [1, 2]}, rep=1)(times).tune(INTS, 2).save(tmp_path)
     with pytest.raises(quarantune.SavedResultError, match="trusted=True"):
         quarantune.TuningResult.load(tmp_path).save(tmp_path)
@@ -120,7 +120,7 @@ def test_a_result_without_its_function_is_not_saved_over_one_that_has_it(tmp_pat
 
 
 @pytest.mark.slow
-def test_a_program_that_calls_lapack_is_loaded_by_a_process_that_has_lowered_none(tmp_path: Path) -> None:
+def test_a_program_that_calls_lapack_is_loaded_in_a_fresh_process(tmp_path: Path) -> None:
     (tmp_path / "lapack.py").write_text(
         """
 import functools, sys
