@@ -68,7 +68,7 @@ class Autotuned:
     """A jitted function with tuned static parameters; made by `autotune`.
 
     A call runs the function with the best config for the shapes of the arguments on their device: the first such call
-    tunes, and later ones remember. A call that sets a tunable parameter by hand runs the function as it is.
+    tunes, and later ones remember. A call that sets a tunable parameter by hand runs the function untuned.
     """
 
     __wrapped__: Callable[..., Any]

@@ -50,7 +50,7 @@ def contextual_autotune(
         A `Contextual`, or a decorator that makes one.
 
     Raises:
-        TypeError: there is no such option, or what is decorated is no function that can be tuned.
+        TypeError: there is no such option, or the decorated object is not a function that can be tuned.
         ValueError: an option does not accept its value.
 
     Example:

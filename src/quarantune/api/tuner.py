@@ -30,7 +30,7 @@ class AutoTuner:
 
     Raises:
         TypeError: `fn` is not callable, an option is unknown, or the configs are of no usable type.
-        ValueError: the configs are empty or without end, or are not what the function can take.
+        ValueError: the configs are empty or without end, or the function cannot take them.
 
     Example:
         >>> result = AutoTuner(sort_rows, {"block": [64, 256]}).run(rows)  # doctest: +SKIP

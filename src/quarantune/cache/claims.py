@@ -19,6 +19,7 @@ from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.file_lease import open_lock, try_flock, unchanged_s
 from quarantune.cache.journal import problem_hash, trials_directory
 from quarantune.cache.owners import Owner, boot_id
+from quarantune.values.json_object import JsonObject
 
 T = TypeVar("T")
 
@@ -168,7 +169,7 @@ class Claim:
             finally:
                 draft.unlink(missing_ok=True)
 
-    def failure(self, tokens: Container[str]) -> dict[str, Any] | None:
+    def failure(self, tokens: Container[str]) -> JsonObject | None:
         """Returns the record that a holder left instead of an answer, if its token is one of these; else None."""
         try:
             data = content.read_bounded(self._failure_path, largest_bytes=content.LARGEST_FAILURE_BYTES)
@@ -300,7 +301,7 @@ def wait(
     done: Callable[[], T | None],
     on_wait: Callable[[str, float], None],
     *,
-    failed: Callable[[dict[str, Any]], T | None] = lambda about: None,
+    failed: Callable[[JsonObject], T | None] = lambda about: None,
     poll_s: float = 0.1,
 ) -> T | Claim:
     """Waits until another job has the answer, or this one must find it.

@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any, NoReturn
 
 from quarantune.cache.owners import Owner
+from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import is_plausible_ms
 
 LARGEST_ENTRIES_BYTES = 1 << 28
@@ -151,7 +152,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def faults(entry: dict[str, Any]) -> Iterator[str]:
+def faults(entry: JsonObject) -> Iterator[str]:
     """Yields a clause for each fault that makes an entry unusable."""
     if not isinstance(entry.get("schema"), int):
         yield f"its schema is {_shown(entry.get('schema'))}, not a number"
@@ -175,7 +176,7 @@ def _shown(value: Any) -> str:
     return "a huge number" if isinstance(value, int) and abs(value) >= 10**40 else f"{value!r:.80}"
 
 
-def claim_fields(content: bytes) -> dict[str, Any]:
+def claim_fields(content: bytes) -> JsonObject:
     """Returns the fields of the holder that a claim names.
 
     Raises:
@@ -201,14 +202,14 @@ def claim_fields(content: bytes) -> dict[str, Any]:
     }
 
 
-def _text(data: dict[str, Any], name: str) -> str:
+def _text(data: JsonObject, name: str) -> str:
     value = data.get(name)
     if not isinstance(value, str) or len(value) > _LONGEST_TEXT or not value.isprintable():
         raise ValueError(f"its {name} is no text")
     return value
 
 
-def _number(data: dict[str, Any], name: str, *, least: float, most: float) -> float:
+def _number(data: JsonObject, name: str, *, least: float, most: float) -> float:
     value = data.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
         raise ValueError(f"its {name} is no number from {least:g} to {most:g}")

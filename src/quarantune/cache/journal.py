@@ -15,6 +15,7 @@ from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.keys import canonical_json, plain, safe_name, short_hash
 from quarantune.cache.owners import this_host
+from quarantune.values.json_object import JsonObject
 
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
@@ -67,9 +68,9 @@ class Journal:
                 "measures it again; make the directory writable, or set QUARANTUNE_CACHE_DIR to one that is"
             ) from error
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[JsonObject]:
         """Returns all whole records, each host's in order; damaged lines are left out and reported once."""
-        records: list[dict[str, Any]] = []
+        records: list[JsonObject] = []
         for path in self._files():
             whole, damaged = _read_lines(path)
             records += whole
@@ -185,7 +186,7 @@ def _damage_of(path: Path, damaged: int) -> str:
     return f"{damaged} damaged lines of the journal {str(path)!r} are left out: their trials are measured again"
 
 
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+def _read_lines(path: Path) -> tuple[list[JsonObject], int]:
     """Returns the whole records of a file and the number of damaged lines; a torn last line is not counted."""
     try:
         data = content.read_bounded(path, largest_bytes=content.LARGEST_JOURNAL_BYTES)
@@ -200,7 +201,7 @@ def _read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     return whole, len(records) - len(whole)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> JsonObject | None:
     match = _LINE.fullmatch(line)
     if match is None or int(match["crc"], 16) != zlib.crc32(match["record"]):
         return None

@@ -15,11 +15,12 @@ from quarantune.cache import content, file_lease
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.file_lease import LeaseLostError
 from quarantune.cache.keys import plain, safe_name
+from quarantune.values.json_object import JsonObject
 
 SCHEMA = 1
 """The version of an entry's layout; an entry of a later one makes its file untouchable for us."""
 
-Entry: TypeAlias = dict[str, Any]
+Entry: TypeAlias = JsonObject
 Contents: TypeAlias = dict[str, dict[str, Entry]]
 
 _SET_ASIDE_TIMEOUT_S = 2.0

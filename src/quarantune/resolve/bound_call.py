@@ -13,6 +13,7 @@ from quarantune.host import locks
 from quarantune.resolve import suitable
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import binding
+from quarantune.transport.call import Arguments
 from quarantune.transport.problem import as_structs, fitted, is_array, named
 from quarantune.values import config_space
 from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, freeze
@@ -22,8 +23,8 @@ from quarantune.values.trial import Config
 class BoundCall:
     """One call of a tuned function.
 
-    Whatever takes the author's functions to find out is found out once, when it is first needed: a callable that makes
-    configs, and `prune_fn` for each config, are called at most once per call.
+    The author's functions are called when their answers are first needed, and at most once per call: the callable that
+    makes configs, and `prune_fn` for each config.
 
     Attributes:
         function: the function.
@@ -121,9 +122,7 @@ class BoundCall:
             return None
         return None if self.default_index in self.pruned else {}
 
-    def fitted(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def fitted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Returns the call as one of the author's functions takes it, which may leave static parameters out."""
         return fitted(function, self.function.signature, self.statics, args, kwargs)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from quarantune import cache
 from quarantune.devices import discovery
@@ -16,6 +15,7 @@ from quarantune.transport.manual_axes import Axes
 from quarantune.transport.problem import CallDescription, Problem, describe_call, key_part, named
 from quarantune.values import shardings
 from quarantune.values.describe import describe_static
+from quarantune.values.json_object import JsonObject
 
 _STATE = "jax settings"
 """The name of JAX's settings in an entry, among those of the parameters."""
@@ -51,13 +51,13 @@ class KeyedCall:
     call: BoundCall
     key: CallKey
     platform: str
-    values: dict[str, Any]
-    jax_state: dict[str, Any]
+    values: JsonObject
+    jax_state: JsonObject
     axes: Axes | None
     tunables_given: frozenset[str]
 
     @property
-    def readable(self) -> dict[str, Any]:
+    def readable(self) -> JsonObject:
         """The values of the key in a form that people can read."""
         return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
 
@@ -129,7 +129,7 @@ def keyed_to_tune(call: BoundCall) -> KeyedCall:
     return described
 
 
-def _key_values(call: BoundCall, description: CallDescription) -> dict[str, Any]:
+def _key_values(call: BoundCall, description: CallDescription) -> JsonObject:
     """Returns the part of the key that describes the arguments; `key_fn` describes the arrays where there is one."""
     key_fn = call.function.options.key_fn
     if key_fn is None:

@@ -32,6 +32,7 @@ from quarantune.sweep.swept import Swept
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
 from quarantune.values import shown
+from quarantune.values.json_object import JsonObject
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
@@ -146,9 +147,9 @@ class ContextualJob(TuningJob):
         baseline_ms = step.time_ms if others == FIRST else None
         slots, time_ms = step.slots, step.time_ms
         choices: dict[Slot, KernelChoice] = {}
-        spaces: list[dict[str, Any]] = []
+        spaces: list[JsonObject] = []
         tries: list[tuple[dict[Slot, Config], Trial]] = []
-        # One at a time, because what a kernel is asked for may depend on the config of the one that calls it.
+        # One at a time, because the call of a kernel may depend on the config of the kernel that calls it.
         while slot := next((slot for slot, seen in slots.items() if seen.configs and slot not in choices), None):
             chosen = start | {settled: choice.config for settled, choice in choices.items()}
             step = self._tune_kernel(slot, slots[slot], chosen, others)
@@ -295,7 +296,7 @@ class ContextualJob(TuningJob):
     def _conclude_kernels(
         self,
         choices: Mapping[Slot, KernelChoice],
-        spaces: Sequence[dict[str, Any]],
+        spaces: Sequence[JsonObject],
         tries: Sequence[tuple[dict[Slot, Config], Trial]],
         time_ms: float,
         baseline_ms: float | None,

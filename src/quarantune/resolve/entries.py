@@ -11,6 +11,7 @@ from quarantune import cache
 from quarantune.cache import Entry, Store
 from quarantune.values import versions
 from quarantune.values.config_values import text_of
+from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config
 
@@ -33,7 +34,7 @@ def open_store(settings: Settings) -> Store:
     return Store(settings.cache_dir, lock_timeout_s=settings.lock_timeout)
 
 
-def space_of(configs: Sequence[Config]) -> dict[str, Any]:
+def space_of(configs: Sequence[Config]) -> JsonObject:
     """Returns values that distinguish one config space from another, whatever the order of the configs."""
     texts = sorted(map(text_of, configs))
     return {"configs": len(texts), "hash": cache.short_hash("\n".join(texts))}
@@ -64,6 +65,6 @@ def changed_versions(entry: Entry) -> str:
     return ", ".join(f"{name} {then.get(name)} (now {now})" for name, now in changed.items())
 
 
-def dict_or_empty(value: Any) -> dict[str, Any]:
+def dict_or_empty(value: Any) -> JsonObject:
     """Returns a part of an entry that should be a dict; an empty one where somebody has edited the file."""
     return value if isinstance(value, dict) else {}

@@ -11,6 +11,7 @@ import jax
 from quarantune import jax_internals
 from quarantune.host import locks
 from quarantune.transport import binding, executable_data
+from quarantune.transport.call import Arguments
 from quarantune.transport.problem import is_array
 from quarantune.values.trial import Config
 
@@ -106,7 +107,7 @@ def _tree(dynamic: tuple[list[Any], dict[str, Any]]) -> Any:
     return jax.tree.structure((tuple(args), kwargs))
 
 
-def without_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def without_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Returns a call with None for every argument that holds an array, so that only static ones are kept.
 
     Such arguments are replaced as a whole, because their class may validate its contents.

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 from quarantune.cache import content
 from quarantune.results import report
 from quarantune.transport import binding
+from quarantune.transport.call import Arguments
 from quarantune.values.config_values import encode, originals, restore
+from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import Config, Trial, count_outcomes
 
 if TYPE_CHECKING:
@@ -63,8 +65,8 @@ class TuningResult:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     fn: Callable[..., Any] = dataclasses.field(repr=False, compare=False)
     executable: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
-    call: tuple[tuple[Any, ...], dict[str, Any]] = dataclasses.field(default=((), {}), repr=False, compare=False)
-    structs: tuple[tuple[Any, ...], dict[str, Any]] | None = dataclasses.field(default=None, repr=False, compare=False)
+    call: Arguments = dataclasses.field(default=((), {}), repr=False, compare=False)
+    structs: Arguments | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def speedup(self) -> float | None:
@@ -252,7 +254,7 @@ def _refuse(folder: Path, *_: object, **__: object) -> None:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
     try:
         about = content.decode(_read(path))
     except FileNotFoundError:

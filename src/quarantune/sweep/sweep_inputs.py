@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from quarantune import jax_internals
 from quarantune.transport.call import Arguments
 from quarantune.transport.problem import as_structs, describe_call, describe_function, is_array, named
+from quarantune.values.json_object import JsonObject
 from quarantune.values.scoped_stack import ScopedStack
 
 _REAL = "with quarantune.set_autotune_inputs(...)"
@@ -109,7 +110,7 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], sour
         if name not in spelt and item.default is item.empty and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
     ]
 
-    def described(arguments: Arguments) -> dict[str, Any]:
+    def described(arguments: Arguments) -> JsonObject:
         return describe_call(signature, static, tunables, *_without_weak_types(arguments)).key_values
 
     try:

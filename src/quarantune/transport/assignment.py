@@ -16,6 +16,7 @@ import jax
 
 from quarantune.host import locks
 from quarantune.values import config_values
+from quarantune.values.json_object import JsonObject
 from quarantune.values.scoped_stack import ScopedStack
 from quarantune.values.trial import Config
 
@@ -59,7 +60,7 @@ class Seen(NamedTuple):
     """
 
     configs: list[Config]
-    space: dict[str, Any]
+    space: JsonObject
 
 
 class Assignment:

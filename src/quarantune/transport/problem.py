@@ -17,6 +17,7 @@ from quarantune import jax_internals
 from quarantune.transport.call import Arguments
 from quarantune.values import describe
 from quarantune.values.config_values import is_tagged, tagged
+from quarantune.values.json_object import JsonObject
 from quarantune.values.shardings import MeshSpec
 from quarantune.values.trial import Config
 
@@ -35,7 +36,7 @@ class CallDescription:
         platform: JAX's name for where the call's concrete JAX arrays are (`cpu`, `gpu` or `tpu`); None if it has none.
     """
 
-    key_values: dict[str, Any]
+    key_values: JsonObject
     tunables_given: frozenset[str]
     has_tracers: bool
     platform: str | None
@@ -232,7 +233,7 @@ def _describe_dynamic(value: Any, *, is_jitted: bool) -> Any:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     if len(leaves) == 1 and not leaves[0][0]:
         return _describe_leaf(value, is_jitted=is_jitted)
-    described: dict[str, Any] = {}
+    described: JsonObject = {}
     for index, (path, leaf) in enumerate(leaves):
         name = jax.tree_util.keystr(path)
         described[name if name not in described else f"{name}#{index}"] = _describe_leaf(leaf, is_jitted=is_jitted)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from quarantune.values.json_object import JsonObject
 from quarantune.values.shardings import sharding_of
 
 _EMPTY = inspect.Parameter.empty
@@ -135,7 +136,7 @@ def _own_fields(wrapper: Any) -> Mapping[str, Any]:
     return {name: item for name, item in fields.items() if item is not wrapped and copied.get(name, _EMPTY) is not item}
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: Any) -> JsonObject:
     return getattr(value, "__dict__", {})
 
 
@@ -242,14 +243,14 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def describe_array(array: Any, dtype: Any) -> dict[str, Any]:
+def describe_array(array: Any, dtype: Any) -> JsonObject:
     """Returns a JSON-able description of an array without its elements.
 
     Args:
         array: the array, or whatever stands for it.
         dtype: its dtype as the function sees it.
     """
-    described: dict[str, Any] = {"shape": list(array.shape), "dtype": str(dtype)}
+    described: JsonObject = {"shape": list(array.shape), "dtype": str(dtype)}
     if getattr(array, "weak_type", False):
         described["weak_type"] = True
     sharding = _describe_sharding(array)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from quarantune.values.config_values import encode, freeze
+from quarantune.values.json_object import JsonObject
 
 ConfigValue: TypeAlias = Any
 """A number, a string, a boolean or None; an enum's member; or a tuple, `FrozenDict` or frozen dataclass of them."""
@@ -105,7 +106,7 @@ class Trial:
     device: str = ""
     clock: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data, with nothing left out."""
         # dataclasses.asdict copies all parts deeply, which is too slow for every config.
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
