@@ -1,4 +1,4 @@
-"""Which attributes a function's code names, what they are, and whether that is the user's own code or a library's."""
+"""Finds the attributes that a function's code names, and tells the user's own code from that of libraries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 NOTHING = object()
-"""The answer of `attribute` where there is none."""
+"""Returned by `attribute` if there is no such attribute."""
 _OWN_PACKAGE = str(Path(__file__).parent.parent)
 _VERSIONED = frozenset({"jax", "jaxlib", "quarantune"})
 """Packages whose versions an entry records, wherever they are installed."""
@@ -27,7 +27,7 @@ class Chain:
     Attributes:
         kind: `global`, `closure` for a free variable, or `first` for the function's first parameter.
         root: the variable.
-        path: the attributes that follow; empty where the variable is used as it is.
+        path: the attributes that follow; empty if the variable is used by itself.
     """
 
     kind: str
@@ -57,7 +57,7 @@ def _chains(code: types.CodeType, first: str | None, *, nested: bool = False) ->
         elif name in ("LOAD_DEREF", "LOAD_CLASSDEREF"):
             open_chain = ("first" if instruction.argval == first else "closure", instruction.argval)
         elif name.startswith("LOAD_FAST") and not nested:
-            # Newer versions of Python load two variables at once: the second is the one that an attribute follows.
+            # Newer versions of Python load two variables at once; an attribute belongs to the second.
             last = instruction.argval[-1] if isinstance(instruction.argval, tuple) else instruction.argval
             open_chain = ("first", last) if last == first else None
     if open_chain:
@@ -68,7 +68,7 @@ def _chains(code: types.CodeType, first: str | None, *, nested: bool = False) ->
 
 
 def names(code: types.CodeType) -> frozenset[str]:
-    """Returns all names of globals and attributes in a function's code, those within nested functions included."""
+    """Returns all names of globals and attributes in a function's code, including nested functions."""
     inner = (names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*inner)
 
@@ -84,7 +84,7 @@ def attribute(value: Any, name: str) -> Any:
 
 
 def defining_class(function: types.FunctionType) -> type | None:
-    """Returns the class at the top level of a module, or within one there, in whose body a method was written."""
+    """Returns the class in whose body a method was written; None if that is inside a function."""
     path = function.__qualname__.split(".")[:-1]
     if not path or "<locals>" in path:
         return None

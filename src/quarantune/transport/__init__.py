@@ -1,1 +1,1 @@
-"""A call's way to a worker and a compiled program's way back."""
+"""Sends a call to a worker process, and a compiled program back."""

@@ -1,4 +1,4 @@
-"""Which kernel of a function is to use which config: assignments, in force for a thread and a block of code."""
+"""Assignments of configs to the kernels of a function, in force for a thread and a block of code."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from quarantune.values.scoped_stack import ScopedStack
 from quarantune.values.trial import Config
 
 KEY = "kernel configs"
-"""The keyword by which a runner is given its assignment: no parameter of a function can be called that."""
+"""The keyword for the assignment of a runner; with its space, it cannot be the name of a parameter."""
 
 FIRST, DEFAULT, OWN = "first", "default", "own"
-"""What a kernel without a config in the assignment uses: the first of its list, its defaults, what it finds itself."""
+"""Rules for kernels without a config in the assignment: the first of its list, its defaults, its own tuned config."""
 
 
 _MOST_REPORTED_BYTES = 1 << 24
 
 
 class Kernel(Protocol):
-    """An autotuned function, as far as an assignment knows it."""
+    """The part of an autotuned function that an assignment uses."""
 
     name: str
 
@@ -39,12 +39,11 @@ class Kernel(Protocol):
 
 
 class Slot(NamedTuple):
-    """One kernel called in one way: calls with other shapes are another slot.
+    """A kernel with one kind of call: calls with other shapes are another slot.
 
     Attributes:
-        name: the kernel's name in the cache; where a function calls several kernels of one name, those of other code
-            than the first get a number.
-        key: what tells its call from others, as canonical JSON.
+        name: the kernel's name in the cache, with a number for the second and further kernels of that name.
+        key: the key of the call, as canonical JSON.
     """
 
     name: str
@@ -52,11 +51,11 @@ class Slot(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a slot said of itself as it was asked.
+    """The configs of a slot, recorded when its kernel was called under an assignment.
 
     Attributes:
-        configs: those it has to choose from.
-        space: stands for its whole list of configs, as in the cache.
+        configs: its configs.
+        space: the description of its whole config space, as in the cache.
     """
 
     configs: list[Config]
@@ -67,7 +66,7 @@ class Assignment:
     """Configs for some slots, and a rule for the others; a context manager that puts them in force in this thread."""
 
     def __init__(self, text: str) -> None:
-        """Makes an assignment of what `encode` wrote."""
+        """Makes an assignment from the text that `encode` returned."""
         data = json.loads(text)
         self.text = text
         self.others: str = data["others"]
@@ -81,13 +80,13 @@ class Assignment:
     def slot(self, name: str, key: str, code: str) -> Slot:
         """Returns the slot of a kernel's call.
 
-        Kernels that share a name, as lambdas and those of a factory do, are numbered by the order of their first calls,
+        Kernels that share a name (lambdas, or those from one factory) are numbered in the order of their first calls,
         which is the same in every process.
 
         Args:
             name: the kernel's name in the cache.
-            key: what tells its call from others, as canonical JSON.
-            code: what tells it from other kernels of its name in this process.
+            key: the key of the call, as canonical JSON.
+            code: identifies the kernel among those of its name in this process.
         """
         with self._lock:
             codes = self._codes.setdefault(name, [])
@@ -97,17 +96,20 @@ class Assignment:
         return Slot(f"{name} #{number + 1}" if number else name, key)
 
     def find(self, slot: Slot, look: Callable[[], Seen]) -> tuple[bool, Config | None]:
-        """Returns whether the assignment says what a slot is to use, and that: None for its defaults.
+        """Looks up the config of a slot.
 
         Args:
             slot: the slot.
-            look: returns what there is to know of it.
+            look: returns the slot's configs.
+
+        Returns:
+            Whether the assignment decides for the slot, and its config; None for the kernel's defaults.
         """
         if self.others != OWN and slot not in self.seen:
             self.seen[slot] = look()
             self.on_seen()
         if slot in self.chosen:
-            # From the kernel's own list, as a config that went through JSON may have lost its types.
+            # The config from the kernel's own list, as types may be lost in JSON.
             text = config_values.text_of(self.chosen[slot])
             configs = look().configs if self.others == OWN else self.seen[slot].configs
             found = next((config for config in configs if config_values.text_of(config) == text), None)
@@ -118,13 +120,13 @@ class Assignment:
         return self.others != OWN, None
 
     def memo(self, kernel: Kernel) -> dict[Any, Any]:
-        """Returns what a kernel remembers of its calls while the assignment is in force."""
+        """Returns the memo of a kernel's calls under this assignment."""
         with self._lock:
             return self._memos.setdefault(kernel, {})
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Puts the assignment in force in this thread; programs traced meanwhile are found only under it again."""
+        """Puts the assignment in force in this thread; JAX reuses programs traced meanwhile only under it."""
         _stack.enter(self)
         try:
             with context()(self.text):
@@ -134,14 +136,14 @@ class Assignment:
 
 
 class Runner:
-    """Calls a function under an assignment: what the tuner takes for a callable with one tunable."""
+    """Calls a function under an assignment: to the tuner, a callable with the assignment as its one tunable."""
 
     def __init__(self, fn: Callable[..., Any], reports: str | None = None) -> None:
         """Makes a runner of a function.
 
         Args:
             fn: the function.
-            reports: a directory in which it leaves what `report` would return, however a run ends; None for none.
+            reports: a directory for reports, which are written during a run in case it fails; None for none.
         """
         self._fn = fn
         self._reports = reports
@@ -156,7 +158,7 @@ class Runner:
             return self._fn(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Travels as it was made."""
+        """Pickles the function and the directory."""
         return Runner, (self._fn, self._reports)
 
     def assignment(self, text: str) -> Assignment:
@@ -166,14 +168,14 @@ class Runner:
         return found
 
     def report(self, config: Mapping[str, Any]) -> bytes:
-        """Returns the slots that were asked for under an assignment, in order, for `read_report`."""
+        """Returns the slots that were looked up under an assignment, in order, as bytes for `read_report`."""
         seen = self.assignment(config[KEY]).seen
         return json.dumps(
             [[*slot, config_values.encode(about.configs), about.space] for slot, about in seen.items()]
         ).encode()
 
     def left_report(self, text: str) -> dict[Slot, Seen]:
-        """Returns the slots that were asked for in a run under an assignment, even if it failed, as far as is known."""
+        """Returns the slots that were looked up in a run under an assignment, up to its end or failure."""
         try:
             with open(self._report_path(text), "rb") as file:
                 return read_report(file.read(_MOST_REPORTED_BYTES))
@@ -192,10 +194,10 @@ class Runner:
 
 
 def read_report(report: bytes) -> dict[Slot, Seen]:
-    """Returns what a runner reported, which a config may have forged.
+    """Returns the slots of a runner's report, which a config may have forged.
 
     Raises:
-        ValueError: it makes no sense.
+        ValueError: the bytes are no report.
     """
     try:
         return {
@@ -217,7 +219,7 @@ def encode(chosen: Mapping[Slot, Config], *, others: str) -> str:
 
 
 def nested(chosen: Mapping[Slot, Config]) -> dict[str, dict[str, Config]]:
-    """Returns configs by the kernels' names, then by keys, as JSON can hold them."""
+    """Returns JSON-able configs by the kernels' names, then by keys."""
     by_name: dict[str, dict[str, Config]] = {}
     for slot, config in chosen.items():
         by_name.setdefault(slot.name, {})[slot.key] = config_values.encode(config)
@@ -225,15 +227,15 @@ def nested(chosen: Mapping[Slot, Config]) -> dict[str, dict[str, Config]]:
 
 
 def chosen_from(data: Any) -> dict[Slot, Config]:
-    """Returns the configs that `nested` arranged.
+    """Returns the configs by slot, from the result of `nested`.
 
     Raises:
-        ValueError: the data is something else.
+        ValueError: the data has another form.
     """
     try:
         return {Slot(name, key): _config(config) for name, calls in data.items() for key, config in calls.items()}
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{data!r} does not say which kernel is to use which config") from error
+        raise ValueError(f"{data!r} is no mapping of kernels to configs") from error
 
 
 def _config(data: Mapping[str, Any]) -> Config:
@@ -254,19 +256,19 @@ _kernels: dict[str, weakref.WeakSet[Kernel]] = {}
 
 
 def register(kernel: Kernel) -> None:
-    """Makes a kernel known by its name."""
+    """Registers a kernel under its name."""
     _kernels.setdefault(kernel.name, weakref.WeakSet()).add(kernel)
 
 
 def kernels(name: str) -> Sequence[Any]:
-    """Returns the autotuned functions of a name; a factory may have made several."""
+    """Returns the autotuned functions of a name; there may be several from one factory."""
     return list(_kernels.get(_NUMBER.sub("", name), ()))
 
 
 @functools.cache
 def context() -> Any:
-    """Returns the value by which JAX tells the programs of one assignment from those of another.
+    """Returns the JAX context that makes the assignment part of JAX's key for a program.
 
-    Made with the first contextual function and not before, as JAX then compiles anew what it had compiled.
+    It is created with the first contextual function, because creating it makes JAX compile all programs again.
     """
     return jax.make_user_context(None)

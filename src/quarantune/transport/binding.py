@@ -1,4 +1,4 @@
-"""A config bound to its function: its values as keyword arguments, its compiler options as those of the jit."""
+"""Binds a config to its function: values as keyword arguments, compiler options as options of the jit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def split(fn: Callable[..., Any], config: Config) -> tuple[Config, Mapping[str, 
     """Returns a config's keyword arguments and its compiler options.
 
     Args:
-        fn: the function; all that a config holds reaches one that is not jitted as keyword arguments.
+        fn: the function. If it is not jitted, all values of the config are keyword arguments.
         config: the config.
     """
     if KEY not in config or not jax_internals.is_jitted(fn) or KEY in inspect.signature(fn).parameters:
@@ -29,10 +29,10 @@ def split(fn: Callable[..., Any], config: Config) -> tuple[Config, Mapping[str, 
 
 
 def applied(fn: Any, config: Config) -> tuple[Any, Config]:
-    """Returns a function that is compiled with a config's options, and the keyword arguments to give it.
+    """Returns the function to call for a config, with its compiler options, and the keyword arguments for the call.
 
     Args:
-        fn: the function. Where the config has compiler options, it is jitted again, once for the same options.
+        fn: the function. If the config has compiler options, it is jitted again, once for the same options.
         config: the config.
     """
     keywords, options = split(fn, config)
@@ -40,11 +40,11 @@ def applied(fn: Any, config: Config) -> tuple[Any, Config]:
 
 
 def bind(fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
-    """Returns a function that takes a call's arguments and runs with a config.
+    """Returns a function that takes the arguments of a call and runs with a config.
 
     Args:
         fn: the function, jitted or not.
-        config: the config. Inside a trace its compiler options are left out, and a warning says so: JAX
+        config: the config. Inside a trace its compiler options are left out with a warning: JAX
             refuses them for all but the outermost jit.
     """
     jitted, keywords = applied(fn, config)
@@ -52,10 +52,10 @@ def bind(fn: Callable[..., Any], config: Config) -> Callable[..., Any]:
 
 
 def function_of(bound: Callable[..., Any]) -> Any:
-    """Returns the function that `bind` was given, or that something else wraps.
+    """Returns the function inside a bound function or another wrapper.
 
     Args:
-        bound: what `bind` returned, or a wrapper.
+        bound: a function from `bind`, or any wrapper.
     """
     if isinstance(bound, (functools.partial, _WithOptions)):
         return bound.func
@@ -63,15 +63,15 @@ def function_of(bound: Callable[..., Any]) -> Any:
 
 
 def check(fn: Callable[..., Any], configs: Sequence[Config], *, name: str) -> None:
-    """Checks that the compiler options of configs are such, and that the function can be jitted with them.
+    """Checks the compiler options of configs, and that the function can be jitted with them.
 
     Args:
         fn: a jitted function.
-        configs: what `space.expand` returned.
+        configs: its configs.
         name: the function's name, for error messages.
 
     Raises:
-        TypeError: they are no dict of plain values, or the function has options that tie it to devices.
+        TypeError: the options are no dict of plain values, or the function was jitted with options tied to devices.
     """
     if KEY in inspect.signature(fn).parameters:
         return
@@ -99,8 +99,8 @@ class _WithOptions:
     """A jitted function with a config that has compiler options.
 
     Attributes:
-        func: the function as it was given, as `functools.partial` has it.
-        keywords: the keyword arguments bound to it, likewise.
+        func: the function that was given, like `functools.partial.func`.
+        keywords: the keyword arguments bound to it, like `functools.partial.keywords`.
     """
 
     def __init__(self, fn: Callable[..., Any], jitted: Callable[..., Any], keywords: Config, options: Any) -> None:
@@ -122,7 +122,7 @@ class _WithOptions:
         return self._traced(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        """Travels as the function and the config."""
+        """Pickles the function and the config."""
         return bind, (self.func, {**self.keywords, KEY: self._options})
 
 

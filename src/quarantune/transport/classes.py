@@ -1,8 +1,8 @@
-"""Classes that travel by value: made again in a worker as they are in the caller, with what was registered of them.
+"""Classes that are pickled by value: rebuilt in a worker together with their registrations.
 
-cloudpickle makes a class in two steps: an empty one, so that whatever mentions it can be loaded, then its attributes.
-A metaclass or an `__init_subclass__` runs in the first step and sees a class without fields. The entries it then makes
-in JAX's pytree registry and in weak tables of its own are wrong, so those of the caller are used instead.
+cloudpickle makes a class in two steps: first an empty one, so that objects that refer to it can be loaded, then its
+attributes. A metaclass or an `__init_subclass__` runs in the first step and sees a class without fields. The entries
+that it makes in JAX's pytree registry and in weak tables of its own are wrong, so the caller's are used instead.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 from quarantune import jax_internals
 
 _PLAIN = ("builtins", "abc", "typing", "enum", "dataclasses", "collections.abc")
-"""Modules whose metaclasses and bases keep no tables that a class must be in."""
+"""Modules whose metaclasses and bases keep no tables of classes."""
 
 
 def reduce_class(cls: type, reduced: tuple[Any, ...], can_import: Callable[[str], bool]) -> tuple[Any, ...]:
-    """Returns how to pickle a class with what was registered of it.
+    """Returns the reduction of a class together with its registrations.
 
     Args:
         cls: the class.
-        reduced: how cloudpickle would pickle it by value.
-        can_import: says of a module whether a worker can import it.
+        reduced: the reduction of cloudpickle.
+        can_import: returns whether a worker can import a module.
     """
     make, arguments, state, _, _, set_state = reduced
     about = (set_state, state, jax_internals.pytree_registration(cls), list(_table_entries(cls, can_import)))
@@ -37,14 +37,14 @@ def reduce_class(cls: type, reduced: tuple[Any, ...], can_import: Callable[[str]
 
 
 def _table_entries(cls: type, can_import: Callable[[str], bool]) -> Iterator[tuple[str, str, Any]]:
-    """Yields the weak tables that a metaclass or a base keeps about a class: module, name and the class's value."""
+    """Yields a class's entries in weak tables of its metaclass and bases: module, name of the table, value."""
     makers = [*inspect.getmro(type(cls)), *inspect.getmro(cls)[1:]]
     for name in dict.fromkeys(str(getattr(maker, "__module__", "")) for maker in makers):
         module = sys.modules.get(name)
         if module is None or name in _PLAIN or not can_import(name):
             continue
         for label, table in list(vars(module).items()):
-            with contextlib.suppress(TypeError):  # a class that cannot be hashed is in no table
+            with contextlib.suppress(TypeError):  # an unhashable class is in no table
                 if isinstance(table, weakref.WeakKeyDictionary) and cls in table:
                     yield name, label, table[cls]
                 elif isinstance(table, weakref.WeakSet) and cls in table:
@@ -52,7 +52,7 @@ def _table_entries(cls: type, can_import: Callable[[str], bool]) -> Iterator[tup
 
 
 def _make_class(make: Callable[..., type], metaclass: Any, *arguments: Any) -> type:
-    """Makes an empty class, by its metaclass where that does not mind the emptiness."""
+    """Makes an empty class, by calling its metaclass if that does not fail on an empty class."""
     try:
         with jax_internals.pytree_registrations_held_back() as held:
             cls = make(metaclass, *arguments)
@@ -63,7 +63,7 @@ def _make_class(make: Callable[..., type], metaclass: Any, *arguments: Any) -> t
 
 
 def _bare(metaclass: Any) -> Callable[..., type]:
-    """Returns a stand-in for a metaclass that makes its classes without running anybody's code."""
+    """Returns a function that makes classes of a metaclass without running the user's code."""
     new: Any = abc.ABCMeta.__new__ if issubclass(metaclass, abc.ABCMeta) else type.__new__
 
     def make(name: str, bases: tuple[type, ...], namespace: Mapping[str, Any]) -> type:
@@ -80,7 +80,7 @@ def _without_init_subclass(bases: tuple[type, ...]) -> Iterator[None]:
     owners = {owner: vars(owner)[name] for base in bases for owner in base.__mro__[:-1] if name in vars(owner)}
     with contextlib.ExitStack() as stack:
         for owner, own in owners.items():
-            with contextlib.suppress(TypeError):  # one written in C, which wants no keywords
+            with contextlib.suppress(TypeError):  # a class written in C
                 type.__setattr__(owner, name, classmethod(_nothing))
                 stack.callback(type.__setattr__, owner, name, own)
         yield
@@ -104,7 +104,7 @@ def _complete_class(cls: type, about: tuple[Any, ...]) -> None:
 
 
 def is_sentinel(obj: object) -> bool:
-    """Returns whether an object has nothing but its identity, as a marker for `missing` does."""
+    """Returns whether an object has no state, only its identity, like a marker for a missing value."""
     kind = type(obj)
     return (
         kind.__eq__ is object.__eq__

@@ -1,4 +1,4 @@
-"""A jitted function together with its gradient: as one program to tune, and whether a config has a gradient at all."""
+"""Times a jitted function together with its gradient, and explains why a config has no gradient."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from quarantune.transport import binding
 
 
 def with_gradient(jitted: Any) -> Any:
-    """Returns a jitted function that returns the output of `jitted`, and the gradients that belong to it.
+    """Returns a jitted function that returns the output of `jitted` and its gradients.
 
-    They are those of half the sum of the output's squares: the output is its own cotangent, which costs nothing and is
-    no constant that the compiler could make the backward pass simpler with.
+    These are the gradients of half the sum of the squares of the output: the output is its own cotangent, which takes
+    no time to compute and is no constant by which the compiler could simplify the backward pass.
 
     Args:
-        jitted: what `jax.jit` returned. The arguments that it donates are not donated.
+        jitted: the jitted function. The arguments that it donates are not donated.
     """
     options = dataclasses.replace(jax_internals.jit_options(jitted), donate_argnums=(), donate_argnames=())
     inner = jax_internals.without_compiler_options(jitted)
@@ -67,14 +67,14 @@ def _is_inexact(leaf: Any) -> bool:
 def explain_failure(
     jitted: Any, config: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, name: str
 ) -> None:
-    """Raises where a config has no gradient and the function's own defaults have one, before JAX's own error would.
+    """Raises if a config has no gradient although the function's own defaults have one.
 
-    Only traces are made, outside of the one in progress.
+    The function is only traced, outside the trace in progress. Without this, JAX's error would not mention the config.
 
     Args:
         jitted: the function.
         config: the config.
-        args: the positional arguments of a call that JAX differentiates; any other call is left alone.
+        args: the positional arguments of the call. Nothing is done unless JAX is differentiating it.
         kwargs: its keyword arguments.
         name: the function's name, for the message.
     """
@@ -98,7 +98,7 @@ def explain_failure(
         try:
             trained.eval_shape(*structs, **named)
         except Exception:
-            return  # no config of this function has a gradient here, or it is not to be had like this
+            return  # the function has no gradient with its defaults either
     failure.add_note(
         f"{name} was tuned by its forward pass alone, and the backward pass fails with the winner {dict(config)}, "
         f"though not with the defaults: tune it with time_grad=True, which times both"

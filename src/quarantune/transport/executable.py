@@ -1,4 +1,4 @@
-"""A compiled program as bytes: written by the process that compiled it, loaded by another onto the same devices."""
+"""Compiled programs as bytes: written by the process that compiles, loaded by another one onto the same devices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def dumps(compiled: Any) -> bytes:
     """Returns a compiled program as bytes for `loads`.
 
     Args:
-        compiled: what `lower(...).compile()` returned.
+        compiled: the result of `lower(...).compile()`.
 
     Raises:
-        Exception: it cannot leave this process.
+        Exception: the program cannot be serialised.
     """
     return pickling.dumps((*serialize_executable.serialize(compiled), _device_ids(compiled)))
 
@@ -27,18 +27,18 @@ def dumps_as_data(compiled: Any) -> bytes:
     """Returns a compiled program as bytes for `executable_data.loads`, which runs no code.
 
     Raises:
-        ValueError: it cannot be said as data.
+        ValueError: the program cannot be represented as data.
     """
-    from quarantune.transport import executable_data  # it imports what few workers need
+    from quarantune.transport import executable_data  # imports modules that few workers need
 
     return executable_data.dumps(compiled, _device_ids(compiled))
 
 
 def loads(blob: bytes) -> Any:
-    """Returns the program, ready to run on this process's devices of the same numbers.
+    """Returns the program, ready to run on the devices of this process with the same numbers.
 
     Args:
-        blob: bytes from `dumps`, from a process that may run code in this one.
+        blob: bytes from `dumps`, from a trusted process: loading them may run code.
 
     Raises:
         ValueError: this process lacks one of the devices.
@@ -47,15 +47,15 @@ def loads(blob: bytes) -> Any:
     jax_internals.prepare_to_load(serialized)
     here = {device.id: device for device in jax.devices()}
     if missing := [number for number in device_ids if number not in here]:
-        raise ValueError(f"it was compiled for the devices {device_ids}, of which {missing} are not there")
-    # Loaded onto all there are, as JAX would by itself, it ends the process where it was compiled for some of them.
+        raise ValueError(f"it was compiled for the devices {device_ids}, of which {missing} are missing here")
+    # By default JAX loads onto all devices, which ends the process if the program was compiled for fewer.
     devices = [here[number] for number in device_ids]
     return serialize_executable.deserialize_and_load(serialized, in_tree, out_tree, execution_devices=devices)
 
 
 def _device_ids(compiled: Any) -> list[int]:
-    """Returns the numbers of the devices a program runs on, in the order it knows them in."""
+    """Returns the numbers of the devices that a program runs on, in the program's order."""
     runtime = compiled.runtime_executable()
     if not hasattr(runtime, "local_devices"):
-        return [0]  # compiled without its device, of which there is one
+        return [0]  # compiled without its device, for one device
     return [device.id for device in runtime.local_devices()]

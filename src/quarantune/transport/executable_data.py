@@ -1,4 +1,4 @@
-"""A compiled program as data: read without running any code, so that the caller need not trust who wrote it."""
+"""Compiled programs as data that is read without running any Python code, so that its writer need not be trusted."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LARGEST_HEADER_BYTES = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A program that was read.
+    """A program that was read but is not loaded yet.
 
     Attributes:
-        out_tree: the tree of its outputs; None where that holds classes, which only the function itself can name.
-        with_trees: makes it callable, given the trees of its arguments and outputs.
+        out_tree: the tree of its outputs; None if that has pytree classes, which only the function itself provides.
+        with_trees: loads the program, given the trees of its arguments and outputs, and returns it as a callable.
     """
 
     out_tree: Any
@@ -36,11 +36,11 @@ def dumps(compiled: Any, device_ids: Sequence[int]) -> bytes:
     """Returns a compiled program as bytes for `loads`.
 
     Args:
-        compiled: what `lower(...).compile()` returned.
-        device_ids: the numbers of the devices it runs on, in the order it knows them in.
+        compiled: the result of `lower(...).compile()`.
+        device_ids: the numbers of the devices it runs on, in the program's order.
 
     Raises:
-        ValueError: it cannot be said as data.
+        ValueError: the program cannot be represented as data.
     """
     parts = jax_internals.executable_parts(compiled)
     try:
@@ -67,10 +67,9 @@ def dumps(compiled: Any, device_ids: Sequence[int]) -> bytes:
 
 
 def loads(blob: bytes) -> Loaded:
-    """Returns the program that `dumps` wrote, for this process's devices of the same numbers.
+    """Returns the program that `dumps` wrote, for the devices of this process with the same numbers.
 
-    None of the bytes is taken for code of Python. XLA loads the program itself, which is machine code, and runs it
-    only when it is called.
+    No byte is interpreted as Python code. XLA loads the machine code, which runs only when the program is called.
 
     Raises:
         ValueError: the bytes are not from `dumps`, or this process lacks one of the devices.
@@ -98,13 +97,13 @@ def loads(blob: bytes) -> Loaded:
         )
         out_tree = None if header["out_tree"] is None else jax.tree.structure(_read_tree(header["out_tree"][0]))
         if not devices or (out_tree is not None and out_tree.num_leaves != len(parts.out_avals)):
-            raise ValueError("it names no devices, or other outputs than it has")
+            raise ValueError("it has no devices, or a wrong number of outputs")
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError, AttributeError, struct.error) as error:
         raise ValueError(f"the compiled program cannot be read: {error!r}") from error
 
     def with_trees(in_tree: Any, tree: Any) -> Any:
         if (in_tree.num_leaves, tree.num_leaves) != (len(parts.all_in_avals), len(parts.out_avals)):
-            raise ValueError("the compiled program takes and gives other arrays than its function")
+            raise ValueError("the compiled program has another number of arguments or outputs than its function")
         jax_internals.prepare_to_load(parts.program)
         try:
             return jax_internals.executable_from_parts(parts, in_tree=in_tree, out_tree=tree, devices=devices)
@@ -131,7 +130,7 @@ def _read_aval(item: Any) -> Any:
     return jax_internals.aval(list(map(int, shape)), dtype, weak_type=bool(weak_type))
 
 
-# --- places -------------------------------------------------------------------------------------------------
+# --- shardings and layouts ------------------------------------------------------------------------------------------
 
 
 def _sharding(item: Any) -> Mapping[str, Any]:
@@ -141,7 +140,7 @@ def _sharding(item: Any) -> Mapping[str, Any]:
     if isinstance(item, NamedSharding) and isinstance(item.mesh, Mesh):
         spec = [list(axes) if isinstance(axes, tuple) else axes for axes in item.spec]
         if any(axes is PartitionSpec.UNCONSTRAINED for axes in spec):
-            raise ValueError(f"{item} leaves open where an array lies")
+            raise ValueError(f"{item} leaves the place of an array open")
         return {
             "mesh": list(map(_id, item.mesh.devices.flat)),
             "shape": list(item.mesh.devices.shape),
@@ -150,7 +149,7 @@ def _sharding(item: Any) -> Mapping[str, Any]:
             "spec": spec,
             "memory": item.memory_kind,
         }
-    raise ValueError(f"{item} is no sharding that can be said as data")
+    raise ValueError(f"{item} is a sharding that cannot be represented as data")
 
 
 def _id(device: Any) -> int:
@@ -188,7 +187,7 @@ def _read_layout(item: Any) -> Any:
 
 
 def _tree(tree: Any) -> list[Any]:
-    """Describes a tree of Python's own containers; in a list, as None stands for no description."""
+    """Describes a tree of Python's own containers, inside a list, so that None can mean no description."""
     node = tree.node_data()
     if node is None:
         return ["leaf"]

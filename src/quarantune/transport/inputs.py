@@ -1,4 +1,4 @@
-"""Makes a call's arguments in a worker: from the spool's bytes, or out of nothing but shape and dtype."""
+"""Makes the arguments of a call in a worker: from the bytes in the spool, or from shape and dtype alone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from quarantune.values.shardings import MeshSpec
 
 KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 
-# Random elements are drawn for a tile and the tile is repeated, which costs a copy instead of a draw for
-# each. A prime, so that no block of a kernel is as wide as the period and a kernel that mixes its blocks up
-# is still found out.
+# Random elements are drawn for one tile, which is repeated: copying is faster than drawing. A prime, so that no block
+# of a kernel has the size of the tile, and a kernel that mixes up its blocks still gives a wrong result.
 _TILE_ELEMENTS = 1_000_003
 
 _MAX_INDEX = 8
@@ -33,16 +32,16 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Argume
 
     Args:
         call: the call, from `payload.unpack_call`.
-        fd: the spool, open for reading; not looked at where no array has bytes in it.
-        seed: seed of the arrays that are made.
-        kind: how those are made, one of `KINDS`.
+        fd: the spool, open for reading; unused if no array has bytes in it.
+        seed: the seed of generated arrays.
+        kind: how they are generated, one of `KINDS`.
 
     Returns:
         Positional and keyword arguments. JAX arrays own their buffers, so that a kernel may donate them;
         numpy arrays are writable copies.
 
     Raises:
-        ValueError: the spool is shorter than the call says, or there are fewer devices than it needs.
+        ValueError: the spool is too short for the call, or there are fewer devices than it needs.
     """
     spool = _map_spool(call, fd)
 
@@ -63,7 +62,7 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Argume
             return data.copy(order="K")
         return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec))
 
-    # Nobody closes the mapping: it goes with the last view of it.
+    # The mapping is closed with the last view of it.
     return _replace_refs(call, array)
 
 
@@ -72,7 +71,7 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
 
     Args:
         call: the call, from `payload.unpack_call`.
-        sharding: the sharding of every array; None leaves open that of all but those laid out over several devices.
+        sharding: the sharding of every array; None for the call's own, which leaves arrays on one device unplaced.
 
     Raises:
         ValueError: there are fewer devices than the call needs.
@@ -90,7 +89,7 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
 
 
 def mesh_like(spec: MeshSpec) -> Mesh:
-    """Returns a mesh of this process's first devices; equal descriptions give one and the same.
+    """Returns a mesh of this process's first devices; equal specs give equal meshes.
 
     Raises:
         ValueError: there are fewer devices than it needs.
@@ -99,9 +98,9 @@ def mesh_like(spec: MeshSpec) -> Mesh:
     if len(devices) < spec.size:
         raise ValueError(
             f"the arguments are laid out over {spec.size} devices, and this trial has {len(devices)}: "
-            f"set devices_per_trial={spec.size} and have as many visible"
+            f"set devices_per_trial={spec.size} and make as many visible"
         )
-    # What makes an axis manual is the `shard_map` inside which the function is called.
+    # A manual axis becomes manual only in the worker's `shard_map`.
     axis_types = tuple(AxisType.Auto if spec.is_manual else AxisType[name] for name in spec.axis_types)
     return Mesh(np.array(devices).reshape(spec.shape), spec.axis_names, axis_types=axis_types)
 
@@ -124,13 +123,13 @@ def make(
     index: int = 0,
     sharding: Sharding | None = None,
 ) -> jax.Array:
-    """Returns an array made from its shape and dtype, without compiling anything.
+    """Generates an array of a shape and dtype, without compiling anything.
 
     Equal arguments give equal data, in every process. `auto` and `uniform` floats lie in [-1, 1), `normal`
     and `randn` are the standard normal distribution, `integer` floats are whole numbers from -2 to 2.
     Integers, which may be indices or lengths, are at least 0 and below both 8 and the array's smallest
     dimension (a scalar is 0), whatever the random kind; booleans are balanced; complex numbers have both
-    parts; PRNG keys are random keys. Where a dtype has no zero, its smallest number stands for it, or 1 for `integer`.
+    parts; PRNG keys are random keys. If a dtype has no zero, its smallest number is used instead, or 1 for `integer`.
 
     Args:
         shape: the shape.
@@ -162,7 +161,7 @@ def make(
 def _tile(
     generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any], kind: str, *, elements: int
 ) -> np.ndarray[Any, Any]:
-    """Returns the first so many elements of an array, flat."""
+    """Returns the first `elements` elements of an array, flat."""
     if dtype == np.bool_:
         return generator.integers(0, 2, elements).astype(dtype)
     if jnp.issubdtype(dtype, np.integer):
@@ -173,7 +172,7 @@ def _tile(
 
 
 def _held(numbers: Any, kind: str, dtype: np.dtype[Any]) -> Any:
-    """Returns numbers as near to these as a dtype has them that may hold nothing but scales: no zero, and no sign."""
+    """Returns numbers moved into the range of a dtype without zero or sign, as those for scales are."""
     smallest = float(jnp.finfo(dtype).min) if jnp.issubdtype(dtype, np.floating) else -1  # type: ignore[no-untyped-call]
     return np.maximum(np.abs(numbers), 1 if kind == "integer" else smallest) if smallest > 0 else numbers
 
@@ -197,7 +196,7 @@ def _map_spool(call: Call, fd: int) -> mmap.mmap | None:
         return None
     size = os.fstat(fd).st_size
     if size < needed:
-        # Reading past the end of a mapped file kills the process.
+        # Reading past the end of a mapped file would kill the process.
         raise ValueError(
             f"the spool holds {size} bytes and the call needs {needed}: write_arrays was not run or failed"
         )

@@ -1,4 +1,4 @@
-"""Tells an exception that a signal handler raised from one of the code that it interrupted."""
+"""Tells exceptions raised by signal handlers from those of the code that they interrupt."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import types
 
 
 def is_one(error: BaseException) -> bool:
-    """Returns whether a handler of a signal raised an exception, a timeout of the caller's own for example.
+    """Returns whether an exception was raised by a signal handler, for example by a timeout of the caller's.
 
     Args:
-        error: the exception, as it was caught.
+        error: the exception, with its traceback.
     """
     handlers = _handlers()
     return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -1,7 +1,7 @@
-"""Whether the source of a module on disk is still what this process has loaded from it.
+"""Finds modules whose source file was edited after this process imported them.
 
-A worker imports from the disk. Where a file was edited since, its functions must not travel by name: the worker would
-tune the new code for a caller that runs the old.
+A worker imports from disk. The functions of an edited module must not travel by name: the worker would tune the new
+code for a caller that runs the old code.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import psutil
 
 from quarantune.host import origins
 
-# psutil counts from the machine's boot, which it knows to a second.
+# psutil knows the time of the machine's boot, which it adds, to about a second.
 _STARTED = psutil.Process().create_time() - 2.0
-"""A file that has not changed since then was not edited after its import; a fork's modules are older than itself."""
+"""The start of this process. A file last changed before it was not edited after its import (forks included)."""
 
 
 def edited_modules(name: str) -> list[str]:
-    """Returns the modules that a worker would import other code for than this process has, importing one.
+    """Returns the edited modules among those that a worker imports with a module.
 
-    Modules of installed packages are taken to be as they were.
+    Modules of installed packages are assumed to be unedited.
 
     Args:
-        name: the module that the worker is to import, and with it whatever its functions and classes come from.
+        name: the module that the worker imports, along with the modules that its functions and classes come from.
     """
     seen: set[str] = set()
     return sorted(module for module in _reached(name, seen) if _is_edited(sys.modules[module]))
@@ -44,7 +44,7 @@ def own_edited_modules() -> list[str]:
 
 
 def _reached(name: str, seen: set[str]) -> Iterator[str]:
-    """Yields the user's own modules among a module, its packages, and those that its globals come from."""
+    """Yields the user's own modules among a module, its parent packages, and the modules that its globals come from."""
     module = sys.modules.get(name)
     if name in seen or module is None or not _is_own(module):
         return
@@ -82,18 +82,18 @@ def _is_edited(module: types.ModuleType) -> bool:
         return True
     if status.st_ctime < _STARTED:
         return False
-    # Written since this process started; the code tells whether that was before the import or after it.
+    # Written since this process started: the code shows whether that was before or after the import.
     source = _source_of(file, status.st_mtime_ns, status.st_size)
     if source is None:
         return True
     codes, constants = source
     loaded = (_essence(code) for code in _codes_of(module, file))
-    return not (all(essence in codes for essence in loaded) and _has(module, constants))
+    return not (all(essence in codes for essence in loaded) and _has_constants(module, constants))
 
 
 @functools.lru_cache(maxsize=256)
 def _source_of(file: str, mtime_ns: int, size: int) -> tuple[frozenset[Any], Mapping[str, Any]] | None:
-    """Returns what a file holds: the essences of all its code, and the constants at its top level; None if broken."""
+    """Returns the essences of all code in a file and the constants at its top level; None if it cannot be read."""
     try:
         with open(file, "rb") as source:
             text = source.read()
@@ -112,7 +112,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _essence(code: types.CodeType) -> Any:
-    """Returns what a code object does, wherever it stands in its file, as something to compare."""
+    """Returns the content of a code object without its place in the file, for comparisons."""
     constants = tuple(
         _essence(item) if isinstance(item, types.CodeType) else (type(item).__name__, repr(item))
         for item in code.co_consts
@@ -123,7 +123,7 @@ def _essence(code: types.CodeType) -> Any:
 
 
 def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the names that a module's top level assigns a literal to, once and not in terms of others."""
+    """Yields the names and values of literals that a module assigns at its top level, once each."""
     assigned = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     for statement in tree.body:
         if isinstance(statement, ast.Assign):
@@ -140,8 +140,11 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
                     continue
 
 
-def _has(module: types.ModuleType, constants: Mapping[str, Any]) -> bool:
-    """Returns whether a module has constants; a value that is no plain one was replaced, and is not compared."""
+def _has_constants(module: types.ModuleType, constants: Mapping[str, Any]) -> bool:
+    """Returns whether a module still has the constants of its source.
+
+    A value of another type was replaced by the program and is not compared.
+    """
     for name, value in constants.items():
         if name not in vars(module):
             return False
@@ -152,7 +155,7 @@ def _has(module: types.ModuleType, constants: Mapping[str, Any]) -> bool:
 
 
 def _codes_of(module: types.ModuleType, file: str) -> Iterator[types.CodeType]:
-    """Yields the code of the functions and methods that a module has from its file."""
+    """Yields the code of a module's functions and methods that come from its own file."""
     pending, seen = list(vars(module).values()), set[int]()
     while pending:
         value = pending.pop()
@@ -173,4 +176,4 @@ def _codes_of(module: types.ModuleType, file: str) -> Iterator[types.CodeType]:
         elif isinstance(value, functools.partial):
             pending.append(value.func)
         elif not isinstance(value, types.ModuleType):
-            pending.append(inspect.getattr_static(value, "__wrapped__", None))  # not whatever a proxy makes of it
+            pending.append(inspect.getattr_static(value, "__wrapped__", None))  # a proxy may invent attributes

@@ -1,8 +1,8 @@
-"""Functions that communicate over the axes of a `jax.shard_map`: known in the caller, on such a mesh in workers.
+"""Functions that communicate over the axes of a `jax.shard_map`: finds them, and calls them on such a mesh in workers.
 
 Inside `shard_map` a function is called with one shard of each array, and most functions are tuned for that shard on one
-device. One that names an axis of the mesh, to sum over it for example, means nothing there: its workers need a mesh
-with the same axes, and call it under a `shard_map` of their own.
+device. A function that names an axis of the mesh, for example to sum over it, cannot run on one device: its workers
+need a mesh with the same axes, and call it in a `shard_map` of their own.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from quarantune.values.shardings import MeshSpec, sharding_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axes:
-    """The axes under which a function that communicates over some of them is called.
+    """The manual axes around the call of a function that communicates over some of them.
 
     Attributes:
         sizes: the number of shards along each.
-        mesh: the mesh for its workers; None where they can have none like it.
-        problem: why not.
+        mesh: the mesh for its workers; None if they cannot have a mesh with these axes.
+        problem: the reason why they cannot.
     """
 
     sizes: dict[str, int]
@@ -37,10 +37,10 @@ class Axes:
     problem: str = ""
 
     def check(self, name: str) -> None:
-        """Raises where there can be no such mesh.
+        """Raises if workers cannot have such a mesh.
 
         Args:
-            name: what to call the function in the message.
+            name: the function's name in the message.
 
         Raises:
             TypeError: the function cannot be tuned where it is called.
@@ -55,8 +55,8 @@ class Axes:
 def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Axes | None:
     """Returns the axes of a call whose function communicates over one of them; None for any other call.
 
-    The function is traced with its defaults, where there are such axes. One that does not trace counts as one that
-    does not communicate: other configs are not for the caller's process to try.
+    If there are such axes, the function is traced with its defaults. A function whose trace fails counts as one that
+    does not communicate, as other configs must not be tried in the caller's process.
 
     Args:
         fn: the jitted function.
@@ -91,7 +91,7 @@ def _names(jaxpr: Any, bound: Mapping[str, int]) -> Iterator[str]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         if name == "pvary" or "cast" in name:
-            continue  # changes what JAX knows of a value, as is done to the constant of every sum with an array
+            continue  # changes only the type of a value, as for a constant that is added to an array
         for parameter in ("axis_name", "axes"):
             value = equation.params.get(parameter, ())
             names = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
@@ -101,9 +101,9 @@ def _names(jaxpr: Any, bound: Mapping[str, int]) -> Iterator[str]:
 
 
 def under_shard_map(call: Call) -> Call:
-    """Returns a worker's call, its functions under a `shard_map` where the caller has them under one.
+    """Returns a worker's call with its functions in a `shard_map` if the caller's are in one.
 
-    What they return has one more axis in front, along which the devices' results lie.
+    The outputs have one more axis in front, along which they are split over the devices.
 
     Args:
         call: the call, from `payload.unpack_call`.
@@ -117,7 +117,7 @@ def under_shard_map(call: Call) -> Call:
     companions = dict(call.companions)
     if "ref_fn" in companions:
         companions["ref_fn"] = _sharded(companions["ref_fn"], call, mesh)
-    # The function inside: options for the compiler are only for the outermost jit.
+    # The function inside the jit, as JAX takes compiler options at the outermost jit alone.
     return dataclasses.replace(
         call, fn=options.rebuild(_sharded(jitted.__wrapped__, call, mesh)), companions=companions
     )

@@ -1,4 +1,4 @@
-"""Pickles what a tuned function may be made of: what cloudpickle knows, and what JAX makes."""
+"""Pickles functions and values for workers: everything cloudpickle can, and the objects that JAX makes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SIGNATURE_ATTRIBUTES = (
 
 
 def dumps(obj: object) -> bytes:
-    """Pickles anything a tuned function may be made of.
+    """Pickles a function with everything that it refers to.
 
     Args:
         obj: functions (jitted ones and those of `__main__`, closures and notebooks included), arrays,
@@ -45,8 +45,7 @@ def dumps(obj: object) -> bytes:
         Bytes for `loads`, in a process with the same packages.
 
     Raises:
-        TypeError: something in `obj` cannot travel; the message says what, where it was found and what to do
-            instead.
+        TypeError: a part of `obj` cannot be pickled; the message names the part, the way to it, and a remedy.
     """
     try:
         return _dump(obj)
@@ -63,22 +62,22 @@ def dumps(obj: object) -> bytes:
 
 
 def loads(blob: bytes) -> Any:
-    """Returns what `dumps` pickled.
+    """Returns the object that `dumps` pickled.
 
-    Arrays that functions close over are made here, which initialises a backend; nothing else does.
+    A backend is initialised only if a function closes over arrays, which are made here.
 
     Args:
-        blob: bytes from `dumps`, from a process that may run code in this one.
+        blob: bytes from `dumps`, from a trusted process: loading them may run code.
     """
     return pickle.loads(blob)
 
 
-# cloudpickle's list of modules to pickle by value is global; the lock makes our additions private to a dump.
+# cloudpickle's list of modules to pickle by value is global; the lock keeps our additions private to one dump.
 _dump_lock = locks.new()
 
 
 def _clean_up_in_fork() -> None:
-    """Undoes, in a fork, what a dump of another thread left: its additions, and the lock of cloudpickle's own."""
+    """Undoes, in a fork, the unfinished dump of another thread: our additions, and the lock of cloudpickle."""
     if not _dump_lock._is_owned():  # type: ignore[attr-defined]
         for module in _taken_by_value:
             _untake(module)
@@ -92,7 +91,7 @@ os.register_at_fork(after_in_child=_clean_up_in_fork)
 
 
 def _untake(module: types.ModuleType) -> None:
-    with contextlib.suppress(ValueError):  # not taken yet, or not any more
+    with contextlib.suppress(ValueError):  # not registered
         cloudpickle.unregister_pickle_by_value(module)
 
 
@@ -103,7 +102,7 @@ def _dump(obj: object) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, taught the things that JAX makes."""
+    """cloudpickle, extended to the objects that JAX makes."""
 
     def __init__(self, file: io.BytesIO, cleanup: contextlib.ExitStack) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -131,14 +130,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is NotImplemented:
             return reduced
         rebuild, (code, namespace, *rest), (attributes, slots), _, _, set_state = reduced
-        # Its globals' name, not its own: a decorator may have given it another (functools.wraps).
+        # The module of its globals: `__module__` may have been changed by a decorator (functools.wraps).
         module = sys.modules.get(function.__globals__.get("__name__", ""))
         if module and function.__globals__ is vars(module) and self._can_import(module.__name__):
-            # At home in a module the worker can import, where it gets the module's own globals. Copies of
-            # them could hold locks, and would not be the sentinels and primitives JAX knows by identity.
+            # The worker imports the module and uses its globals. Copies of them could include locks, and would not
+            # be identical to the sentinels and primitives that JAX compares by identity.
             namespace, slots = _ModuleGlobals(module.__name__), slots | {"__globals__": {}}
-        # A function that mentions what wraps it is wrapped before it is whole, and the wrapper wants
-        # to know its signature and name: cloudpickle would give it these at the end.
+        # A function that refers to its own wrapper is wrapped before it is complete, and the wrapper reads its
+        # signature and name, which cloudpickle would set last.
         early = {name: slots[name] for name in _SIGNATURE_ATTRIBUTES}
         arguments = (rebuild, (code, namespace, *rest), early)
         return _make_function, arguments, (attributes, slots), None, None, set_state
@@ -162,7 +161,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         by_name = self._by_name(rule)
         if by_name is not NotImplemented:
             return by_name
-        # An empty shell first: the rules of f mention f.
+        # An empty object first, because the rules of f refer to f.
         return object.__new__, (type(rule),), dict(vars(rule)), None, None, _set_attributes
 
     def _reduce_lru_cache(self, cached: Any) -> Any:
@@ -180,11 +179,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         raise unpicklable.CannotTravelError(next(text for kinds, text in _forbidden() if isinstance(obj, kinds)))
 
     def _reduce_jax_object(self, obj: Any) -> Any:
-        # JAX compares its sentinels (Pallas's `no_block_spec`) by identity: they must arrive as themselves.
+        # JAX compares its sentinels (Pallas's `no_block_spec`) by identity, so they travel by name.
         return _reference_from([sys.modules[type(obj).__module__]], obj)
 
     def _reduce_plain(self, obj: Any) -> Any:
-        # A marker that others compare by identity must arrive as itself.
+        # A sentinel is compared by identity, so it travels by name.
         module = sys.modules.get(type(obj).__module__)
         if module is None or not classes.is_sentinel(obj) or not self._can_import(module.__name__):
             return NotImplemented
@@ -196,7 +195,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _reference_from(modules, primitive)
 
     def _by_name(self, obj: Any) -> Any:
-        """Reduces to a reference where `module:qualname`, or what it wraps, is this very object."""
+        """Reduces an object to a reference if `module:qualname`, or a function wrapped by that, is this very object."""
         module_name, qualname = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
         if not (isinstance(module_name, str) and isinstance(qualname, str) and self._can_import(module_name)):
             return NotImplemented
@@ -211,12 +210,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return load_by_name, (module_name, qualname, depth)
 
     def _note_module(self, name: str | None) -> None:
-        """Makes cloudpickle take by value what lives in a module that a worker could not import."""
+        """Makes cloudpickle pickle by value the contents of a module that a worker cannot import."""
         module = sys.modules.get(name) if isinstance(name, str) else None
         if module is None or name == "__main__" or self._can_import(module.__name__):
             return
         if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
-            # In this order, so that an interruption between the two leaves nothing behind.
+            # In this order, so that an interruption in between leaves nothing registered.
             self._cleanup.callback(_untake, module)
             _taken_by_value.append(module)
             self._cleanup.callback(_taken_by_value.remove, module)
@@ -229,7 +228,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _ModuleGlobals:
-    """Arrives as the globals of a module."""
+    """Unpickles as the globals of a module."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -246,10 +245,10 @@ def _reference_from(modules: list[types.ModuleType], obj: Any) -> Any:
     return NotImplemented
 
 
-# One look-up per class, not per object; bounded, because classes made in loops must be let go.
+# One look-up per class, not per object; bounded, so that classes made in a loop can be freed.
 @functools.lru_cache(maxsize=1024)
 def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
-    """Returns the special treatment for objects of a class."""
+    """Returns the method that reduces objects of a class; None for cloudpickle's own way."""
     if kind is types.FunctionType:
         return _Pickler._reduce_function
     if kind is types.ModuleType:
@@ -293,7 +292,7 @@ def _forbidden() -> tuple[tuple[type | tuple[type, ...], str], ...]:
 
 
 def _can_import(name: str) -> bool:
-    """Returns whether importing `name` in a fresh process with this `sys.path` gives the same module, and its code."""
+    """Returns whether importing `name` in a fresh process with this `sys.path` gives the same module and code."""
     module = sys.modules.get(name)
     if module is None or name in ("__main__", "__mp_main__"):
         return False
@@ -302,7 +301,7 @@ def _can_import(name: str) -> bool:
     parent = name.rpartition(".")[0]
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     if parent and path is None:
-        return _can_import(parent)  # put there by its parent (os.path), and will be again
+        return _can_import(parent)  # its parent makes it (os.path), in every process
     spec = _find_spec(name, path)
     if spec is None:
         return False
@@ -313,7 +312,7 @@ def _can_import(name: str) -> bool:
 
 
 def _find_spec(name: str, path: Any) -> Any:
-    # Not importlib.util.find_spec: for a module already imported it returns what that module says of itself.
+    # Not importlib.util.find_spec, which returns the `__spec__` of a module that is already imported.
     for finder in sys.meta_path:
         try:
             spec = finder.find_spec(name, path)
@@ -327,7 +326,7 @@ def _find_spec(name: str, path: Any) -> Any:
 
 
 def may_travel_by_name(obj: Any) -> bool:
-    """Returns whether `travels_by_name` may hold for an object once its module is complete."""
+    """Returns whether `travels_by_name` may be true for an object once its module is fully imported."""
     return "<" not in obj.__qualname__ and _can_import(obj.__module__)
 
 
@@ -339,7 +338,7 @@ def travels_by_name(obj: Any) -> bool:
         return False
 
 
-# --- what a blob calls when it is loaded --------------------------------------------------------------------
+# --- functions called by `loads` --------------------------------------------------------------------
 
 
 def load_by_name(module: str, qualname: str, depth: int) -> Any:

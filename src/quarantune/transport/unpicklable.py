@@ -1,4 +1,4 @@
-"""Says what could not be pickled, where it was found, and what to do instead."""
+"""Explains why an object cannot be pickled: which part of it, the way to that part, and a remedy."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _REMEDY = (
 
 
 class CannotTravelError(TypeError):
-    """An object of a kind that must not be pickled, with the advice for its kind."""
+    """Raised for an object of a kind that must not be pickled; the message is the advice for this kind."""
 
 
 class Bundle:
-    """Base of a value of ours that says itself where its parts are to be found."""
+    """Base of our own values that name their parts for messages."""
 
     def labelled_parts(self) -> Iterator[tuple[str, Any]]:
-        """Yields each part with a phrase that says where it is."""
+        """Yields each part after a phrase that names it."""
         raise NotImplementedError
 
 
@@ -34,8 +34,8 @@ def explain(obj: object, error: Exception, dump: Callable[[object], bytes]) -> s
 
     Args:
         obj: the object.
-        error: how pickling it failed.
-        dump: pickles one of its parts, or raises.
+        error: the exception from pickling it.
+        dump: pickles a part of the object, or raises.
     """
     trail, culprit, cause = _find_culprit(obj, error, dump)
     where = trail[-1] if trail else "it"
@@ -47,7 +47,7 @@ def explain(obj: object, error: Exception, dump: Callable[[object], bytes]) -> s
 def _find_culprit(
     obj: object, error: Exception, dump: Callable[[object], bytes]
 ) -> tuple[list[str], object, Exception]:
-    """Returns the way to the innermost part of `obj` that cannot be pickled, that part, and its error."""
+    """Returns the innermost part of `obj` that cannot be pickled: the way to it, the part and its error."""
     trail: list[str] = []
     seen = {id(obj)}
     while True:
@@ -75,7 +75,7 @@ def _failure(obj: object, dump: Callable[[object], bytes]) -> Exception | None:
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """Yields what an object is made of, each with a phrase that says where it is."""
+    """Yields the parts of an object, each after a phrase that names it."""
     name = getattr(obj, "__qualname__", None) or type(obj).__qualname__
     if isinstance(obj, types.FunctionType):
         yield from _parts_of_function(obj, name)
@@ -94,7 +94,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
     elif type(obj) is jax_internals.pjit_type():
         yield f"the function inside jax.jit({name!r})", obj.__wrapped__
     elif hasattr(obj, "__dict__") and not isinstance(obj, types.ModuleType):
-        # Of a class only what its author wrote: the rest never travels as it is.
+        # Of a class only the members that its author wrote, as the others are never pickled.
         hidden = isinstance(obj, type)
         for key, value in dict(vars(obj)).items():
             if not (hidden and key.startswith("__")):
@@ -103,7 +103,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
 
 def _parts_of_function(function: types.FunctionType, name: str) -> Iterator[tuple[str, Any]]:
     for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # a cell not filled yet
+        with contextlib.suppress(ValueError):  # an empty cell
             yield f"closure variable {variable!r} of {name!r}", cell.cell_contents
     for variable in sorted(_names_used(function.__code__) & function.__globals__.keys()):
         yield f"global {variable!r} used by {name!r}", function.__globals__[variable]
