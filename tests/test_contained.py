@@ -22,7 +22,7 @@ from misdeeds import MEASURED, MISDEEDS, kernel
 
 import quarantune
 from quarantune.sandbox import template
-from quarantune.scheduler import loop
+from quarantune.scheduler import workers
 from quarantune.sweep import routes
 from quarantune.values.trial import Trial
 
@@ -149,7 +149,7 @@ def test_a_standby_worker_that_dies_costs_no_config_its_result(
     spares.mkdir()
     monkeypatch.setenv("SPARES", str(spares))
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
-    monkeypatch.setattr(loop, "STARTUP_DEADLINE_S", 2.0)
+    monkeypatch.setattr(workers, "STARTUP_DEADLINE_S", 2.0)
 
     @quarantune.autotune({"n": [1, 2, 3, 4]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])

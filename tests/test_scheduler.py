@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from quarantune import scheduler as scheduler_package
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
@@ -23,8 +24,11 @@ from quarantune.measure.finals import Final
 from quarantune.sandbox import codec, messages, pool
 from quarantune.sandbox.messages import BenchOptions, CompileTarget, Raised, Task
 from quarantune.sandbox.pool import Damaged, Ended, Said
-from quarantune.scheduler.loop import STARTUP_DEADLINE_S, ErrandError, Leftovers, Plan, Scheduler
+from quarantune.scheduler.loop import Scheduler
+from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Leftovers, Plan
 from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.side_tasks import SideTaskError
+from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.tolerance import Tolerance
 from quarantune.values.trial import Config, Outcome, Phase, Route, SandboxError, Trial
 
@@ -1132,8 +1136,8 @@ def test_a_reference_that_cannot_be_had_says_why(
     sandbox = FakeSandbox(clock, steps)
     plan = plan_for(Route.APART)
     scheduler = Scheduler(sandbox, plan, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB)
-    with pytest.raises(ErrandError, match=complaint):
-        scheduler.refer(0)
+    with pytest.raises(SideTaskError, match=complaint):
+        scheduler.compute_reference(0)
     assert len(sandbox.given) == tries
     scheduler.close()
     lease = Lease(plan.devices[0])
@@ -1688,10 +1692,44 @@ def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, me
 
 
 def test_the_scheduler_knows_nothing_of_jax() -> None:
-    import quarantune.scheduler.loop
+    for module in Path(scheduler_package.__file__).parent.glob("*.py"):
+        lines = module.read_text().splitlines()
+        assert not [line for line in lines if line.startswith(("import jax", "from jax"))]
 
-    source = Path(quarantune.scheduler.loop.__file__).read_text()
-    assert not [line for line in source.splitlines() if line.startswith(("import jax", "from jax"))]
+
+# --- states of a worker -------------------------------------------------------------------------------------
+
+
+def worker_in(state: WorkerState) -> Worker:
+    return Worker(1, None, None, 0.0, state)
+
+
+@pytest.mark.parametrize("state", WorkerState)
+def test_a_worker_may_die_in_any_state_and_then_does_nothing_else(state: WorkerState) -> None:
+    worker = worker_in(state)
+    worker.transition(WorkerState.DYING)
+    assert worker.is_dying
+    for other in set(WorkerState) - {WorkerState.DYING}:
+        with pytest.raises(RuntimeError, match="cannot go from DYING"):
+            worker.transition(other)
+
+
+@pytest.mark.parametrize(
+    ("state", "other"),
+    [
+        (WorkerState.SPARE, WorkerState.PARKED),
+        (WorkerState.COMPILING, WorkerState.MEASURING),
+        (WorkerState.PREPARING, WorkerState.MEASURING),
+        (WorkerState.PARKED, WorkerState.IDLE),
+        (WorkerState.LEAVING, WorkerState.IDLE),
+        (WorkerState.SIDE_TASK, WorkerState.IDLE),
+    ],
+)
+def test_a_worker_refuses_an_illegal_move(state: WorkerState, other: WorkerState) -> None:
+    worker = worker_in(state)
+    with pytest.raises(RuntimeError, match=f"from {state.name} to {other.name}"):
+        worker.transition(other)
+    assert worker.state is state
 
 
 # --- what outputs are compared with -------------------------------------------------------------------------

@@ -20,8 +20,10 @@ from quarantune.measure import finals
 from quarantune.sandbox import pool, spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.sandbox.template_messages import LoadFailed
-from quarantune.scheduler.loop import MEMORY_SHARE, ErrandError, Leftovers, Plan, Scheduler
+from quarantune.scheduler.loop import Scheduler
+from quarantune.scheduler.plan import MEMORY_SHARE, Leftovers, Plan
 from quarantune.scheduler.reference import UNTUNED, Reference, unlike
+from quarantune.scheduler.side_tasks import SideTaskError
 from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.transport.problem import Problem
@@ -122,15 +124,15 @@ class Routes:
         scheduler = self._new_scheduler(Route.TOGETHER, self._finish)
         fd = spool.create("expected")
         try:
-            scheduler.refer(fd)
+            scheduler.compute_reference(fd)
             self._reference.give(fd)
-        except ErrandError as error:
+        except SideTaskError as error:
             raise ReferenceFailedError(
                 f"{self._problem.name}: ref_fn failed, so no config can be judged: {error}"
             ) from None
         finally:
             os.close(fd)
-        if differs := scheduler.shapes():
+        if differs := scheduler.check_shapes():
             raise ReferenceFailedError(f"{self._problem.name}: {unlike(differs)}")
 
     def _run_routes(self, configs: dict[int, Config]) -> None:

@@ -1,0 +1,89 @@
+"""The route on which one worker compiles a config and a standby worker, which holds a device, measures it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from quarantune.sandbox.messages import Prepare
+from quarantune.scheduler.plan import KILL_DEADLINE_S
+from quarantune.scheduler.run import Run
+from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState
+
+_STANDBY_WORKERS = 6
+"""Standby workers of a device where each takes one config, which takes less time than making one ready."""
+
+
+class Apart:
+    """Starts the workers of this route, and assigns devices to them."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def waiting(self) -> Collection[Job]:
+        """Returns the jobs that wait, compiled, for a measuring worker."""
+        return self._run.jobs.ready
+
+    def start_compiling(self, job: Job) -> None:
+        """Has a job compiled by a worker without a device."""
+        self._run.start_saving_compiler(job, None)
+
+    def on_compiled(self, worker: Worker, job: Job) -> None:
+        """Takes the executable of a job from a worker, which ends by itself unless the config keeps it from ending."""
+        worker.keep_peak()
+        job.protect_executable()
+        self._run.jobs.ready.append(job)
+        worker.job = None
+        worker.transition(WorkerState.LEAVING)
+        worker.deadline = self._run.clock() + KILL_DEADLINE_S
+
+    def prepare_standby(self, device: DeviceState) -> None:
+        """Starts the standby workers that will be needed, since the driver takes long to make a context."""
+        run = self._run
+        if run.plan.exclusive or run.plan.compile_only or device.is_cramped:
+            return
+        each = run.plan.configs_per_worker
+        most = _STANDBY_WORKERS if each == 1 else 1
+        share = -(-self._unmeasured() // len(run.devices))
+        waiting = share - sum(each - worker.used for worker in device.standby)
+        if device.measuring is not None:
+            waiting -= each - device.measuring.used - 1
+        while waiting > 0 and len(device.standby) < most:
+            self._start_standby(device)
+            waiting -= each
+
+    def measure_on(self, device: DeviceState) -> None:
+        """Gives the next ready job to a standby worker."""
+        run, ready = self._run, self._run.jobs.ready
+        if run.reference.is_awaited:
+            default = next((job for job in ready if run.jobs.may_be_compared(job)), None)
+            if default is None:
+                return
+            ready.remove(default)
+            ready.appendleft(default)
+        if not ready:
+            device.lease.release()
+        if ready and ready[0].needs_fresh:
+            for used in [worker for worker in device.standby if worker.used]:
+                run.workers.retire(used)
+        if self._unmeasured() and not device.standby:
+            self._start_standby(device)
+        # One that was used before goes first, so that a fresh one stays at hand.
+        idle = [worker for worker in device.standby if worker.state is WorkerState.IDLE]
+        worker = max(idle, key=lambda worker: worker.used, default=None)
+        if ready and worker is not None and device.lease.acquire(run.clock()):
+            worker.job = ready.popleft()
+            device.standby.remove(worker)
+            run.assign_device(device, worker)
+
+    def _unmeasured(self) -> int:
+        """Returns how many jobs have yet to be given to a measuring worker."""
+        run = self._run
+        return len(run.jobs.ready) + len(run.jobs.pending) + run.workers.compiling()
+
+    def _start_standby(self, device: DeviceState) -> None:
+        run = self._run
+        is_ahead = run.workers.on(device) > 0
+        task = Prepare(options=run.plan.options)
+        worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=run.reference.fds)
+        worker.is_ahead = is_ahead
+        device.standby.append(worker)

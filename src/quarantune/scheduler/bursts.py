@@ -1,0 +1,100 @@
+"""Decides when a further config may be compiled, and when compiling and measuring alternate in bursts."""
+
+from __future__ import annotations
+
+from quarantune.scheduler.apart import Apart
+from quarantune.scheduler.run import Run
+from quarantune.scheduler.together import Together
+from quarantune.scheduler.workers import DeviceState, WorkerState
+
+_PARKED_S = 5.0
+"""Seconds that a compiled config may wait for those before it: a config with a result is not lost with the sweep."""
+_PARKED_SHARE = 0.25
+"""The share of the memory, free without them, that compiled configs may hold while others are compiled."""
+_MAX_READY = 64
+"""Executables that wait to be measured; each holds a descriptor."""
+
+
+class Bursts:
+    """Admits configs to be compiled and to be measured."""
+
+    def __init__(self, run: Run, route: Together | Apart) -> None:
+        self._run = run
+        self._route = route
+        self._waiting_since: float | None = None
+        self._is_measuring = False
+
+    def update(self) -> None:
+        """Where compiling and measuring alternate, decides which of the two may go on."""
+        run = self._run
+        if not run.plan.exclusive:
+            return
+        if run.jobs.default_is_pending():
+            self._is_measuring = False
+            return
+        waiting = len(self._route.waiting())
+        if not waiting:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = run.clock()
+        if self._is_measuring:
+            self._is_measuring = bool(waiting) or run.workers.measuring() > 0
+        elif waiting and not run.workers.compiling():
+            self._is_measuring = not run.jobs.pending or not self.has_room()
+
+    def may_compile(self) -> bool:
+        """Whether one more config may begin to compile now."""
+        run, pending, workers = self._run, self._run.jobs.pending, self._run.workers
+        if not pending or self._is_measuring or not run.devices or workers.compiling() >= run.plan.slots:
+            return False
+        if self._suspect_runs() or (pending[0].was_lost and (workers.compiling() or workers.measuring())):
+            return False
+        if self._runs_alone() or (pending[0].is_alone and not self._is_quiet()):
+            return False
+        if run.plan.exclusive:
+            return not workers.measuring() and self.has_room()
+        return len(run.jobs.ready) < _MAX_READY or run.jobs.default_is_pending()
+
+    def may_measure(self, device: DeviceState) -> bool:
+        """Whether a device may be assigned now; if not, and configs compile, its lease is released."""
+        run = self._run
+        if device.measuring is not None or run.plan.compile_only:
+            return False
+        if run.reference.is_open and run.workers.measuring():
+            return False  # outputs of which none is known to be right are compared one after another
+        if run.plan.exclusive and (run.workers.compiling() or not self._is_measuring):
+            if not self._is_measuring:
+                device.lease.release()
+            return False
+        return True
+
+    def has_room(self) -> bool:
+        """Whether one more config may wait, compiled, to be measured."""
+        run, pending = self._run, self._run.jobs.pending
+        if run.jobs.default_is_pending():
+            return True
+        waiting = len(self._route.waiting()) + run.workers.compiling()
+        is_long = self._waiting_since is not None and run.clock() - self._waiting_since > _PARKED_S
+        if waiting and (self._runs_alone() or (pending and pending[0].is_alone)):
+            return False
+        is_heavy = waiting > 1 and run.memory.held_share > _PARKED_SHARE
+        return waiting < run.plan.parked and not is_long and not is_heavy
+
+    def _suspect_runs(self) -> bool:
+        """Whether a config runs that may have killed a template: it runs alone, so that no other is lost with it."""
+        return any(
+            worker.job is not None and worker.job.was_lost and worker.state is not WorkerState.PARKED
+            for worker in self._run.workers
+        )
+
+    def _runs_alone(self) -> bool:
+        """Whether a config runs, or waits, beside which no other may take memory."""
+        return any(job.is_alone for job in [*self._run.jobs.ready, *self._run.workers.jobs()])
+
+    def _is_quiet(self) -> bool:
+        """Whether no config waits to be measured and no worker lives but those made ready ahead."""
+        run = self._run
+        ahead = [worker for device in run.devices for worker in device.standby]
+        return not run.jobs.ready and all(
+            worker.state is WorkerState.SPARE or worker in ahead for worker in run.workers
+        )

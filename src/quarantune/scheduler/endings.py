@@ -1,0 +1,111 @@
+"""Draws the conclusions from a worker's end: for its job, and for its device."""
+
+from __future__ import annotations
+
+import logging
+
+from quarantune.scheduler.run import Run
+from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker, WorkerState
+from quarantune.values.trial import Outcome
+
+_logger = logging.getLogger("quarantune")
+
+_MAX_DEVICE_FAILURES = 2
+
+
+class Endings:
+    """Settles the jobs of workers that have ended, and withdraws devices on which workers cannot run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def conclude(self, worker: Worker, verdict: Verdict) -> None:
+        """Settles the job of a worker that has ended, or blames its device, and forgets the worker."""
+        worker.verdict = verdict
+        device = worker.device
+        if worker.job is not None:
+            self._settle(worker.job, worker, verdict)
+        elif (
+            device in self._run.devices
+            and worker in device.standby
+            and not worker.used
+            and verdict.outcome is not Outcome.OK
+        ):
+            self._blame_device(device, worker, verdict)
+        self._run.workers.remove(worker)
+
+    def give_up(self, worker: Worker) -> None:
+        """Goes on without a worker that SIGKILL does not end, and without its device."""
+        assert worker.verdict is not None
+        verdict, device = worker.verdict, worker.device
+        _logger.error("worker %s does not die after SIGKILL", self._run.workers.pid(worker))
+        if worker.job is not None:
+            message = f"{verdict.message}; its process does not die"
+            self._run.jobs.finish(worker.job, worker, Verdict(verdict.outcome, message), worker.phase)
+        self._run.workers.remove(worker)
+        if device is not None and device in self._run.devices:
+            message = f"{device.device.name} is held by a process that does not die"
+            self._withdraw(device, Verdict(Outcome.LOST, message))
+
+    def _settle(self, job: Job, worker: Worker, verdict: Verdict) -> None:
+        """Ends a job, or has it tried again where its worker's end may not be its own doing."""
+        run, outcome = self._run, verdict.outcome
+        is_parked = worker.state is WorkerState.PARKED
+        if not run.devices:
+            run.jobs.finish(job, worker, verdict, worker.phase)
+        elif outcome is Outcome.LOST and (is_parked or not job.was_lost):
+            # One that only waited did nothing that could have killed its template.
+            job.was_lost = job.was_lost or not is_parked
+            run.jobs.again(job)
+        elif outcome is Outcome.OOM and self._may_fit_alone(job):
+            run.jobs.again_alone(job)
+        elif outcome is Outcome.DEVICE_OOM and worker.device and self._make_room(worker.device):
+            run.jobs.ready.appendleft(job)
+        elif worker.used and outcome.is_failure:
+            # An earlier config may have done something to this process: only a fresh one can tell.
+            job.needs_fresh = True
+            run.jobs.ready.appendleft(job)
+        else:
+            run.jobs.finish(job, worker, verdict, worker.phase)
+
+    def _may_fit_alone(self, job: Job) -> bool:
+        """Whether a config that ran out of memory might not have done so without the others."""
+        plan = self._run.plan
+        if job.is_alone:
+            return False
+        if job.peak_bytes > plan.memory_limit_bytes:
+            return plan.may_exceed_alone
+        return any(other is not job for other in self._run.workers.jobs())
+
+    def _make_room(self, device: DeviceState) -> bool:
+        """Retires standby workers, whose memory a config may have lacked; returns whether there were any."""
+        standby = list(device.standby)
+        for worker in standby:
+            self._run.workers.retire(worker)
+        device.is_cramped = device.is_cramped or bool(standby)
+        return bool(standby)
+
+    def _blame_device(self, device: DeviceState, worker: Worker, verdict: Verdict) -> None:
+        """Counts a standby worker that failed before it had a config; its device is withdrawn the second time."""
+        if verdict.outcome is Outcome.DEVICE_OOM and worker.is_ahead:
+            device.is_cramped = True
+            return
+        name, outcome = device.device.name, verdict.outcome
+        device.failures += 1
+        _logger.warning("no measuring worker on %s: %s: %s", name, outcome.value, verdict.message)
+        if device.failures >= _MAX_DEVICE_FAILURES:
+            message = f"no worker could be made ready on {name}: {verdict.message}"
+            self._withdraw(device, Verdict(outcome, message))
+
+    def _withdraw(self, device: DeviceState, verdict: Verdict) -> None:
+        """Goes on without a device; without the last one, all jobs end."""
+        run = self._run
+        device.lease.release()
+        run.devices.remove(device)
+        if not run.devices:
+            run.jobs.fail_waiting(verdict)
+        for worker in run.workers:
+            if not run.devices:
+                run.workers.kill_with_verdict(worker, verdict)
+            elif worker.device is device:
+                run.workers.kill_with_verdict(worker, Verdict(Outcome.LOST, verdict.message))  # another device will do

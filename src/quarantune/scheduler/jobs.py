@@ -1,0 +1,177 @@
+"""The jobs of a run: those that wait, those that are compiled, and the ends of all."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from quarantune.scheduler.plan import Leftovers, Plan
+from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.same_program import SamePrograms
+from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker
+from quarantune.values.trial import Config, Outcome, Phase, Trial
+
+_LOG_TAIL_CHARS = 2000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timing:
+    """The times of one config; attributes as those of `Trial`, `cpu_ms` as its `own_ms`."""
+
+    time_ms: float
+    samples_ms: tuple[float, ...]
+    cpu_ms: float
+    clock: str
+
+
+class Jobs:
+    """The jobs of one run.
+
+    Attributes:
+        pending: those that have yet to be compiled.
+        ready: those that were compiled for another worker, and wait for it.
+        unfinished: how many have no outcome yet.
+        leftovers: those that another route must settle.
+        programs: the programs that they lowered to.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        reference: Reference,
+        devices: Sequence[DeviceState],
+        on_trial: Callable[[int, Trial, str], None],
+        log_of: Callable[[Worker], str],
+    ) -> None:
+        self.pending: collections.deque[Job] = collections.deque()
+        self.ready: collections.deque[Job] = collections.deque()
+        self.unfinished = 0
+        self.leftovers = Leftovers({}, {})
+        self.programs = SamePrograms()
+        self._plan = plan
+        self._reference = reference
+        self._devices = devices
+        self._on_trial = on_trial
+        self._log_of = log_of
+
+    def begin(self, configs: Mapping[int, Config]) -> list[Job]:
+        """Makes a job of each config; the function's defaults come first where others wait for them."""
+        jobs = [Job(index, config) for index, config in configs.items()]
+        reference = self._reference
+        jobs.sort(key=lambda job: not (reference.is_awaited and reference.is_default(job.index)))
+        self.pending.extend(jobs)
+        self.unfinished = len(jobs)
+        return jobs
+
+    def default_is_pending(self) -> bool:
+        """Whether the config that all others are compared with must yet be compiled, perhaps again."""
+        reference = self._reference
+        return reference.is_awaited and any(reference.is_default(job.index) for job in self.pending)
+
+    def may_be_compared(self, job: Job | None) -> bool:
+        """Whether a config need not wait for the defaults."""
+        return not self._reference.is_awaited or (job is not None and self._reference.is_default(job.index))
+
+    def again(self, job: Job) -> None:
+        """Has a job tried again from the last step that it finished."""
+        if not self._plan.is_together and job.executable_fd >= 0 and job.compile_s is not None:
+            self.ready.appendleft(job)
+        else:
+            self.release_same_program(job)  # it may end in another way, or lower to another's program itself
+            self.pending.appendleft(job)
+
+    def again_alone(self, job: Job) -> None:
+        """Has a job tried again when no other runs."""
+        job.is_alone = True
+        self.release_same_program(job)
+        self.pending.append(job)
+
+    def join_same_program(self, job: Job, first: Job) -> None:
+        """Gives a job the outcome of another, once that is known."""
+        job.close_executable()
+        if self.programs.has_ended(first):
+            self._finish_as(job, first)
+        else:
+            first.same_program.append(job)
+
+    def finish(
+        self,
+        job: Job,
+        worker: Worker | None,
+        verdict: Verdict,
+        phase: Phase | None,
+        timing: Timing | None = None,
+    ) -> None:
+        """Ends a job, and with it all that wait for its outcome."""
+        outcome = verdict.outcome
+        log = "" if worker is None else self._log_of(worker)
+        trial = Trial(
+            config=job.config,
+            outcome=outcome,
+            phase=phase,
+            message=verdict.message,
+            time_ms=None if timing is None else timing.time_ms,
+            samples_ms=() if timing is None else timing.samples_ms,
+            own_ms=None if timing is None else timing.cpu_ms,
+            clock="" if timing is None else timing.clock,
+            compile_s=job.compile_s,
+            peak_memory_bytes=job.peak_bytes or None,
+            log_tail=_informative_part(log),
+            route=self._plan.route,
+            device="" if worker is None or worker.device is None else worker.device.device.name,
+        )
+        job.close_executable()
+        self._settle_as(job, trial, log)
+        was_slow_to_lower = job.slack_s < self._plan.compile_timeout_s / 2
+        if (outcome is Outcome.LOST and self._devices) or (
+            (outcome, phase) == (Outcome.TIMEOUT, Phase.COMPILE) and was_slow_to_lower
+        ):
+            self.release_same_program(job)  # a fault of the machinery, or of its own tracing, is none of its program
+            return
+        self.programs.end(job, trial, log)
+        for other in job.same_program:
+            self._finish_as(other, job)
+
+    def leave_unfit(self, job: Job, reason: str) -> None:
+        """Leaves a job to the other route, with those not yet begun: their programs are of the same kind."""
+        unfits = [job, *job.same_program, *self.pending]
+        self.programs.forget(unfits)
+        for unfit in unfits:
+            self.leftovers.unfit[unfit.index] = reason
+            self._reference.ended(unfit.index)
+            self.unfinished -= 1
+        self.pending.clear()
+
+    def fail_waiting(self, verdict: Verdict) -> None:
+        """Ends all jobs that no worker has."""
+        for job in [*self.ready, *self.pending]:
+            self.finish(job, None, verdict, Phase.CHECK)
+        self.ready.clear()
+        self.pending.clear()
+
+    def release_same_program(self, job: Job) -> None:
+        """Has the jobs that wait for a job's outcome run by themselves."""
+        self.programs.forget([job])
+        self.pending.extend(job.same_program)
+        job.same_program = []
+
+    def _finish_as(self, job: Job, first: Job) -> None:
+        trial, log = self.programs.copy_end(job, first)
+        self._reference.join(job.index, first.index)
+        self._settle_as(job, trial, log)
+
+    def _settle_as(self, job: Job, trial: Trial, log: str) -> None:
+        self.unfinished -= 1
+        self._reference.ended(job.index)
+        if self._plan.target is not None and trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE:
+            self.leftovers.unconfirmed[job.index] = (trial, log)
+        else:
+            self._on_trial(job.index, trial, log)
+
+
+def _informative_part(log: str) -> str:
+    """Returns a log's end, or the surroundings of faulthandler's report, which begins with the latest call."""
+    report = log.rfind("Fatal Python error")
+    start = len(log) - _LOG_TAIL_CHARS if report < 0 else report - _LOG_TAIL_CHARS // 4
+    return log[max(0, start) :][:_LOG_TAIL_CHARS]

@@ -1,0 +1,74 @@
+"""The plan of a run: its route, its limits and the constants that all parts of the scheduler share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from quarantune.devices.device import Device
+from quarantune.sandbox.messages import BenchOptions, CompileTarget
+from quarantune.values.trial import Route, Trial
+
+STARTUP_DEADLINE_S = 120.0
+"""Seconds that a worker may take before its first message; only a broken machine needs them."""
+KILL_DEADLINE_S = 10.0
+"""Seconds that a worker may take to die after SIGKILL; then its device is withdrawn."""
+TICK_S = 0.05
+"""Seconds between two looks at everything that sends no events."""
+MEMORY_SHARE = 0.9
+"""The share of the free memory that workers may take together where nobody set a limit."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The way in which a scheduler runs its configs.
+
+    Attributes:
+        route: whether one worker does both halves of a trial or two do.
+        options: the options that every worker gets.
+        target: the device that compile workers compile for when they have none; None for the machine's own.
+        slots: how many configs compile at a time.
+        devices: where to measure; one lease each.
+        configs_per_worker: how many configs a measuring worker may take when the halves are apart.
+        exclusive: whether compiling disturbs measuring, so that the two must alternate.
+        parked: with `exclusive`, how many compiled configs wait, memory allowing, before a measuring burst begins.
+        ahead: whether a worker is made ready for the next config while one compiles.
+        compile_timeout_s: seconds for loading, tracing, lowering and compiling one config.
+        timeout_s: seconds for checking and measuring one config, from the moment it holds its device.
+        memory_limit_bytes: host memory of one worker and its children.
+        may_exceed_alone: whether the limit is a share of the free memory, so that a config over it is tried once more,
+            alone, with nearly all of it.
+        compile_only: whether configs are compiled and not run.
+    """
+
+    route: Route
+    options: BenchOptions
+    target: CompileTarget | None
+    slots: int
+    devices: tuple[Device, ...]
+    configs_per_worker: int
+    exclusive: bool
+    parked: int
+    ahead: bool = False
+    compile_timeout_s: float
+    timeout_s: float
+    memory_limit_bytes: int
+    may_exceed_alone: bool = False
+    compile_only: bool = False
+
+    @property
+    def is_together(self) -> bool:
+        """Whether one worker does both halves of a trial."""
+        return self.route is not Route.APART
+
+
+@dataclasses.dataclass(frozen=True)
+class Leftovers:
+    """Configs that a route could not settle.
+
+    Attributes:
+        unfit: why a config's program must be compiled on its device, by the config's index.
+        unconfirmed: errors raised where there was no device, each with the worker's output, by the config's index.
+    """
+
+    unfit: dict[int, str]
+    unconfirmed: dict[int, tuple[Trial, str]]

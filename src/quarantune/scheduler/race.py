@@ -1,0 +1,89 @@
+"""The race between the configs: the best times so far, the noise, and the executables of the fastest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+
+from quarantune.measure import finals, sampling
+from quarantune.sandbox import spool
+from quarantune.scheduler.reference import UNTUNED
+from quarantune.scheduler.workers import Job, Worker
+
+
+class Race:
+    """The times of all configs so far.
+
+    Attributes:
+        best_median_ms: the time of the fastest config, in milliseconds; None before there is one.
+        noise: how much runs are disturbed here.
+    """
+
+    def __init__(self) -> None:
+        self.best_median_ms: float | None = None
+        self.noise = sampling.Noise()
+        self._fastest_first_ms = float("inf")
+        self._executables: dict[int, bytes] = {}
+        self._kept: dict[int, tuple[float, int]] = {}
+
+    def note_first_run(self, worker: Worker, *, is_disturbed: bool) -> None:
+        """Records the informative first run of a worker's config."""
+        self.noise.add(1, int(is_disturbed))
+        if worker.job is not None and worker.job.index != UNTUNED and worker.run_ms is not None:
+            self._fastest_first_ms = min(self._fastest_first_ms, worker.run_ms)
+
+    def hopeless_beside_ms(self, worker: Worker) -> float | None:
+        """Returns the time that a config cannot reach after its first run, in milliseconds; None while it may win."""
+        if worker.run_ms is None:
+            return None
+        fastest_ms = min(ms for ms in (self.best_median_ms, worker.run_ms) if ms is not None)
+        is_hopeless = sampling.is_hopeless(
+            worker.cpu_ms, fastest_ms=fastest_ms, fastest_first_ms=self._fastest_first_ms, noise=self.noise
+        )
+        return fastest_ms if is_hopeless else None
+
+    def note_time(self, job: Job, cpu_ms: float) -> None:
+        """Records the time of a config that may win.
+
+        The time of the defaults does not count where they cannot win: all others may be slower.
+        """
+        if job.index != UNTUNED and (self.best_median_ms is None or cpu_ms < self.best_median_ms):
+            self.best_median_ms = cpu_ms
+
+    def keep_compiled(self, job: Job) -> None:
+        """Keeps the executable of a config that was only compiled."""
+        if os.fstat(job.executable_fd).st_size:
+            with contextlib.suppress(ValueError, IndexError, MemoryError):  # a config may have written anything there
+                self._executables[job.index] = spool.read_parts(job.executable_fd)[0]
+
+    def keep_executable(self, job: Job, cpu_ms: float) -> None:
+        """Keeps the executables of the fastest configs for the comparison, where there are any."""
+        if os.fstat(job.executable_fd).st_size:
+            job.protect_executable()
+            self._kept[job.index] = (cpu_ms, job.executable_fd)
+            job.executable_fd = -1
+        if len(self._kept) > finals.MOST_FINALISTS + (UNTUNED in self._kept):
+            slowest = max(self._kept, key=lambda index: self._kept[index])
+            os.close(self._kept.pop(slowest)[1])
+
+    def kept_fd(self, index: int) -> int | None:
+        """Returns the file of a config's executable; None where it was not kept."""
+        return self._kept[index][1] if index in self._kept else None
+
+    def executables(self) -> tuple[Mapping[int, bytes], Mapping[int, dict[str, bytes]]]:
+        """Returns executables as a worker loads them, and entries of JAX's compilation cache, both by index."""
+        executables = dict(self._executables)
+        for_cache = {}
+        for index, (_, fd) in self._kept.items():
+            with contextlib.suppress(ValueError):  # a config may have written anything there
+                executables[index], key, value = spool.read_parts(fd)
+                if key:
+                    for_cache[index] = {key.decode("ascii"): value}
+        return executables, for_cache
+
+    def close(self) -> None:
+        """Closes the executables that were kept."""
+        for _, fd in self._kept.values():
+            os.close(fd)
+        self._kept.clear()

@@ -1,0 +1,159 @@
+"""Applies the replies of workers to their jobs."""
+
+from __future__ import annotations
+
+import statistics
+
+from quarantune.sandbox import codec
+from quarantune.sandbox.messages import (
+    REPLIES,
+    Checked,
+    Compared,
+    Compiled,
+    Failed,
+    Lowered,
+    Measured,
+    PhaseEntered,
+    Raised,
+    Ready,
+    ReferenceComputed,
+    Reply,
+    ShapesChecked,
+)
+from quarantune.scheduler.apart import Apart
+from quarantune.scheduler.jobs import Timing
+from quarantune.scheduler.run import Run
+from quarantune.scheduler.together import Together
+from quarantune.scheduler.verdicts import (
+    checked_count,
+    checked_duration,
+    checked_ms,
+    checked_samples,
+    forged,
+    raised,
+)
+from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
+from quarantune.values.trial import Outcome, Phase
+
+
+class Replies:
+    """Takes the replies of all workers."""
+
+    def __init__(self, run: Run, route: Together | Apart) -> None:
+        self._run = run
+        self._route = route
+
+    def on_message(self, worker: Worker, frame: codec.Frame) -> None:
+        """Applies a worker's reply; one that cannot be true ends the worker."""
+        expected = None if worker.job is None else worker.job.index
+        if worker.verdict is not None or frame.get("trial") != expected:
+            return  # late, or of a trial that is over
+        try:
+            self._apply(worker, codec.decode(frame, *REPLIES))
+        except (TypeError, ValueError, ArithmeticError) as error:
+            self._run.workers.kill_with_verdict(worker, forged(error))
+
+    def _apply(self, worker: Worker, reply: Reply) -> None:
+        worker.phase = reply.phase
+        job, device, state = worker.job, worker.device, worker.state
+        if job is not None and isinstance(reply, (Checked, Measured, Failed)) and reply.agreement is not None:
+            group, fd = reply.agreement.group, worker.output_fd
+            self._run.reference.note(job.index, group, offered=worker.offered, fd=fd)
+            worker.close_output()
+        match reply:
+            case PhaseEntered():
+                self._begin(worker)
+            case Ready() if device is not None and worker.is_standby:
+                self._on_ready(worker, device, reply)
+            case Lowered() if state is WorkerState.COMPILING and job is not None:
+                self._on_lowered(worker, job, reply)
+            case Compiled() if state is WorkerState.COMPILING and job is not None:
+                self._on_compiled(worker, job, reply)
+            case Checked() if state is WorkerState.MEASURING and device is not None:
+                if isinstance(self._route, Together):
+                    self._route.on_checked(worker, device, reply)
+            case Measured() if state is WorkerState.MEASURING and job is not None and device is not None:
+                self._on_measured(worker, job, device, reply)
+            case ReferenceComputed() | ShapesChecked() | Compared() if state is WorkerState.SIDE_TASK:
+                worker.reply = reply
+                self._run.workers.retire(worker)
+            case Failed():
+                self._on_failed(worker, reply)
+
+    def _begin(self, worker: Worker) -> None:
+        """Starts the clock of a worker whose time counts from its first phase on."""
+        if worker.job is not None:
+            self._run.on_phase(worker.job.index, worker.phase.value)
+        if worker.state in (WorkerState.COMPILING, WorkerState.SIDE_TASK) and not worker.began:
+            worker.began = True
+            worker.deadline = self._run.clock() + (worker.side_task_s or self._run.plan.compile_timeout_s)
+
+    def _on_ready(self, worker: Worker, device: DeviceState, reply: Ready) -> None:
+        worker.transition(WorkerState.IDLE)
+        worker.deadline, device.failures = NEVER, 0
+        if self._run.plan.configs_per_worker == 1:  # there will be many more
+            self._run.workers.share_modules(reply.modules)
+
+    def _on_lowered(self, worker: Worker, job: Job, reply: Lowered) -> None:
+        """Ends a worker whose config lowered to the program of another one: one of them is enough to run."""
+        job.slack_s = worker.deadline - self._run.clock()
+        first = self._run.jobs.programs.first(reply.program, job)
+        if first is not job:
+            self._run.reference.join(job.index, first.index)
+            worker.job = None
+            self._run.workers.retire(worker)
+            self._run.jobs.join_same_program(job, first)
+
+    def _on_compiled(self, worker: Worker, job: Job, reply: Compiled) -> None:
+        job.compile_s = checked_duration(reply.compile_s)
+        self._run.workers.share_modules(reply.modules)
+        if not self._run.plan.compile_only:
+            self._route.on_compiled(worker, job)
+            return
+        self._run.race.keep_compiled(job)
+        worker.keep_peak()
+        worker.job = None
+        self._run.jobs.finish(job, worker, Verdict(Outcome.OK, ""), Phase.COMPILE)
+        self._run.workers.retire(worker)
+
+    def _on_measured(self, worker: Worker, job: Job, device: DeviceState, reply: Measured) -> None:
+        run, race = self._run, self._run.race
+        samples_ms, cpu_ms = checked_samples(reply.samples_ms), checked_ms(reply.cpu_ms)
+        worker.keep_peak()
+        race.noise.add(len(samples_ms), checked_count(reply.disturbed, most=len(samples_ms)))
+        if worker.run_ms is not None and not worker.was_disturbed:
+            race.noise.add_first_run(worker.cpu_ms, cpu_ms)
+        verdict = Verdict(Outcome.OK, "")
+        if reply.is_slow:
+            message = f"at best {min(samples_ms):.4g} ms, where another config takes {race.best_median_ms:.4g}"
+            verdict = Verdict(Outcome.SLOW, message)
+        else:
+            race.note_time(job, cpu_ms)
+        race.keep_executable(job, cpu_ms)
+        timing = Timing(
+            time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms), cpu_ms=cpu_ms, clock=reply.clock
+        )
+        run.jobs.finish(job, worker, verdict, Phase.MEASURE, timing)
+        device.measuring, worker.job = None, None
+        worker.used += 1
+        if run.plan.is_together or worker.used >= run.plan.configs_per_worker:
+            run.workers.retire(worker)
+        else:
+            worker.transition(WorkerState.IDLE)
+            worker.deadline = NEVER
+            device.standby.append(worker)
+
+    def _on_failed(self, worker: Worker, reply: Failed) -> None:
+        """Ends a worker whose task raised, and with it all that its config did to the process."""
+        run = self._run
+        if reply.outcome is Raised.UNFIT:
+            is_early = worker.is_compiling or worker.phase is Phase.LOAD
+            if not is_early or run.plan.is_together:
+                raise ValueError("no program is unfit here")
+            if worker.job is not None and not worker.used:
+                run.jobs.leave_unfit(worker.job, reply.text)
+                worker.job = None
+                run.workers.retire(worker)
+                return
+        worker.traceback = reply.traceback
+        run.workers.kill_with_verdict(worker, raised(reply))

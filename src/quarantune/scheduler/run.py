@@ -1,0 +1,106 @@
+"""The parts that one run of a scheduler is made of, and the steps that both routes share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from quarantune.sandbox import spool
+from quarantune.sandbox.messages import Compile, Measure
+from quarantune.scheduler.jobs import Jobs
+from quarantune.scheduler.memory_watch import MemoryWatch
+from quarantune.scheduler.plan import MEMORY_SHARE, Plan
+from quarantune.scheduler.race import Race
+from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.workers import DeviceState, Job, Worker, Workers, WorkerState
+from quarantune.values.config_values import encode
+from quarantune.values.trial import Phase
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The state of one scheduler, in parts.
+
+    Attributes:
+        plan: the plan.
+        devices: the devices that were not withdrawn.
+        workers: the workers.
+        jobs: the jobs.
+        race: the times so far.
+        reference: the outputs to compare with.
+        memory: the watch on workers' memory.
+        clock: seconds.
+        available_memory: bytes of memory that are free now.
+        on_phase: called with the index of a config and the phase that it enters.
+    """
+
+    plan: Plan
+    devices: list[DeviceState]
+    workers: Workers
+    jobs: Jobs
+    race: Race
+    reference: Reference
+    memory: MemoryWatch
+    clock: Callable[[], float]
+    available_memory: Callable[[], int]
+    on_phase: Callable[[int, str], None]
+
+    def least_used_device(self) -> DeviceState:
+        """Returns the device that the fewest workers use."""
+        return min(self.devices, key=self.workers.on)
+
+    def compile_task(self, job: Job) -> Compile:
+        """Returns the task that compiles a job, whose memory limit is set here where it runs alone."""
+        if job.is_alone and self.plan.may_exceed_alone:
+            alone_bytes = int(MEMORY_SHARE * self.available_memory())
+            job.limit_bytes = max(self.plan.memory_limit_bytes, alone_bytes)
+        return Compile(trial=job.index, config=encode(job.config), options=self.plan.options, target=self.plan.target)
+
+    def start_saving_compiler(self, job: Job, device: DeviceState | None) -> None:
+        """Starts a compile worker that leaves the executable in a file and ends."""
+        job.close_executable()
+        job.executable_fd = spool.create("executable")
+        task = dataclasses.replace(
+            self.compile_task(job), last=True, must_save=not self.plan.is_together, as_data=self.plan.compile_only
+        )
+        self.workers.start(task, WorkerState.COMPILING, job=job, device=device, fds=[job.executable_fd])
+
+    def assign_device(self, device: DeviceState, worker: Worker) -> None:
+        """Gives a worker a device to measure its job on; from now on its time counts."""
+        job, is_together = worker.job, self.plan.is_together
+        assert job is not None
+        worker.transition(WorkerState.MEASURING)
+        device.measuring = worker
+        worker.phase = Phase.CHECK
+        is_first = worker.run_ms is None
+        if is_first:
+            self.on_phase(job.index, worker.phase.value)
+        worker.assigned_at = self.clock()
+        worker.deadline = worker.assigned_at + self.plan.timeout_s - worker.held_s
+        if is_together and is_first:
+            job.close_executable()  # of an earlier try
+            job.executable_fd = spool.create("executable")
+        offer = self.reference.offer()
+        task = Measure(
+            trial=job.index,
+            config=encode(job.config),
+            load=not is_together,
+            checked=not is_first,
+            pause=is_together,
+            # The fastest of those that are wrong must not rule out the right ones.
+            best_median_ms=None if self.reference.is_open else self.race.best_median_ms,
+            noise_samples=self.race.noise.samples,
+            noise_disturbed=self.race.noise.disturbed,
+            references=offer.references,
+            standard=offer.standard,
+            keeps=offer.keeps,
+            # A worker for both halves may have to wait between its first run and the others, so it is retired instead.
+            last=not is_together and worker.used + 1 >= self.plan.configs_per_worker,
+        )
+        fds = [job.executable_fd, *self.reference.fds]
+        worker.close_output()
+        worker.offered = offer.references
+        if offer.keeps:
+            worker.output_fd = spool.create("output")
+            fds.append(worker.output_fd)
+        self.workers.send(worker, task, fds)

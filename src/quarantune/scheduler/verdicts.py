@@ -1,0 +1,109 @@
+"""Verdicts on workers: from a missed deadline, from an exit status, and from replies that may be forged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quarantune.host import machine
+from quarantune.sandbox import pool
+from quarantune.sandbox.messages import Failed, Raised
+from quarantune.scheduler.memory_watch import MemoryWatch, shortage
+from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
+from quarantune.scheduler.workers import Verdict, Worker, Workers
+from quarantune.values.trial import Outcome, is_plausible_ms
+
+
+def overdue(worker: Worker, plan: Plan) -> Verdict:
+    """Returns the verdict on a worker whose deadline has passed."""
+    if worker.side_task_s is not None and worker.began:
+        return Verdict(Outcome.TIMEOUT, f"it took longer than {worker.side_task_s:g} s")
+    if worker.side_task_s is None and worker.holds_device:
+        return Verdict(Outcome.TIMEOUT, f"checking and measuring took longer than {plan.timeout_s:g} s")
+    if worker.began:
+        return Verdict(Outcome.TIMEOUT, f"compiling took longer than {plan.compile_timeout_s:g} s")
+    return Verdict(Outcome.LOST, f"the worker was not up within {STARTUP_DEADLINE_S:g} s")
+
+
+def forged(error: Exception) -> Verdict:
+    """Returns the verdict on a worker that sent a reply that cannot be true: a config can forge one."""
+    return Verdict(Outcome.CRASHED, f"it sent a message that makes no sense: {error!r}")
+
+
+def raised(reply: Failed) -> Verdict:
+    """Returns the verdict on a worker whose task raised."""
+    if reply.outcome is Raised.WRONG:
+        return Verdict(Outcome.WRONG, reply.text)
+    outcome = Outcome.ERROR if reply.outcome is Raised.UNFIT else Outcome(reply.outcome.value)
+    return Verdict(outcome, f"{reply.error}: {reply.text}" if reply.text else reply.error)
+
+
+class Exits:
+    """Judges processes that ended by themselves: one that ends without a result did not succeed."""
+
+    def __init__(self, workers: Workers, memory: MemoryWatch) -> None:
+        self._workers = workers
+        self._memory = memory
+        self._oom_kills = machine.oom_kills()
+
+    def judge(self, worker: Worker, status: int | None) -> Verdict:
+        """Returns the verdict on a worker, and kills another one that took the memory it died for.
+
+        Args:
+            worker: the worker.
+            status: its exit code, or minus the signal that ended it; None where its template died with it.
+        """
+        if status is None:
+            return Verdict(Outcome.LOST, "it could not be started, or the process that started it died")
+        kills = machine.oom_kills()
+        if status != -9 or kills <= self._oom_kills:
+            return Verdict(Outcome.CRASHED, f"the process {pool.describe_status(status)} without a result")
+        self._oom_kills = kills
+        if (culprit := self._memory.larger_than(worker)) is not None:
+            reason = "the kernel ran out of memory, killed another config's process"
+            self._workers.kill_with_verdict(culprit, shortage(culprit, reason))
+            return Verdict(Outcome.LOST, "the kernel killed the process for want of memory that another one held")
+        return Verdict(Outcome.OOM, "the kernel's out-of-memory killer took the process")
+
+
+def checked_duration(duration: float) -> float:
+    """Returns a duration in any unit, if it can be one.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not 0.0 <= duration < float("inf"):
+        raise ValueError(f"{duration} is no duration")
+    return duration
+
+
+def checked_count(count: int, *, most: int) -> int:
+    """Returns a count, if it can be one.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not 0 <= count <= most:
+        raise ValueError(f"{count!r} is no count of up to {most}")
+    return count
+
+
+def checked_ms(run_ms: float) -> float:
+    """Returns the milliseconds of a run, if a run can take so long.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if not is_plausible_ms(run_ms):
+        raise ValueError(f"{run_ms!r} ms is no time that a call can take")
+    return run_ms
+
+
+def checked_samples(samples_ms: Sequence[float]) -> list[float]:
+    """Returns samples in milliseconds, if runs can take so long.
+
+    Raises:
+        ValueError: they cannot, or there are none.
+    """
+    if not samples_ms:
+        raise ValueError("no samples")
+    return [checked_ms(sample_ms) for sample_ms in samples_ms]

@@ -1,0 +1,366 @@
+"""Jobs, devices and workers: the state of each worker, and the moves between states."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from quarantune.devices.device import Device
+from quarantune.devices.leases import Lease
+from quarantune.host import memory
+from quarantune.sandbox import codec, pool, spool
+from quarantune.sandbox.messages import Reply, Task
+from quarantune.scheduler.plan import KILL_DEADLINE_S, STARTUP_DEADLINE_S
+from quarantune.values.trial import Config, Outcome, Phase
+
+NEVER = float("inf")
+
+
+class SandboxLike(Protocol):
+    """The methods of a sandbox that the scheduler calls; `sandbox.pool.Sandbox` documents each."""
+
+    # ruff: noqa: D102 - they are documented there
+
+    @property
+    def baseline_bytes(self) -> int: ...
+    def common_files(self) -> set[memory.FileId]: ...
+    def start(self, task: codec.Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int: ...
+    def send(self, number: int, message: codec.Frame, fds: Sequence[int] = ()) -> None: ...
+    def finish(self, number: int) -> None: ...
+    def kill(self, number: int) -> None: ...
+    def forget(self, number: int) -> None: ...
+    def pid(self, number: int) -> int | None: ...
+    def log(self, number: int) -> str: ...
+    def trim_logs(self) -> None: ...
+    def share_modules(self, names: Sequence[str]) -> None: ...
+    def poll(self, timeout_s: float) -> list[pool.Event]: ...
+
+
+class WorkerState(enum.Enum):
+    """The activity of a worker."""
+
+    SPARE = enum.auto()
+    """It warms up for a config that is not known yet."""
+    COMPILING = enum.auto()
+    """It compiles its config."""
+    LEAVING = enum.auto()
+    """It has compiled for another worker, and ends by itself."""
+    PARKED = enum.auto()
+    """It has compiled its config, and perhaps run it once, and waits for its device."""
+    PREPARING = enum.auto()
+    """It is a standby worker that is not ready yet."""
+    IDLE = enum.auto()
+    """It is a standby worker that is ready for a config."""
+    MEASURING = enum.auto()
+    """It checks and measures its config, and holds its device."""
+    SIDE_TASK = enum.auto()
+    """It does something that is no trial, and holds its device."""
+    DYING = enum.auto()
+    """It was told to end; its verdict is known."""
+
+
+_MOVES = {
+    WorkerState.SPARE: {WorkerState.COMPILING},
+    WorkerState.COMPILING: {WorkerState.PARKED, WorkerState.LEAVING},
+    WorkerState.LEAVING: set(),
+    WorkerState.PARKED: {WorkerState.MEASURING},
+    WorkerState.PREPARING: {WorkerState.IDLE},
+    WorkerState.IDLE: {WorkerState.IDLE, WorkerState.MEASURING, WorkerState.SIDE_TASK},
+    WorkerState.MEASURING: {WorkerState.PARKED, WorkerState.IDLE},
+    WorkerState.SIDE_TASK: set(),
+    WorkerState.DYING: set(),
+}
+"""The legal moves between states; every worker may also begin to die."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The meaning of a worker's end for its config."""
+
+    outcome: Outcome
+    message: str
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """One config on its way to an outcome.
+
+    Attributes:
+        index: the config's.
+        config: the config.
+        executable_fd: the file of its executable; -1 where there is none.
+        compile_s: seconds spent tracing, lowering and compiling it.
+        peak_bytes: the most memory that its workers held.
+        slack_s: seconds of the compile deadline left after lowering.
+        was_lost: whether a worker of it was lost before.
+        needs_fresh: whether only a fresh worker may run it.
+        is_alone: whether it runs when no other config does, because it lacked memory beside others.
+        limit_bytes: its own memory limit where that is not the plan's.
+        same_program: configs that lowered to the same program, and get the outcome of this one.
+    """
+
+    index: int
+    config: Config
+    executable_fd: int = -1
+    compile_s: float | None = None
+    peak_bytes: int = 0
+    slack_s: float = NEVER
+    was_lost: bool = False
+    needs_fresh: bool = False
+    is_alone: bool = False
+    limit_bytes: int | None = None
+    same_program: list[Job] = dataclasses.field(default_factory=list)
+
+    def close_executable(self) -> None:
+        """Closes the file of the executable, if there is one."""
+        if self.executable_fd >= 0:
+            os.close(self.executable_fd)
+            self.executable_fd = -1
+
+    def protect_executable(self) -> None:
+        """Makes the executable read-only, since other workers load it."""
+        fd = self.executable_fd
+        self.executable_fd = spool.protect(fd)
+        os.close(fd)
+
+
+@dataclasses.dataclass(eq=False)
+class Worker:
+    """One worker.
+
+    Attributes:
+        number: its number in the sandbox.
+        job: its config; None for one that has none.
+        device: the device that it may use; None for one that has none.
+        deadline: the time at which it is killed.
+        state: its activity, changed by `transition` alone.
+        killed_in: the state in which it was killed; None for one that was not killed, or that ended after its work.
+        phase: the phase of the trial, by its last message.
+        was_spare: whether it was started before there was a config for it.
+        is_ahead: whether it was made ready while others had the same device.
+        began: whether its first phase was announced, from which on a deadline counts.
+        side_task_s: seconds that a side task may take from its first phase on.
+        reply: the answer to a side task.
+        run_ms: milliseconds of its first run, where that is informative.
+        cpu_ms: the same without the time that it waited for a CPU.
+        was_disturbed: whether its first run is not informative after all, because it or this process was held up.
+        assigned_at: the time at which it got its device.
+        held_s: seconds for which it held the device before.
+        used: how many configs it has measured.
+        peak_bytes: the most memory that it held.
+        used_bytes: the memory that it holds.
+        scale: weighs its memory.
+        descendants: process ids below its own.
+        offered: the number of outputs that its own was to be compared with.
+        output_fd: the file for its own output; -1 where there is none.
+        traceback: the last lines of the traceback that its config left.
+        verdict: the meaning of its end, once decided.
+        given_up_at: the time at which it counts as unkillable; None before it is killed.
+    """
+
+    number: int
+    job: Job | None
+    device: DeviceState | None
+    deadline: float
+    state: WorkerState
+    killed_in: WorkerState | None = None
+    phase: Phase = Phase.LOAD
+    was_spare: bool = False
+    is_ahead: bool = False
+    began: bool = False
+    side_task_s: float | None = None
+    reply: Reply | None = None
+    run_ms: float | None = None
+    cpu_ms: float = 0.0
+    was_disturbed: bool = False
+    assigned_at: float = 0.0
+    held_s: float = 0.0
+    used: int = 0
+    peak_bytes: int = 0
+    used_bytes: int = 0
+    scale: memory.Scale = dataclasses.field(default_factory=memory.Scale)
+    descendants: list[int] = dataclasses.field(default_factory=list)
+    offered: int = 0
+    output_fd: int = -1
+    traceback: str = ""
+    verdict: Verdict | None = None
+    given_up_at: float | None = None
+
+    def transition(self, state: WorkerState) -> None:
+        """Moves to another state.
+
+        Raises:
+            RuntimeError: there is no such move.
+        """
+        if state is not WorkerState.DYING and state not in _MOVES[self.state]:
+            raise RuntimeError(f"worker {self.number} cannot go from {self.state.name} to {state.name}")
+        self.state = state
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether it takes a compile slot, also while it dies."""
+        return WorkerState.COMPILING in (self.state, self.killed_in)
+
+    @property
+    def is_dying(self) -> bool:
+        """Whether it was told to end."""
+        return self.state is WorkerState.DYING
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether it waits for a config with its device, or is about to."""
+        return self.state in (WorkerState.PREPARING, WorkerState.IDLE)
+
+    @property
+    def holds_device(self) -> bool:
+        """Whether its device is assigned to it."""
+        return self.device is not None and self.device.measuring is self
+
+    def keep_peak(self) -> None:
+        """Records the memory that its config took."""
+        if self.job is not None:
+            self.job.peak_bytes = max(self.job.peak_bytes, self.peak_bytes)
+
+    def close_output(self) -> None:
+        """Closes the file of its output, if there is one."""
+        if self.output_fd >= 0:
+            os.close(self.output_fd)
+            self.output_fd = -1
+
+
+@dataclasses.dataclass(eq=False)
+class DeviceState:
+    """One device.
+
+    Attributes:
+        device: the device.
+        lease: the machine-wide lease on it.
+        measuring: the worker that it is assigned to, also while that dies.
+        standby: its standby workers.
+        is_cramped: whether its memory was too small for workers that are made ready ahead.
+        failures: how many standby workers failed in a row.
+    """
+
+    device: Device
+    lease: Lease
+    measuring: Worker | None = None
+    standby: list[Worker] = dataclasses.field(default_factory=list)
+    is_cramped: bool = False
+    failures: int = 0
+
+
+class Workers:
+    """The workers that live, or have not yet been seen to end."""
+
+    def __init__(self, sandbox: SandboxLike, clock: Callable[[], float]) -> None:
+        self._sandbox = sandbox
+        self._clock = clock
+        self._by_number: dict[int, Worker] = {}
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._by_number.values()))
+
+    def get(self, number: int) -> Worker | None:
+        """Returns a worker by its number in the sandbox; None for one that is forgotten."""
+        return self._by_number.get(number)
+
+    def jobs(self) -> list[Job]:
+        """Returns the jobs that workers have."""
+        return [worker.job for worker in self._by_number.values() if worker.job is not None]
+
+    def parked(self) -> list[Worker]:
+        """Returns the workers that have compiled and wait for their device."""
+        return [worker for worker in self._by_number.values() if worker.state is WorkerState.PARKED]
+
+    def compiling(self) -> int:
+        """Returns how many compile slots are taken."""
+        return len([worker for worker in self._by_number.values() if worker.is_compiling])
+
+    def measuring(self) -> int:
+        """Returns how many devices are assigned, those too that were withdrawn and whose workers are still dying."""
+        return sum(worker.holds_device for worker in self._by_number.values())
+
+    def on(self, device: DeviceState) -> int:
+        """Returns how many workers use a device."""
+        return sum(worker.device is device for worker in self._by_number.values())
+
+    def startup_deadline(self) -> float:
+        """Returns the time by which a worker that gets a task now must have sent a message."""
+        return self._clock() + STARTUP_DEADLINE_S
+
+    def start(
+        self,
+        task: Task,
+        state: WorkerState,
+        *,
+        job: Job | None = None,
+        device: DeviceState | None = None,
+        fds: Sequence[int] = (),
+    ) -> Worker:
+        """Starts a worker with its first task."""
+        is_spare = state is WorkerState.SPARE
+        environ = {} if device is None else device.device.environ
+        number = self._sandbox.start(codec.encode(task), fds=fds, environ=environ)
+        deadline = NEVER if is_spare else self.startup_deadline()
+        worker = Worker(number, job, device, deadline, state, was_spare=is_spare)
+        self._by_number[number] = worker
+        return worker
+
+    def send(self, worker: Worker, task: Task, fds: Sequence[int] = ()) -> None:
+        """Sends a worker a further task."""
+        self._sandbox.send(worker.number, codec.encode(task), fds)
+
+    def share_modules(self, names: Sequence[str]) -> None:
+        """Imports in the template the modules that a worker had to import, for later workers."""
+        if names:
+            self._sandbox.share_modules(names)
+
+    def kill_with_verdict(self, worker: Worker, verdict: Verdict) -> None:
+        """Decides the meaning of a worker's end, and brings it about."""
+        if worker.verdict is None:
+            worker.verdict = verdict
+            worker.killed_in = worker.state
+            self._begin_to_die(worker)
+            self._sandbox.kill(worker.number)
+
+    def retire(self, worker: Worker) -> None:
+        """Ends a worker that has nothing to do."""
+        if worker.device is not None and worker in worker.device.standby:
+            worker.device.standby.remove(worker)
+        worker.verdict, worker.killed_in = Verdict(Outcome.OK, ""), None
+        self._begin_to_die(worker)
+        self._sandbox.finish(worker.number)
+        # A worker holds nothing that matters here; one with a device would take seconds to close it politely.
+        self._sandbox.kill(worker.number)
+
+    def _begin_to_die(self, worker: Worker) -> None:
+        worker.transition(WorkerState.DYING)
+        worker.deadline, worker.given_up_at = NEVER, self._clock() + KILL_DEADLINE_S
+
+    def remove(self, worker: Worker) -> None:
+        """Forgets a worker that has ended, or that cannot be killed."""
+        if (device := worker.device) is not None:
+            if device.measuring is worker:
+                device.measuring = None
+            if worker in device.standby:
+                device.standby.remove(worker)
+        worker.close_output()
+        del self._by_number[worker.number]
+        self._sandbox.forget(worker.number)
+
+    def finish_all(self) -> None:
+        """Lets those that do nothing end."""
+        for worker in self._by_number.values():
+            if worker.verdict is None:
+                self._sandbox.finish(worker.number)
+
+    def pid(self, worker: Worker) -> int | None:
+        """Returns a worker's process id, once it is known."""
+        return self._sandbox.pid(worker.number)
+
+    def log(self, worker: Worker) -> str:
+        """Returns the output of a worker, with the traceback of its config."""
+        return self._sandbox.log(worker.number) + worker.traceback
