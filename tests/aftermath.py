@@ -1,4 +1,4 @@
-"""What must be as it was once a sweep is over: processes, descriptors, threads, files, the place; no test in here."""
+"""Asserts that a sweep leaves processes, descriptors, threads, files and the environment as they were; has no tests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ import pytest
 from quarantune.sandbox import template
 
 MARK = "AFTERMATH_MARK"
-"""Tests set it to a value of their own in the environment of a program, to find all that came of it."""
+"""Environment variable that marks a program started by a test, so that all of its descendants can be found."""
 _PATIENCE_S = 5.0
 
 
 def eventually(condition: Callable[[], object], *, timeout_s: float = _PATIENCE_S) -> bool:
-    """Returns whether a condition comes true in time."""
+    """Returns whether a condition becomes true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -34,7 +34,7 @@ def eventually(condition: Callable[[], object], *, timeout_s: float = _PATIENCE_
 
 
 def carriers(name: str, value: str) -> list[int]:
-    """Returns the processes that were started with an environment variable, and the forks of those."""
+    """Returns the processes that were started with an environment variable, and their forks."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -44,7 +44,7 @@ def carriers(name: str, value: str) -> list[int]:
 
 
 def running_templates() -> list[psutil.Process]:
-    """Returns this process's children that are templates: at most one, if all is well."""
+    """Returns the children of this process that are templates; there is at most one unless something is wrong."""
     found = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
@@ -54,7 +54,7 @@ def running_templates() -> list[psutil.Process]:
 
 
 def strays() -> list[str]:
-    """Describes every process in this process's sandboxes but the template, also those that slipped out of its tree."""
+    """Describes every process in the sandboxes of this process except its template, orphans included."""
     templates = running_templates()
     allowed = {child.pid for child in templates[:1]}
     pids = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -72,10 +72,12 @@ def _describe(pid: int) -> str:
 
 @pytest.fixture
 def quiet_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gives the test a TMPDIR that nobody else writes to, and starts the template."""
-    with contextlib.suppress(ImportError):  # sets environment variables, once, where there is a GPU plugin
+    """Gives the test its own TMPDIR, and starts the template."""
+    with contextlib.suppress(
+        ImportError
+    ):  # its first import sets environment variables where a GPU plugin is installed
         importlib.import_module("jax.experimental.mosaic.gpu")
-    # Not in `tmp_path`, which is too long for the socket of a multiprocessing server.
+    # Not `tmp_path`, whose path is too long for the socket of a multiprocessing server.
     with tempfile.TemporaryDirectory(prefix="q-", ignore_cleanup_errors=True) as directory:
         monkeypatch.setenv("TMPDIR", directory)
         monkeypatch.setattr(tempfile, "tempdir", directory)
@@ -85,12 +87,14 @@ def quiet_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_is_left() -> Iterator[None]:
-    """Asserts that the block leaves the process, and what is around it, as they were.
+    """Asserts that the block leaves this process and its surroundings unchanged.
 
-    The template must run before, as it is allowed to stay.
+    The template must run before the block, because it remains afterwards.
     """
-    # The environment of a process that has just begun to run another program is empty for a moment.
-    assert eventually(running_templates), "start the template first: it may stay, and would look like a leftover"
+    # The environment of a process is empty for a moment after an exec.
+    assert eventually(running_templates), (
+        "start the template before this block, so that it does not look like a leftover"
+    )
     before, place = _belongings(), _place()
     yield
     assert not strays()
@@ -116,13 +120,13 @@ def descriptors() -> dict[str, int]:
     """Returns how many descriptors of each kind this process holds."""
     kinds: collections.Counter[str] = collections.Counter()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the listing itself is closed by now
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed already
             kinds[re.sub(r"\d+", "N", os.readlink(f"/proc/self/fd/{fd}"))] += 1
     return dict(sorted(kinds.items()))
 
 
 def shared_memory() -> list[str]:
-    """Returns what lies in /dev/shm, without the semaphores of any program's `multiprocessing`."""
+    """Returns the names in /dev/shm, except for semaphores of `multiprocessing`."""
     return [name for name in _names(Path("/dev/shm")) if not name.startswith("sem.mp-")]
 
 

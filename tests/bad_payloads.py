@@ -1,7 +1,7 @@
-"""A tuned kernel whose results misbehave where they are made, in the process that measures; no test in here.
+"""A tuned kernel whose results misbehave in the measuring worker that builds them; this module has no tests.
 
-An executable that was compiled elsewhere brings no Python of its own into the process that runs it but what builds its
-results: JAX makes a named tuple by calling its class.
+An executable compiled in another process runs Python code only where its results are built: JAX makes a named tuple by
+calling its class.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import quarantune
 from quarantune.sandbox import template
 
 CRASHES = "BAD_PAYLOADS_CRASHES"
-"""Names a file to which every process that is about to crash adds its id."""
+"""Environment variable with the path of a file to which every process adds its id before it crashes."""
 ACTS = ("good", "good again", "poison", "victim", "segfault", "hang", "exit", "fail", "starve")
 _is_poisoned = False
 
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 
 class Result(Pair):
-    """Two arrays; the first one tells what to do as they come out of the device."""
+    """Two arrays, the first of which selects the act that happens when the result is built."""
 
     def __new__(cls, act: Any, value: Any) -> Result:
         if isinstance(act, (jax.Array, np.ndarray)) and not isinstance(act, jax.core.Tracer):
@@ -68,9 +68,9 @@ def _do(act: str) -> None:
     timeout=30,
     compile_timeout=30,
     memory_limit="200MB",
-    ref_fn=None,  # the result says which act it is of
+    ref_fn=None,  # results differ in their act
 )
 @functools.partial(jax.jit, static_argnames=["space", "act"])
 def kernel(x, space=(), act: str = "good"):
-    """Doubles `x`, in a result that does `act` when it is made. `space` is a tuple of the acts to try."""
+    """Doubles `x` in a result that performs `act` when it is built; `space` is a tuple of the acts to try."""
     return Result(jnp.int32(ACTS.index(act)), 2 * x)

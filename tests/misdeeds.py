@@ -1,4 +1,4 @@
-"""What configs do wrong in these tests, for real, and the tuned kernel that lets them; no test in here."""
+"""Real misdeeds of configs, and a tuned kernel that performs them; this module has no tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quarantune.sandbox import template
 
 
 class UnspeakableError(Exception):
-    """An exception that cannot be printed."""
+    """An exception that cannot be formatted."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words for it")
@@ -60,11 +60,11 @@ def kill_its_group() -> None:
 
 def kill_its_parent() -> None:
     parent = os.getppid()
-    # An orphan's parent can be anybody's process, even the first one: only a template may be killed.
+    # The parent of an orphan can be any process, even process 1, so only a template is killed.
     if f"{template.MARK}=".encode() not in Path(f"/proc/{parent}/environ").read_bytes():
         raise AssertionError(f"process {parent} is no template")
     os.kill(parent, signal.SIGKILL)
-    hang()  # it is to die of its parent's death, not of its own
+    hang()  # the death of its parent must end it
 
 
 def stop_its_template() -> None:
@@ -98,7 +98,7 @@ def hang_deaf_to_signals() -> NoReturn:
 
 def starve() -> NoReturn:
     how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    taken = [mmap.mmap(-1, 32 << 20, flags=how) for _ in range(32)]  # 1 GB, should nobody stop it
+    taken = [mmap.mmap(-1, 32 << 20, flags=how) for _ in range(32)]  # 1 GB, unless it is stopped
     raise AssertionError(f"nobody stopped it at {len(taken)} maps")
 
 
@@ -116,7 +116,7 @@ def starve_in_shared_memory() -> NoReturn:
 
 
 def starve_in_a_memfd() -> NoReturn:
-    """Writes to a file in memory that it never maps, and stays at 1 GB."""
+    """Writes 1 GB to a file in memory that it never maps."""
     fd = os.memfd_create("balloon")
     for _ in range(32):
         os.write(fd, bytes(32 << 20))
@@ -124,18 +124,18 @@ def starve_in_a_memfd() -> NoReturn:
 
 
 def starve_as_a_daemon() -> NoReturn:
-    """Has a process of a session of its own, whose parent is gone, take the memory."""
+    """Takes the memory in an orphan with its own session."""
     leave_a_daemon(starve)
     hang()
 
 
 def share_data_with_a_pool() -> None:
-    """Has four forks read what fits the limit once and not five times."""
+    """Shares data with four forks that fits into the limit once but not five times."""
     data = bytes(range(256)) * (120 << 12)  # 120 MB
     children = []
     for _ in range(4):
         if (child := os.fork()) == 0:
-            time.sleep(1.0)  # while the memory is looked at
+            time.sleep(1.0)  # while the memory is sampled
             os._exit(data[-1] != 255)
         children.append(child)
     for child in children:
@@ -147,7 +147,7 @@ def become_another_program() -> NoReturn:
 
 
 def hold_400_mb() -> None:
-    """Takes memory for long enough to be seen, and gives it back."""
+    """Takes memory for long enough to be sampled, then frees it."""
     with mmap.mmap(-1, 400 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE):
         time.sleep(1.0)
 
@@ -170,7 +170,7 @@ def leave_a_child() -> None:
 
 
 def leave_a_daemon(act: Callable[[], object] = lambda: hang()) -> None:
-    """Forks twice, with a session between, so that what is left is nobody's child and in nobody's group."""
+    """Forks twice, with a new session in between, so that the remaining process is an orphan in another group."""
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -183,7 +183,7 @@ def leave_a_daemon(act: Callable[[], object] = lambda: hang()) -> None:
 
 
 def bomb() -> None:
-    """Leaves 60 processes: 30 children, each of which has one of its own in another session."""
+    """Leaves 60 processes: 30 children, each with a child in another session."""
     for _ in range(30):
         if os.fork() == 0:
             if os.fork() == 0:
@@ -236,7 +236,7 @@ def hang_at_exit() -> None:
 
 
 MEASURED = ("ok", "slow")
-"""How a config ends that did nothing wrong."""
+"""Outcomes of configs without a misdeed."""
 MISDEEDS: dict[str, Callable[[], object]] = {
     act.__name__: act
     for act in (
@@ -283,18 +283,18 @@ MISDEEDS: dict[str, Callable[[], object]] = {
     lambda x, space, **_: [{"mode": mode, "when": when, "turn": turn} for turn, (mode, when) in enumerate(space)],
     warmup=0,
     rep=1,
-    timeout=30,  # for a busy machine; tests of what hangs set less
+    timeout=30,  # long enough for a busy machine; tests of hangs set less
     compile_timeout=30,
     memory_limit="200MB",
 )
 @functools.partial(jax.jit, static_argnames=["space", "mode", "when", "turn"])
 def kernel(x, space=(), mode: str = "good", when: str = "", turn: int = 0):
-    """Doubles `x`, in another way each turn, so that no two programs are one.
+    """Doubles `x`, in a different way for each `turn`, so that no two configs have the same program.
 
-    A mode other than `good` is done on the way, while JAX traces or while it runs. `space` is a tuple of the
-    (mode, when) to try.
+    A mode other than `good` is performed while JAX traces or while the program runs, as `when` says. `space` is a tuple
+    of the (mode, when) to try.
     """
-    # Once is enough, though it is run many times to be timed: 60 processes each time would be too many.
+    # Once in a process, although timing runs the program many times: 60 processes each time would be too many.
     act = functools.cache(MISDEEDS.get(mode, lambda: None))
     assert mode == "good" or template.is_inside(), "misdeeds are for workers only"
     if when == "tracing":

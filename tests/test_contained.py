@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("quiet_place")
 X = np.ones(8, np.float32)
 HASTE = {"timeout": 0.7, "compile_timeout": 0.7}
 
-# misdeed: (outcome and words of the message while tracing, the same while running). XLA wraps what a callback raises.
+# For each misdeed, the outcome and words of the message: while tracing, and while running, where XLA wraps exceptions.
 ENDS = {
     "fail": (("error", "ArithmeticError: this config is no good"), ("error", "this config is no good")),
     "fail_unspeakably": (
@@ -86,7 +86,7 @@ LONG = (
     "exit_with_7",
     "leave_a_child",
 )
-"""Misdeeds that are left to the slow tier, as others of their kind are in the quick one."""
+"""Misdeeds tested in the slow tier only, because others of their kind are in the quick tier."""
 
 
 def tune(*space: tuple[str, str]) -> list[Trial]:
@@ -94,7 +94,7 @@ def tune(*space: tuple[str, str]) -> list[Trial]:
 
 
 def ends(trials: Iterable[Trial]) -> list[str]:
-    """Returns how trials ended; one that was measured is `ok`, even if too slow to be measured for long."""
+    """Returns the outcomes of trials, with `ok` for all that were measured, slow ones included."""
     return ["ok" if trial.outcome in MEASURED else trial.outcome.value for trial in trials]
 
 
@@ -122,7 +122,7 @@ def test_a_misdeed_gets_its_outcome_and_harms_no_other_config(misdeed: str) -> N
 
 
 class Fragile:
-    """An argument that misbehaves where it is rebuilt for a worker that is made ready ahead, and there alone."""
+    """An argument that misbehaves only where a standby worker rebuilds it."""
 
     def __init__(self, x: Any, misdeed: str) -> None:
         self.x, self.misdeed = x, misdeed
@@ -159,7 +159,7 @@ def test_a_standby_worker_that_dies_costs_no_config_its_result(
     with nothing_is_left():
         trials = add.tune(Fragile(X, misdeed)).trials
     assert ends(trials) == ["ok"] * 4
-    # What is merely raised is no reason to stop making workers ready: the config will meet it again, and tell.
+    # A mere exception does not end standby workers, because the config meets it again and reports it.
     assert (len(os.listdir(spares)) == 3) == (misdeed == "fail")
     assert os.listdir(spares)
 
@@ -222,7 +222,7 @@ def test_the_error_lists_every_config_when_all_processes_die() -> None:
 
 
 class TestReusedWorkers:
-    """Compiled in one process, measured in another that takes four configs."""
+    """Configs are compiled in one process and measured in another, which takes four configs."""
 
     @pytest.fixture(autouse=True)
     def reuse(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which devices there are is asked of a worker, within a deadline."""
+"""A worker finds the devices within a deadline, and plugins are loaded once for all forks."""
 
 from __future__ import annotations
 

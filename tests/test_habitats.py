@@ -1,4 +1,4 @@
-"""Places in which programs run: working directories, search paths, users and command lines of every kind."""
+"""Tuning works in unusual working directories, search paths, user accounts and command lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import quarantune
 @quarantune.autotune({"n": [1, 2]}, rep=1, name="kernel")
 @functools.partial(jax.jit, static_argnames=["n"])
 def kernel(x, n: int = 1):
-    if n != 2:  # not the default: what works was tuned
+    if n != 2:  # the default fails, so that a result proves that it was tuned
         raise ArithmeticError(n)
     return x * 3
 
@@ -31,7 +31,7 @@ def agree():
 
 
 def run(script: str, *args: str, cwd: Path, environ: dict[str, str | None] | None = None) -> None:
-    """Runs a script that is handed to Python as text, which so has the working directory on its path."""
+    """Runs a script with `python -c`, which puts the working directory on the import path."""
     env = {name: value for name, value in {**os.environ, **(environ or {})}.items() if value is not None}
     done = subprocess.run(
         [sys.executable, "-c", script, *args],
@@ -52,7 +52,7 @@ def test_modules_of_the_working_directory_do_not_shadow_python_modules(method: s
         (tmp_path / f"{name}.py").write_text(f"open({str(ran)!r}, 'a').write(__name__ + ' ')\n")
     away = tmp_path / "away"
     away.mkdir()
-    # The program has all it needs by the time it goes there, as a notebook's kernel has.
+    # The program changes into the directory after its own imports, like the kernel of a notebook.
     script = f"import os\n{KERNEL}\nos.chdir({str(tmp_path)!r})\nagree()"
     run(script, cwd=away, environ={"QUARANTUNE_START_METHOD": method})
     assert not ran.exists(), ran.read_text()
@@ -65,7 +65,7 @@ import pathlib, pwd, tempfile
 def nobody(uid):
     raise KeyError(uid)
 pwd.getpwuid = nobody
-sys.path.append(pathlib.Path({str(tmp_path)!r}))  # the import system ignores it, and so must we
+sys.path.append(pathlib.Path({str(tmp_path)!r}))  # the import system ignores it, and so must the sandbox
 sys.path.append("\\udcff")
 sys.argv += ["x" * 100_000] * 3
 agree()
@@ -91,7 +91,7 @@ def test_tuning_works_with_an_unwritable_compilation_cache(kind: str, tmp_path: 
     file = tmp_path / "file"
     file.touch()
     directory = file / "cache" if kind == "unreachable" else tmp_path / "cache"
-    # No file of this process can grow: what a full disk is to JAX's cache.
+    # Files of this process cannot grow, which looks like a full disk to JAX's cache.
     full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (64, -1))\n" if kind == "full" else ""
     script = f"""{KERNEL}
 import signal
@@ -125,7 +125,7 @@ made_up = sys.modules["made_up"] = types.ModuleType("made_up")
 exec("def helper(): pass", vars(made_up))
 inside, go_on = threading.Event(), threading.Event()
 
-class Slow:  # pickles until it is told to go on
+class Slow:  # its pickling waits for `go_on`
     def __reduce__(self):
         inside.set()
         assert go_on.wait(100)
@@ -144,9 +144,9 @@ def fork_while(busy, work):
     thread = threading.Thread(target=busy)
     thread.start()
     assert inside.wait(100)
-    warnings.simplefilter("ignore")  # forking with threads is what this is about
+    warnings.simplefilter("ignore")  # this test forks while threads run
     if (pid := os.fork()) == 0:
-        signal.alarm(30)  # a child that hangs
+        signal.alarm(30)  # ends a child that hangs
         work()
         os._exit(0)
     status = os.waitpid(pid, 0)[1]
@@ -162,7 +162,7 @@ fork_while(lambda: pickling.dumps([made_up.helper, Slow()]), pack)
 lazy = Lazy()
 fork_while(lambda: lazy.value, lambda: Lazy().value)
 
-# Of all that exist, whoever made them.
+# Every lock of the package.
 ours = [lock for name, module in list(sys.modules.items()) if name.startswith("quarantune")
         for lock in vars(module).values() if type(lock) in (type(threading.Lock()), type(threading.RLock()))]
 ours += list(locks._locks)
@@ -198,13 +198,13 @@ made_up = sys.modules["made_up"] = types.ModuleType("made_up")
 exec("def helper(): pass", vars(made_up))
 armed = True
 
-class Interrupted:  # a signal comes while it is pickled
+class Interrupted:  # a signal arrives while it is pickled
     def __reduce__(self):
         if armed:
             os.kill(os.getpid(), signal.SIGUSR1)
         return Interrupted, ()
 
-class Finder:  # or while a module is looked for
+class Finder:  # a signal arrives while a module is searched for
     def find_spec(self, name, path=None, target=None):
         if armed:
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -228,7 +228,7 @@ sys.meta_path.insert(0, Finder())
 attempt(lambda x, n: made_up.helper())
 sys.meta_path.pop(0)
 armed = False
-attempt(fn)  # nothing of it is in the way of the next
+attempt(fn)  # the next sweep is not affected
 """
     run(script, cwd=tmp_path)
 
@@ -309,7 +309,7 @@ with quarantune.settings(disable_cache=True):
         pids.append(sweep())
     assert len(set(pids)) == len(pids), pids
 
-    # One that a sweep of another thread still uses stays until that is over.
+    # A template that a sweep of another thread uses stays until the end of that sweep.
     used = template.shared()
     null = os.open(os.devnull, os.O_RDONLY)
     connection = used.open(payload_fd=null, arrays_fd=null, environ={}, cwd=None)

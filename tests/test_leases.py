@@ -1,4 +1,4 @@
-"""How long a tuner waits for another one's turn, and for whom it does not wait at all."""
+"""Tuners take turns on a device, wait for holders for a bounded time, and pass over those that cannot be tuners."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ print("released", flush=True)
 SQUATTER = """
 import os, socket, sys
 squatter = socket.socket(socket.AF_UNIX)
-if sys.argv[2] != "as we are":
+if sys.argv[2] != "the same":
     os.setuid(int(sys.argv[2]))
 squatter.bind(chr(0) + sys.argv[1])
-if sys.argv[2] != "as we are":
+if sys.argv[2] != "the same":
     squatter.listen()
 print("held", flush=True)
 sys.stdin.read()
@@ -53,7 +53,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def device(tmp_path: Path) -> Device:
-    """A device of this test's own: leases on it are machine-wide."""
+    """A device that no other test uses, because leases are machine-wide."""
     return Device("cuda", "fake", f"{tmp_path.name}-{os.getpid()}-{time.monotonic_ns()}")
 
 
@@ -81,7 +81,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_lease_has_one_holder_at_a_time(device: Device) -> None:
     first, second = Lease(device), Lease(device)
     assert first.acquire(0.0)
-    assert first.acquire(1.0), "who holds it may ask again"
+    assert first.acquire(1.0), "a holder may ask again"
     assert not second.acquire(1.0)
     first.release()
     assert second.acquire(1.1)
@@ -103,7 +103,7 @@ def test_leases_on_different_devices_are_independent(device: Device) -> None:
 def test_a_busy_tuner_gives_a_waiting_one_its_turn(device: Device) -> None:
     busy, waiting = Lease(device), Lease(device)
     turns = []
-    for step in range(60):  # both ask 20 times a second; the busy one asks first and measures for one step
+    for step in range(60):  # both ask 20 times a second, and the busy one asks first and measures for one step
         now = 0.05 * step
         if busy.acquire(now):
             turns.append("busy")
@@ -120,11 +120,11 @@ def test_a_released_lease_goes_to_the_waiting_tuner_first(device: Device) -> Non
     assert busy.acquire(0.0)
     assert not waiting.acquire(0.01)
     busy.release()  # after five seconds of measuring
-    assert not busy.acquire(5.0), "somebody waits"
+    assert not busy.acquire(5.0), "another tuner waits"
     assert waiting.acquire(5.05)
     assert not busy.acquire(5.2)
     waiting.release()
-    assert not waiting.acquire(6.0), "now the busy one waits"
+    assert not waiting.acquire(6.0), "the busy one waits now"
     assert busy.acquire(6.05)
     busy.release()
     waiting.release()
@@ -150,14 +150,14 @@ def test_a_stuck_holder_is_passed_over_after_a_minute_with_a_warning(
         f"another tuner has held {device.name} for over 60 s; measuring beside it"
     ]
     patient.release()
-    assert patient.acquire(61.0), "one sweep is patient once"
+    assert patient.acquire(61.0), "a sweep waits only once"
     patient.release()
     other = Lease(device)
-    assert not other.acquire(61.0), "another one has patience of its own"
+    assert not other.acquire(61.0), "another sweep waits anew"
     other.release()
     stuck.release()
     assert patient.acquire(61.2)
-    assert not stuck.acquire(61.4), "what is free is taken and not passed over"
+    assert not stuck.acquire(61.4), "a free lease is taken, not passed over"
     patient.release()
     stuck.release()
 
@@ -228,13 +228,13 @@ def test_a_stopped_holder_is_passed_over_for_the_whole_sweep(device: Device, cap
     lease = Lease(device)
     with program(HOLDER, device.token) as holder:
         assert not lease.acquire(0.0)
-        assert not lease.acquire(5.0), "a holder that runs is waited for"
+        assert not lease.acquire(5.0), "a running holder is waited for"
         holder.send_signal(signal.SIGSTOP)
         assert eventually(lambda: machine.is_stopped(holder.pid))
         assert not lease.acquire(6.0)
         assert lease.acquire(6.6)
         lease.release()
-        assert lease.acquire(7.0), "it is asked about once in a sweep"
+        assert lease.acquire(7.0), "the holder is checked once in a sweep"
         assert warnings(caplog) == [
             f"{device.name} is held by process {holder.pid}, which is stopped; measuring beside it"
         ]
@@ -242,7 +242,7 @@ def test_a_stopped_holder_is_passed_over_for_the_whole_sweep(device: Device, cap
         holder.communicate()
         assert lease.acquire(8.0)
         other = Lease(device)
-        assert not other.acquire(8.0), "it was free, and is held again"
+        assert not other.acquire(8.0), "the lease was free and is held again"
         other.release()
     lease.release()
 
@@ -257,18 +257,18 @@ def test_a_holder_that_was_stopped_for_a_moment_is_waited_for(device: Device) ->
     lease.release()
 
 
-@pytest.mark.parametrize("user", ["as we are", "65534"])
+@pytest.mark.parametrize("user", ["the same", "65534"])
 def test_a_holder_that_is_no_tuner_of_this_user_is_passed_over(
     user: str, device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if user != "as we are" and os.geteuid() != 0:
+    if user != "the same" and os.geteuid() != 0:
         pytest.skip("only root can become another user")
     lease = Lease(device)
     (name,) = lease._names("lease")
     with program(SQUATTER, name[1:], user) as squatter:
         passed = [lease.acquire(now) for now in (0.0, 0.6, 1.2)]
-        assert passed == ([False, True, True] if user == "as we are" else [True, True, True])
-        who = "a process that is no tuner" if user == "as we are" else f"process {squatter.pid} of another user (65534)"
+        assert passed == ([False, True, True] if user == "the same" else [True, True, True])
+        who = "a process that is no tuner" if user == "the same" else f"process {squatter.pid} of another user (65534)"
         (told,) = warnings(caplog)
         assert told.startswith(f"{device.name} is held by {who}")
     lease.release()
@@ -300,7 +300,7 @@ def test_a_lease_of_another_thread_is_waited_for(device: Device) -> None:
     mine, nested = (Lease(device, thread=threading.get_ident()) for _ in range(2))
     other = Lease(device, thread=threading.get_ident() + 1)
     assert mine.acquire(0.0)
-    assert nested.acquire(0.0), "it is this thread's own, which would wait for itself"
+    assert nested.acquire(0.0), "a thread does not wait for its own lease"
     assert not other.acquire(0.0)
     for lease in (nested, mine, other):
         lease.release()
@@ -337,4 +337,4 @@ def test_a_sweep_started_from_a_progress_callback_does_not_wait_for_itself() -> 
         logger.removeHandler(handler)
         logger.setLevel(level)
     assert took_s
-    assert took_s[0] < 50, "it waited for its own process to give the device up, which takes a minute"
+    assert took_s[0] < 50, "the inner sweep waited for the outer one until it was passed over, after a minute"

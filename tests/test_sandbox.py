@@ -1,3 +1,5 @@
+"""Real workers and templates: their environment, their end, and recovery after crashes, hangs and lost templates."""
+
 from __future__ import annotations
 
 import contextlib
@@ -35,7 +37,7 @@ from quarantune.values.trial import SandboxError
 OPTIONS = routes.worker_options("cpu", Options(warmup=0, rep=1))
 SOURCES = str(Path(quarantune.__file__).parents[1])
 PATIENCE_S = 20.0
-"""For what should take milliseconds, on a machine that may be busy."""
+"""The longest wait for steps that take milliseconds on a quiet machine."""
 
 WORKLOAD = """
 import ctypes, fcntl, json, mmap, os, signal, sys, time
@@ -184,7 +186,7 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whatever a test does, the process tree, the descriptors and the directories are afterwards as before."""
+    """Asserts that a test leaves no process, descriptor, thread or file behind."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
@@ -203,7 +205,7 @@ def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Writes a module where workers find it, and imports it here."""
+    """Writes a module where workers can import it, and imports it here."""
     names: list[str] = []
 
     def load(source: str) -> ModuleType:
@@ -223,7 +225,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 def sandbox_for(
     fn: Callable[..., Any], *args: Any, method: str = "fork", load_timeout_s: float = PATIENCE_S
 ) -> Iterator[Sandbox]:
-    """An open sandbox for a call, with its payload and arrays sealed as a sweep has them."""
+    """Opens a sandbox for a call, with its payload and arrays sealed as in a sweep."""
     packed = payload.pack_call(fn, args, {})
     with contextlib.ExitStack() as stack:
         fds = [-1, -1]
@@ -243,8 +245,8 @@ def sandbox_for(
 
 
 @dataclasses.dataclass
-class Heard:
-    """What became of one worker."""
+class History:
+    """The messages and the end of one worker."""
 
     number: int
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -256,8 +258,8 @@ class Heard:
     def types(self) -> list[str]:
         return [message["message"] for message in self.messages if message["message"] != "PhaseEntered"]
 
-    def take(self, event: Event) -> None:
-        assert not self.ended, "nothing is told of a worker after its end"
+    def add(self, event: Event) -> None:
+        assert not self.ended, "no event of a worker follows its end"
         if isinstance(event, Said):
             self.messages.append(event.message)
         elif isinstance(event, Damaged):
@@ -266,38 +268,38 @@ class Heard:
             self.ended, self.status = True, event.status
 
 
-def listen(sandbox: Sandbox, heard: dict[int, Heard], until: Callable[[], object]) -> None:
+def listen(sandbox: Sandbox, histories: dict[int, History], until: Callable[[], object]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not until():
-        assert time.monotonic() < deadline, f"heard only {heard}"
+        assert time.monotonic() < deadline, f"received only {histories}"
         for event in sandbox.poll(0.05):
-            heard[event.number].take(event)
+            histories[event.number].add(event)
 
 
-def start(sandbox: Sandbox, *, environ: dict[str, str] | None = None, last: bool = False, **config: Any) -> Heard:
+def start(sandbox: Sandbox, *, environ: dict[str, str] | None = None, last: bool = False, **config: Any) -> History:
     task = Compile(trial=0, config=config, options=OPTIONS, last=last)
-    return Heard(sandbox.start(codec.encode(task), environ=environ))
+    return History(sandbox.start(codec.encode(task), environ=environ))
 
 
-def measure(sandbox: Sandbox, worker: Heard) -> None:
+def measure(sandbox: Sandbox, worker: History) -> None:
     fd = spool.create("executable")
     sandbox.send(worker.number, codec.encode(Measure(trial=0, config={}, load=False, last=True)), [fd])
     os.close(fd)
 
 
-def run(sandbox: Sandbox, *, environ: dict[str, str] | None = None, **config: Any) -> Heard:
-    """Runs one config in a worker of its own, to the worker's end."""
+def run(sandbox: Sandbox, *, environ: dict[str, str] | None = None, **config: Any) -> History:
+    """Runs one config in a worker of its own and waits for the worker's end."""
     worker = start(sandbox, environ=environ, **config)
-    heard = {worker.number: worker}
-    listen(sandbox, heard, lambda: worker.ended or worker.types)
+    histories = {worker.number: worker}
+    listen(sandbox, histories, lambda: worker.ended or worker.types)
     if worker.types == ["Compiled"]:
         measure(sandbox, worker)
-    listen(sandbox, heard, lambda: worker.ended)
+    listen(sandbox, histories, lambda: worker.ended)
     return worker
 
 
-def facts_of(sandbox: Sandbox, worker: Heard) -> dict[str, Any]:
-    """What the config told of itself, once."""
+def facts_of(sandbox: Sandbox, worker: History) -> dict[str, Any]:
+    """Returns the facts that the config printed last."""
     lines = [line for line in sandbox.log(worker.number).splitlines() if line.startswith("facts:")]
     return dict(json.loads(lines[-1].removeprefix("facts:")))
 
@@ -336,16 +338,16 @@ def test_a_worker_has_its_own_session_environment_and_descriptors(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
-        worker = run(sandbox, do="say_who_i_am", environ={"EXTRA": "for it alone"})
+        worker = run(sandbox, do="say_who_i_am", environ={"EXTRA": "for this worker only"})
         facts = facts_of(sandbox, worker)
     assert facts["session"] == facts["group"] == facts["pid"]
     assert facts["mark"] is True
-    assert facts["extra"] == "for it alone"
+    assert facts["extra"] == "for this worker only"
     assert facts["preallocate"] == "false"
     assert facts["stdin"] == ""
     assert facts["oom"] == "1000"
     assert facts["cwd"] == str(tmp_path)
-    assert len(facts["fds"]) < 15, "and its own threads' times, as many as it has threads"
+    assert len(facts["fds"]) < 15, "descriptors for the waiting times of its own threads are not counted"
     assert "EXTRA" not in os.environ
     assert template.MARK not in os.environ
 
@@ -388,7 +390,7 @@ def test_workers_do_not_inherit_blocked_or_ignored_signals(method: str, load: Ca
         signal.signal(signal.SIGHUP, hangup)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
-        worker = run(sandbox, do="say_what_signals_do")  # its end is told, which takes a SIGCHLD
+        worker = run(sandbox, do="say_what_signals_do")  # its exit is reported only if SIGCHLD arrives
         python_ignores = [signal.SIGPIPE, signal.SIGXFSZ]
         assert facts_of(sandbox, worker) == {"blocked": [], "ignored": python_ignores}
 
@@ -433,8 +435,8 @@ def test_leaving_the_sandbox_kills_hanging_workers(
 ) -> None:
     with sandbox_for(load(WORKLOAD).act, method=method) as sandbox:
         workers = [start(sandbox, do="hang", path=str(tmp_path / f"up-{number}")) for number in range(2)]
-        heard = {worker.number: worker for worker in workers}
-        listen(sandbox, heard, lambda: all(worker.types for worker in workers))
+        histories = {worker.number: worker for worker in workers}
+        listen(sandbox, histories, lambda: all(worker.types for worker in workers))
         for worker in workers:
             measure(sandbox, worker)
         wait_for(lambda: all((tmp_path / f"up-{number}").exists() for number in range(2)), "they hang")
@@ -517,7 +519,7 @@ def test_a_module_that_makes_forking_unsafe_is_loaded_by_each_worker(
             worker = run(sandbox, do="nothing")
             assert worker.types == ["Compiled", "Measured"]
             assert facts_of(sandbox, worker) == {"loaded": True}
-        assert sandbox.baseline_bytes > 10 << 20  # its template's, JAX and all, is not the worker's fault
+        assert sandbox.baseline_bytes > 10 << 20  # the template's memory, with JAX, does not count as the worker's
 
 
 # --- orphans ------------------------------------------------------------------------------------------------
@@ -547,14 +549,14 @@ def test_killing_a_worker_kills_its_grandchild(load: Callable[..., ModuleType], 
     path = tmp_path / "grandchild"
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         worker = start(sandbox, do="orphan_and_hang", path=str(path))
-        heard = {worker.number: worker}
-        listen(sandbox, heard, lambda: worker.types)
+        histories = {worker.number: worker}
+        listen(sandbox, histories, lambda: worker.types)
         measure(sandbox, worker)
-        wait_for(path.exists, "the grandchild is there")
+        wait_for(path.exists, "the grandchild runs")
         grandchild = int(path.read_text())
         assert is_running(grandchild)
         sandbox.kill(worker.number)
-        listen(sandbox, heard, lambda: worker.ended)
+        listen(sandbox, histories, lambda: worker.ended)
         assert worker.status == -signal.SIGKILL
         assert not psutil.pid_exists(grandchild)
 
@@ -562,15 +564,15 @@ def test_killing_a_worker_kills_its_grandchild(load: Callable[..., ModuleType], 
 # --- templates that die -------------------------------------------------------------------------------------
 
 
-def start_hanging(sandbox: Sandbox, tmp_path: Path, count: int = 2) -> dict[int, Heard]:
+def start_hanging(sandbox: Sandbox, tmp_path: Path, count: int = 2) -> dict[int, History]:
     paths = [tmp_path / f"hangs-{number}-{time.monotonic_ns()}" for number in range(count)]
     workers = [start(sandbox, do="hang", path=str(path)) for path in paths]
-    heard = {worker.number: worker for worker in workers}
-    listen(sandbox, heard, lambda: all(worker.types for worker in workers))
+    histories = {worker.number: worker for worker in workers}
+    listen(sandbox, histories, lambda: all(worker.types for worker in workers))
     for worker in workers:
         measure(sandbox, worker)
     wait_for(lambda: all(path.exists() for path in paths), "they hang")
-    return heard
+    return histories
 
 
 @pytest.mark.parametrize("victims", ["the sweep's template", "the process's template", "both", "stopped and killed"])
@@ -578,8 +580,8 @@ def test_a_killed_template_loses_its_workers_and_the_sweep_goes_on(
     victims: str, load: Callable[..., ModuleType], tmp_path: Path
 ) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
-        heard = start_hanging(sandbox, tmp_path)
-        pids = [sandbox.pid(number) for number in heard]
+        histories = start_hanging(sandbox, tmp_path)
+        pids = [sandbox.pid(number) for number in histories]
         sweeps, process = sweep_template(), psutil.Process(template.shared().pid)
         if victims == "stopped and killed":
             sweeps.suspend()
@@ -587,13 +589,13 @@ def test_a_killed_template_loses_its_workers_and_the_sweep_goes_on(
             sweeps.kill()
         if victims in ("the process's template", "both"):
             process.kill()
-        listen(sandbox, heard, lambda: all(worker.ended for worker in heard.values()))
-        assert [worker.status for worker in heard.values()] == [None, None]
+        listen(sandbox, histories, lambda: all(worker.ended for worker in histories.values()))
+        assert [worker.status for worker in histories.values()] == [None, None]
         wait_for(lambda: not any(pid is not None and is_running(pid) for pid in pids), "its workers died with it")
-        for number in heard:
+        for number in histories:
             sandbox.forget(number)
         worker = run(sandbox, do="nothing")
-        if victims == "both" and worker.status is None:  # given to the other template before its end was seen
+        if victims == "both" and worker.status is None:  # ordered from the other template before its death was noticed
             worker = run(sandbox, do="nothing")
         assert worker.types == ["Compiled", "Measured"]
         assert (template.shared().pid == process.pid) == (victims in ("the sweep's template", "stopped and killed"))
@@ -624,7 +626,7 @@ def test_templates_that_keep_dying_end_the_sweep_with_an_error(load: Callable[..
         for _ in range(10):
             dead = template.shared().pid
             psutil.Process(dead).kill()
-            wait_for(functools.partial(is_noticed, sandbox, dead), "its death is noticed")
+            wait_for(functools.partial(is_noticed, sandbox, dead), "the death is noticed")
 
     with sandbox_for(load(WORKLOAD).act) as sandbox, pytest.raises(SandboxError, match="died 4 times"):
         kill_and_poll(sandbox)
@@ -633,12 +635,12 @@ def test_templates_that_keep_dying_end_the_sweep_with_an_error(load: Callable[..
 def test_a_config_that_stops_its_template_delays_nothing(load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         worker = start(sandbox, do="stop_parent")
-        heard = {worker.number: worker}
-        listen(sandbox, heard, lambda: worker.types)
+        histories = {worker.number: worker}
+        listen(sandbox, histories, lambda: worker.types)
         measure(sandbox, worker)
-        listen(sandbox, heard, lambda: "Measured" in worker.types)
+        listen(sandbox, histories, lambda: "Measured" in worker.types)
         sandbox.kill(worker.number)
-        listen(sandbox, heard, lambda: worker.ended)
+        listen(sandbox, histories, lambda: worker.ended)
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
@@ -647,7 +649,7 @@ def test_a_stopped_template_is_woken_and_starts_workers(load: Callable[..., Modu
     with sandbox_for(act) as sandbox:
         sweep_template().suspend()
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
-        assert sandbox.forks_loaded, "what it had loaded is not lost"
+        assert sandbox.forks_loaded, "the sweep's template keeps its payload"
         psutil.Process(template.shared().pid).suspend()
     with sandbox_for(act) as sandbox:
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
@@ -661,7 +663,7 @@ def test_a_template_that_cannot_be_woken_is_replaced(
         with monkeypatch.context() as patch:
             patch.setattr(template_watch, "wake", lambda pids: None)
             patch.setattr(template_watch, "SILENT_CHECKS", 10)
-            if seems == "silent":  # it is stopped all the same: nothing else makes a sound template silent
+            if seems == "silent":  # it is stopped here, too, because a sound template is never silent
                 patch.setattr(machine, "activity", lambda pid: ("S", 0))
             sweep_template().suspend()
             assert run(sandbox, do="nothing").status is None
@@ -670,7 +672,7 @@ def test_a_template_that_cannot_be_woken_is_replaced(
         assert not sandbox.forks_loaded
 
 
-# --- the owner forks ----------------------------------------------------------------------------------------
+# --- a forked owner -----------------------------------------------------------------------------------------
 
 FORKING_OWNER = """
 import dataclasses, os, signal, sys, time
@@ -709,7 +711,7 @@ if child == 0 and mode == "both sweep":
     one_sweep(theirs)
     theirs.close()
     assert template.shared().pid != int(os.environ.get("OWNERS", 0))
-    sys.exit(0)  # through atexit, as a child of multiprocessing's does not
+    sys.exit(0)  # runs atexit functions, unlike a child of multiprocessing
 if child == 0:
     Path(path).write_text(f"{os.getpid()} {os.getppid()}")
     signal.pause()
@@ -748,15 +750,15 @@ def test_a_process_and_its_fork_both_sweep(owner_script: list[str], tmp_path: Pa
 def test_a_killed_owners_workers_die_though_its_fork_holds_connections(owner_script: list[str], tmp_path: Path) -> None:
     path, template_path = tmp_path / "pids", tmp_path / "pids.template"
     with subprocess.Popen([*owner_script, "child stays", str(path)]) as owner:
-        wait_for(lambda: path.exists() and path.read_text(), "the fork is there")
-        wait_for(lambda: template_path.exists() and template_path.read_text(), "the template is there")
+        wait_for(lambda: path.exists() and path.read_text(), "the fork runs")
+        wait_for(lambda: template_path.exists() and template_path.read_text(), "the template runs")
         child = int(path.read_text().split()[0])
         family = psutil.Process(int(template_path.read_text())).children(recursive=True)
         family.append(psutil.Process(int(template_path.read_text())))
         owner.kill()
         owner.wait(PATIENCE_S)
         killed = time.monotonic()
-        wait_for(lambda: not any(is_running(process.pid) for process in family), "all of it ends")
+        wait_for(lambda: not any(is_running(process.pid) for process in family), "all its processes end")
         assert time.monotonic() - killed < 5.0
         assert is_running(child)
         os.kill(child, signal.SIGKILL)
@@ -770,10 +772,10 @@ def test_a_log_that_grows_too_large_keeps_only_its_end(load: Callable[..., Modul
     path = tmp_path / "flooded"
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         worker = start(sandbox, do="flood", path=str(path))
-        heard = {worker.number: worker}
-        listen(sandbox, heard, lambda: worker.types)
+        histories = {worker.number: worker}
+        listen(sandbox, histories, lambda: worker.types)
         measure(sandbox, worker)
-        wait_for(path.exists, "it has printed all it had")
+        wait_for(path.exists, "all output is printed")
         assert len(sandbox.log(worker.number)) > 1_000_000
         sandbox.trim_logs()
         log = sandbox.log(worker.number)

@@ -1,4 +1,4 @@
-"""A process that runs out of descriptors, or may not write large files, says so, leaks nothing and loses nothing."""
+"""A process that runs out of descriptors or file sizes gets advice, leaks nothing and keeps its results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def limited(kind, amount):
 
 if __name__ == "__main__":
     np.asarray(jax.numpy.ones(8) + 1)
-    if sys.argv[1] == "RLIMIT_FSIZE":  # for workers, too, which inherit it
+    if sys.argv[1] == "RLIMIT_FSIZE":  # workers inherit the limit
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     template.shared()
     before = descriptors()
@@ -123,12 +123,12 @@ def test_other_errors_are_raised_unchanged() -> None:
 
 def test_no_descriptor_leaks_wherever_they_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
     same = habitat.current()
-    monkeypatch.setattr(habitat, "current", lambda: same)  # another limit is no reason to start another template
+    monkeypatch.setattr(habitat, "current", lambda: same)  # another limit does not need another template
     template.shared()
     highest = max(map(int, os.listdir("/proc/self/fd")))
     taken = [os.dup(2)]
     while taken[-1] < highest:
-        taken.append(os.dup(2))  # so that no number below is free
+        taken.append(os.dup(2))  # until no lower number is free
     before = sorted(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
@@ -148,6 +148,6 @@ def test_no_descriptor_leaks_wherever_they_run_out(monkeypatch: pytest.MonkeyPat
                 start_a_worker(spare)
                 succeeded.append(spare)
             assert sorted(os.listdir("/proc/self/fd")) == before
-        assert 3 <= min(succeeded) <= 10, "some had too few and some enough"
+        assert 3 <= min(succeeded) <= 10, "some runs had too few descriptors and others enough"
     finally:
         wire.close_all(taken)

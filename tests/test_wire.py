@@ -1,3 +1,5 @@
+"""Frames and descriptors arrive whole and in order, and everything else is damage."""
+
 from __future__ import annotations
 
 import contextlib
@@ -19,7 +21,7 @@ from quarantune.sandbox.wire import Connection, Decoder, WireClosedError, WireEr
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Connection, socket.socket]]:
-    """Our non-blocking end, and the raw socket of the process at the other end."""
+    """A connection that never blocks, and the raw socket at its other end."""
     ours, theirs = wire.connection_pair()
     yield ours, theirs
     ours.close()
@@ -27,7 +29,7 @@ def ends() -> Iterator[tuple[Connection, socket.socket]]:
 
 
 def frame_of(body: bytes, *, magic: bytes = b"qtf1", size: int | None = None, crc: int | None = None) -> bytes:
-    """A frame forged by hand."""
+    """Returns a forged frame."""
     size = len(body) if size is None else size
     return struct.pack("<4sII", magic, size, zlib.crc32(body) if crc is None else crc) + body
 
@@ -70,7 +72,7 @@ def test_a_message_over_the_size_cap_is_not_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stream", "complaint"),
+    ("stream", "reason"),
     [
         (b"\xff" * 4096, "no frame"),
         (b"a line that a config printed to the wrong descriptor\n", "no frame"),
@@ -92,19 +94,19 @@ def test_a_message_over_the_size_cap_is_not_sent() -> None:
         (frame_of(b'{"fds":null}'), "descriptors"),
     ],
 )
-def test_invalid_frames_are_damage(ends: tuple[Connection, socket.socket], stream: bytes, complaint: str) -> None:
+def test_invalid_frames_are_damage(ends: tuple[Connection, socket.socket], stream: bytes, reason: str) -> None:
     ours, theirs = ends
     theirs.setblocking(False)
 
-    def hear_it_all(unsent: bytes) -> None:
+    def send_and_receive(unsent: bytes) -> None:
         while unsent:
             with contextlib.suppress(BlockingIOError):
                 unsent = unsent[theirs.send(unsent) :]
             ours.receive()
         ours.receive()
 
-    with pytest.raises(WireError, match=complaint) as caught:
-        hear_it_all(stream)
+    with pytest.raises(WireError, match=reason) as caught:
+        send_and_receive(stream)
     assert not isinstance(caught.value, WireClosedError)
 
 
@@ -247,7 +249,7 @@ def test_slow_bytes_do_not_extend_the_deadline_of_a_frame(
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
 
-    def drip() -> None:
+    def send_slowly() -> None:
         nonlocal now
         for byte in encode({"text": "x" * 100}):
             theirs.send(bytes([byte]))
@@ -256,7 +258,7 @@ def test_slow_bytes_do_not_extend_the_deadline_of_a_frame(
             now += wire.FRAME_DEADLINE_S / 4
 
     with pytest.raises(WireError, match="never finished"):
-        drip()
+        send_slowly()
     assert now < 100.0 + 2 * wire.FRAME_DEADLINE_S
 
 
@@ -269,7 +271,7 @@ def test_each_frame_has_its_own_deadline(
     frame = encode({"type": "phase"})
     theirs.send(frame[:5])
     received = []
-    for _ in range(8):  # there is always a partial frame, but never the same one for long
+    for _ in range(8):  # an incomplete frame is always waiting, but never the same one for long
         received += ours.receive()
         ours.check()
         now += wire.FRAME_DEADLINE_S / 2
