@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,32 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(sweep, "run", noting)
     return started
+
+
+@pytest.fixture
+def swept(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """Notes the values of n that every sweep measures."""
+    from quarantune.sweep import sweep
+
+    started: list[list[Any]] = []
+    run = sweep.run
+
+    def noting(problem: Any, configs: Any, **rest: Any) -> Any:
+        if configs:
+            started.append([config["n"] for config in configs.values()])
+        return run(problem, configs, **rest)
+
+    monkeypatch.setattr(sweep, "run", noting)
+    return started
+
+
+@pytest.fixture
+def no_process() -> Iterator[None]:
+    """Fails the test if it starts a process: the first one would be the template, which stays."""
+    import psutil
+
+    from quarantune.sandbox import template
+
+    template.close_shared()
+    yield
+    assert psutil.Process().children(recursive=True) == []

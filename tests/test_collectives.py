@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import run_on_devices
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -26,7 +23,6 @@ from quarantune.values.shardings import MeshSpec
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("two_slots")]
 
-SOURCE = Path(quarantune.__file__).parents[1]
 PRELUDE = """
 import functools, json, os, sys
 import jax, jax.numpy as jnp, numpy as np
@@ -39,17 +35,7 @@ X = np.arange(32, dtype=np.float32).reshape(8, 4)
 sweeps, run = [], sweep.run
 sweep.run = lambda *args, **kwargs: (sweeps.append(args[0].name), run(*args, **kwargs))[1]
 """
-
-
-def run_script(directory: Path, body: str) -> None:
-    script = directory / "program.py"
-    script.write_text(PRELUDE + textwrap.dedent(body))
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", **flags}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)], env=environ, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+run_script = functools.partial(run_on_devices, program=PRELUDE, devices=4)
 
 
 def test_a_collective_is_tuned_on_a_mesh_of_the_same_axes(tmp_path: Path) -> None:

@@ -20,43 +20,18 @@ from typing import Any
 
 import jax
 import numpy as np
-import psutil
 import pytest
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning
 from quarantune.cache import SCHEMA
 from quarantune.sandbox import template
-from quarantune.sweep import sweep
 from quarantune.values import versions
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
 X = np.arange(4, dtype=np.float32)
 CONFIGS = ({"n": 1}, {"n": 2})
-
-
-@pytest.fixture
-def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """Notes the values of n that every sweep measures."""
-    started: list[list[Any]] = []
-    run = sweep.run
-
-    def noting(problem: sweep.Problem, configs: Any, **rest: Any) -> Any:
-        if configs:
-            started.append([config["n"] for config in configs.values()])
-        return run(problem, configs, **rest)
-
-    monkeypatch.setattr(sweep, "run", noting)
-    return started
-
-
-@pytest.fixture
-def no_process() -> Iterator[None]:
-    """Fails the test if it starts a process: the first one would be the template, which stays."""
-    template.close_shared()
-    yield
-    assert psutil.Process().children(recursive=True) == []
 
 
 @pytest.fixture
@@ -154,14 +129,14 @@ def test_on_miss_default_runs_untuned_and_says_so_once(name: str, monkeypatch: p
             np.testing.assert_array_equal(fn(x), x)
 
 
-def test_what_ran_untuned_is_tuned_once_that_is_allowed_again(name: str, sweeps: list[list[Any]]) -> None:
+def test_what_ran_untuned_is_tuned_once_that_is_allowed_again(name: str, swept: list[list[Any]]) -> None:
     fn = scaled(name)
     with quarantune.settings(on_miss="default"), one_warning("not tuned"):
         fn(X)
     np.testing.assert_array_equal(fn(X), X * 2)
     with quarantune.settings(on_miss="default"):
         np.testing.assert_array_equal(fn(X), X * 2)
-    assert sweeps == [[1, 2]]
+    assert swept == [[1, 2]]
 
 
 @pytest.mark.usefixtures("no_process")
@@ -217,7 +192,7 @@ def test_on_miss_error_names_versions_that_count(name: str, cache_dir: Path, mon
 
 
 def test_always_tune_starts_over_once_per_process_and_key(
-    name: str, sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+    name: str, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaled(name)(X)
     monkeypatch.setenv("QUARANTUNE_ALWAYS_TUNE", "1")
@@ -225,24 +200,24 @@ def test_always_tune_starts_over_once_per_process_and_key(
     for _ in range(3):
         np.testing.assert_array_equal(fn(X), X * 2)
         np.testing.assert_array_equal(fn.lower(X).compile()(X), X * 2)
-    assert sweeps == [[1, 2], [1, 2]]
+    assert swept == [[1, 2], [1, 2]]
     fn(X[:2])
-    assert len(sweeps) == 3
+    assert len(swept) == 3
 
 
 def test_always_tune_repeats_a_failure_no_more_than_a_success(
-    name: str, sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+    name: str, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_ALWAYS_TUNE", "1")
     fn = scaled(name, [{"n": 1}])
     for _ in range(2):
         with pytest.raises(quarantune.TuningFailedError):
             fn(X)
-    assert sweeps == [[1]]
+    assert swept == [[1]]
 
 
 def test_disable_cache_neither_reads_nor_writes_but_remembers_in_memory(
-    name: str, sweeps: list[list[Any]], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, swept: list[list[Any]], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaled(name)(X)
     before = {file: file.read_bytes() for file in cache_dir.rglob("*") if file.is_file()}
@@ -252,7 +227,7 @@ def test_disable_cache_neither_reads_nor_writes_but_remembers_in_memory(
     for x in (X, X, X[:2]):
         np.testing.assert_array_equal(fn(x), x * 2)
     assert fn.lookup(X) == {"n": 2}
-    assert sweeps == [[1, 2]] * 3
+    assert swept == [[1, 2]] * 3
     assert {file: file.read_bytes() for file in cache_dir.rglob("*") if file.is_file()} == before
 
 
@@ -261,7 +236,7 @@ def test_disable_cache_neither_reads_nor_writes_but_remembers_in_memory(
 
 @pytest.mark.parametrize("version_check", ["0", "1"])
 def test_results_of_other_versions_are_used_with_one_warning_or_measured_again(
-    version_check: str, name: str, sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch, cache_dir: Path
+    version_check: str, name: str, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch, cache_dir: Path
 ) -> None:
     now = versions.versions()
     with monkeypatch.context() as then:
@@ -270,13 +245,13 @@ def test_results_of_other_versions_are_used_with_one_warning_or_measured_again(
     monkeypatch.setenv("QUARANTUNE_VERSION_CHECK", version_check)
     if version_check == "1":
         np.testing.assert_array_equal(scaled(name)(X), X * 2)
-        assert sweeps == [[1, 2], [1, 2]]
+        assert swept == [[1, 2], [1, 2]]
         assert entry_of(cache_dir)["versions"] == now
     else:
         with one_warning(f"jax 0.0.1 (now {jax.__version__})", "VERSION_CHECK=1"):
             for _ in range(2):
                 np.testing.assert_array_equal(scaled(name)(X), X * 2)
-        assert sweeps == [[1, 2]]
+        assert swept == [[1, 2]]
 
 
 # --- settings -----------------------------------------------------------------------------------------------
@@ -433,13 +408,13 @@ def test_changed_code_is_a_miss_and_a_changed_comment_is_not(tmp_path: Path) -> 
 
 
 def test_an_entry_whose_config_is_no_longer_in_the_space_is_a_miss_with_a_warning(
-    name: str, sweeps: list[list[Any]]
+    name: str, swept: list[list[Any]]
 ) -> None:
     scaled(name)(X)
     without_it = scaled(name, [{"n": 0}, {"n": 1}])
     with one_warning("config {'n': 2} is not in the config space any more"):
         np.testing.assert_array_equal(without_it(X), X)
-    assert sweeps == [[1, 2], [0]]
+    assert swept == [[1, 2], [0]]
 
 
 BROKEN: list[dict[str, Any]] = [
@@ -457,7 +432,7 @@ BROKEN: list[dict[str, Any]] = [
 
 
 def test_an_entry_with_a_config_that_makes_no_sense_is_a_miss_with_a_warning(
-    name: str, sweeps: list[list[Any]], cache_dir: Path
+    name: str, swept: list[list[Any]], cache_dir: Path
 ) -> None:
     np.testing.assert_array_equal(scaled(name)(X), X * 2)
     good = entry_of(cache_dir)
@@ -469,7 +444,7 @@ def test_an_entry_with_a_config_that_makes_no_sense_is_a_miss_with_a_warning(
             assert fn.lookup(X) is None
             np.testing.assert_array_equal(fn(X), X * 2)
         assert entry_of(cache_dir)["config"] == good["config"]
-    assert sweeps == [[1, 2]]
+    assert swept == [[1, 2]]
 
 
 def test_a_number_that_is_none_in_a_cached_config_is_a_miss_with_a_warning(name: str, cache_dir: Path) -> None:
@@ -494,7 +469,7 @@ def test_a_number_that_is_none_in_a_cached_config_is_a_miss_with_a_warning(name:
 )
 @pytest.mark.filterwarnings("ignore:.*using results made under")
 def test_nonsense_around_a_good_config_never_crashes_a_call(
-    nonsense: Any, refused: set[str], name: str, cache_dir: Path, sweeps: list[list[Any]]
+    nonsense: Any, refused: set[str], name: str, cache_dir: Path, swept: list[list[Any]]
 ) -> None:
     scaled(name)(X)
     fields = ("time_ms", "key_values", "fingerprint", "space", "versions", "created", "trials")
@@ -506,7 +481,7 @@ def test_nonsense_around_a_good_config_never_crashes_a_call(
             scaled(name)(X[:2])
     edit(cache_dir, lambda entry: [entry.pop(field, None) for field in fields])
     np.testing.assert_array_equal(scaled(name)(X), X * 2)
-    assert sweeps == [[1, 2]], "what was refused is found again in the journal"
+    assert swept == [[1, 2]], "what was refused is found again in the journal"
 
 
 @pytest.mark.parametrize("content", ["", '{"cpu": {"k": {"config": ', "[1, 2]", '{"cpu": 7}', "\x00\x01binary"])
@@ -560,14 +535,14 @@ def test_where_nothing_can_be_saved_the_call_gives_its_result_and_one_warning_sa
     obstacle: Callable[[Path], contextlib.AbstractContextManager[None]],
     name: str,
     cache_dir: Path,
-    sweeps: list[list[Any]],
+    swept: list[list[Any]],
 ) -> None:
     with obstacle(cache_dir):
         fn = scaled(name)
         with one_warning(name, "not saved", str(cache_dir), "QUARANTUNE_CACHE_DIR"):
             for _ in range(2):
                 np.testing.assert_array_equal(fn(X), X * 2)
-    assert sweeps == [[1, 2]]
+    assert swept == [[1, 2]]
 
 
 def vandal(name: str, cache_dir: Path, *, leaves_a_file: bool) -> quarantune.Autotuned:
@@ -731,7 +706,7 @@ def test_a_config_that_made_trouble_for_one_shape_is_tried_last_with_the_whole_d
 
 @pytest.mark.parametrize("absurd_ms", [-5.0, 0.0, 1e-300, 10**400], ids=["negative", "zero", "tiny", "huge"])
 def test_a_recalled_time_that_no_call_can_take_is_measured_again_and_never_wins(
-    name: str, cache_dir: Path, sweeps: list[list[Any]], absurd_ms: float
+    name: str, cache_dir: Path, swept: list[list[Any]], absurd_ms: float
 ) -> None:
     @quarantune.autotune({"n": [20, 400_000]}, rep=3, name=name)
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -749,11 +724,11 @@ def test_a_recalled_time_that_no_call_can_take_is_measured_again_and_never_wins(
         lines.append(f"{zlib.crc32(text.encode()):08x} {text}\n")
     file.write_text("".join(lines))
     (cache_dir / f"{name}.json").unlink()  # as if the sweep had been interrupted
-    sweeps.clear()
+    swept.clear()
     again = quarantune.autotune({"n": [20, 400_000]}, rep=3, name=name)(work.__wrapped__)
     with one_warning("1 records of the journal", "are no trials"):
         again(X)
-    assert sweeps == [[400_000]]
+    assert swept == [[400_000]]
     assert again.lookup(X) == {"n": 20}
 
 

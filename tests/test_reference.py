@@ -18,16 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from helpers import ends, everywhere, isolated
 
 import quarantune
 from quarantune.measure import compare, elements, on_device
 from quarantune.measure.elements import Mismatches
 from quarantune.sandbox import spool
 from quarantune.scheduler.reference import UNTUNED, Offer, Reference
-from quarantune.sweep import in_process
 from quarantune.values.options import Options
 from quarantune.values.tolerance import Tolerance
-from quarantune.values.trial import INCOMPARABLE, Outcome, Trial
+from quarantune.values.trial import INCOMPARABLE
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -57,23 +57,6 @@ def tuned(body: Callable[[Any, Any], Any], configs: list[Any], *, default: Any, 
         return body(x, do)
 
     return kernel
-
-
-def ends(trials: tuple[Trial, ...]) -> list[str]:
-    """Returns how trials ended; one that was measured is `ok`: on a busy machine any may be found slow."""
-    return ["ok" if trial.outcome is Outcome.SLOW else trial.outcome.value for trial in trials]
-
-
-@contextlib.contextmanager
-def isolated(isolation: str) -> Iterator[None]:
-    """Runs configs in workers, or in this process."""
-    in_process._warn.cache_clear()
-    warns = pytest.warns(RuntimeWarning, match="in this process") if isolation == "none" else contextlib.nullcontext()
-    with quarantune.settings(isolation=isolation), warns:
-        yield
-
-
-everywhere = pytest.mark.parametrize("isolation", ["process", "none"])
 
 
 def offset(x: Any, do: Any) -> Any:

@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from helpers import everywhere, isolated
 from jax.experimental.compilation_cache import compilation_cache
 
 import quarantune
@@ -34,7 +35,7 @@ from quarantune import Outcome, Trial
 from quarantune.measure import finals
 from quarantune.sandbox import spool, template
 from quarantune.sandbox.messages import BenchOptions
-from quarantune.sweep import in_process, sweep, sweep_inputs
+from quarantune.sweep import sweep, sweep_inputs
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.swept import Swept
 from quarantune.transport import inputs, payload
@@ -69,14 +70,6 @@ def notes(tmp_path: Path) -> Notes:
 
 
 @pytest.fixture
-def no_process() -> Iterator[None]:
-    """Fails the test if it starts a process: the first one would be the template, which stays."""
-    template.close_shared()
-    yield
-    assert psutil.Process().children(recursive=True) == []
-
-
-@pytest.fixture
 def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[Swept]:
     """Notes what every sweep found out."""
     done: list[Swept] = []
@@ -88,18 +81,6 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[Swept]:
 
     monkeypatch.setattr(sweep, "run", noting)
     return done
-
-
-@contextlib.contextmanager
-def isolated(isolation: str) -> Iterator[None]:
-    """Runs configs in workers, or in this process."""
-    in_process._warn.cache_clear()
-    warns = pytest.warns(RuntimeWarning, match="in this process") if isolation == "none" else contextlib.nullcontext()
-    with quarantune.settings(isolation=isolation), warns:
-        yield
-
-
-everywhere = pytest.mark.parametrize("isolation", ["process", "none"])
 
 
 @contextlib.contextmanager

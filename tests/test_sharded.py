@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import run_on_devices
 
-import quarantune
 from quarantune.devices.device import Device, cpu_device, grouped
 from quarantune.devices.leases import Lease
 from quarantune.sweep import sweep
@@ -25,7 +23,6 @@ from quarantune.values.shardings import MeshSpec
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("two_slots")]
 
-SOURCE = Path(quarantune.__file__).parents[1]
 PRELUDE = """
 import functools, os, sys, warnings
 import jax, jax.numpy as jnp, numpy as np
@@ -40,18 +37,7 @@ def assert_all_ran(result):
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 """
-
-
-def run_script(directory: Path, body: str, *, devices: int | None) -> None:
-    """Runs a program on so many CPU devices, and asserts that it ends well; None leaves their number to it."""
-    script = directory / "program.py"
-    script.write_text(PRELUDE + textwrap.dedent(body))
-    flags = {} if devices is None else {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", **flags}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)], env=environ, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
+run_script = functools.partial(run_on_devices, program=PRELUDE)
 
 
 # --- workers ------------------------------------------------------------------------------------------------

@@ -331,21 +331,6 @@ def test_waiting_is_visible_and_ctrl_c_ends_it_within_a_second(fleet: Fleet, cac
 # --- in one process -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """Notes the values of n that every sweep measures."""
-    started: list[list[Any]] = []
-    run = sweep.run
-
-    def noting(problem: sweep.Problem, configs: Any, **rest: Any) -> Any:
-        if configs:
-            started.append([config["n"] for config in configs.values()])
-        return run(problem, configs, **rest)
-
-    monkeypatch.setattr(sweep, "run", noting)
-    return started
-
-
 X = np.zeros(4, np.float32)
 
 
@@ -365,7 +350,7 @@ def scaled(configs: Any, *, bad: tuple[int, ...] = (1,), slow: tuple[int, ...] =
     return scale
 
 
-def test_threads_with_function_objects_of_their_own_sweep_once(sweeps: list[list[Any]]) -> None:
+def test_threads_with_function_objects_of_their_own_sweep_once(swept: list[list[Any]]) -> None:
     barrier = threading.Barrier(4)
     fns = [scaled([{"n": 1}, {"n": 2}]) for _ in range(4)]
 
@@ -376,11 +361,11 @@ def test_threads_with_function_objects_of_their_own_sweep_once(sweeps: list[list
     with ThreadPoolExecutor(4) as pool:
         for result in pool.map(call, fns):
             np.testing.assert_array_equal(result, X + 2)
-    assert sweeps == [[1, 2]]
+    assert swept == [[1, 2]]
 
 
 def test_those_who_wait_while_all_configs_fail_are_told_so_and_do_not_sweep_in_turn(
-    sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+    swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_wait, waiting = threading.Event(), set()
     run = sweep.run
@@ -404,17 +389,17 @@ def test_those_who_wait_while_all_configs_fail_are_told_so_and_do_not_sweep_in_t
 
     with ThreadPoolExecutor(3) as pool:
         errors = list(pool.map(call, [scaled([{"n": 1}, {"n": 2}], bad=(0, 1, 2)) for _ in range(3)]))
-    assert sweeps == [[1, 2]]
+    assert swept == [[1, 2]]
     assert [[(trial.config["n"], trial.outcome) for trial in error.trials] for error in errors] == [
         [(1, "error"), (2, "error")]
     ] * 3
     with pytest.raises(quarantune.TuningFailedError):  # who comes later may find the machine in a better state
         scaled([{"n": 1}, {"n": 2}], bad=(0, 1, 2))(X)
-    assert sweeps == [[1, 2]] * 2
+    assert swept == [[1, 2]] * 2
 
 
 def test_a_grown_list_measures_only_what_is_new_and_settles_the_winner_among_all(
-    sweeps: list[list[Any]], cache_dir: Path
+    swept: list[list[Any]], cache_dir: Path
 ) -> None:
     def winner(*values: int) -> int:
         fn = scaled([{"n": n} for n in values], slow=(2, 3))
@@ -428,17 +413,17 @@ def test_a_grown_list_measures_only_what_is_new_and_settles_the_winner_among_all
     assert winner(1, 2) == 2
     assert winner(4, 1, 2) == 4
     assert winner(3, 4, 1, 2) == 4, "what was measured before may win"
-    assert sweeps == [[1, 2], [4], [3]]
+    assert swept == [[1, 2], [4], [3]]
     entry = entry_of(cache_dir)
     assert entry["space"]["configs"] == 4
     assert entry["trials"]["error"] == 1
     assert sum(entry["trials"].values()) == 4
 
 
-def test_a_list_that_has_shrunk_or_changed_its_order_measures_nothing(sweeps: list[list[Any]]) -> None:
+def test_a_list_that_has_shrunk_or_changed_its_order_measures_nothing(swept: list[list[Any]]) -> None:
     scaled([{"n": 1}, {"n": 2}, {"n": 4}], slow=(4,))(X)
     fn = scaled([{"n": 4}, {"n": 2}, {"n": 1}], slow=(4,))
     assert fn.lookup(X) == {"n": 2}
     fn = scaled([{"n": 4}, {"n": 2}], slow=(4,))
     np.testing.assert_array_equal(fn(X), X + 2)
-    assert sweeps == [[1, 2, 4]]
+    assert swept == [[1, 2, 4]]

@@ -1,0 +1,56 @@
+"""Helpers that several test files share; this file contains no test."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import quarantune
+from quarantune.sweep import in_process
+from quarantune.values.trial import Outcome, Trial
+
+SOURCE = Path(quarantune.__file__).parents[1]
+"""The directory that a program must have on its import path to import quarantune."""
+
+everywhere = pytest.mark.parametrize("isolation", ["process", "none"])
+"""Runs a test with configs in workers and again with configs in this process; see `isolated`."""
+
+
+@contextlib.contextmanager
+def isolated(isolation: str) -> Iterator[None]:
+    """Runs configs in workers (`process`), or in this process (`none`), which must warn."""
+    in_process._warn.cache_clear()
+    warns = pytest.warns(RuntimeWarning, match="in this process") if isolation == "none" else contextlib.nullcontext()
+    with quarantune.settings(isolation=isolation), warns:
+        yield
+
+
+def ends(trials: Iterable[Trial]) -> list[str]:
+    """Returns the outcomes of trials, with `ok` for `slow`, because a busy machine can make any config slow."""
+    return ["ok" if trial.outcome is Outcome.SLOW else trial.outcome.value for trial in trials]
+
+
+def run_on_devices(directory: Path, body: str, *, program: str, devices: int | None) -> None:
+    """Runs a program in a process of its own and asserts that it succeeds, with warnings as errors.
+
+    Args:
+        directory: the directory for the program's file.
+        body: the end of the program, which may be indented.
+        program: its beginning.
+        devices: the number of CPU devices; None to let the program decide.
+    """
+    script = directory / "program.py"
+    script.write_text(program + textwrap.dedent(body))
+    flags = {} if devices is None else {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", **flags}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)], env=environ, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
