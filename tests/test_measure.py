@@ -157,7 +157,7 @@ def test_waits_for_a_cpu_rule_no_config_out() -> None:
     samples = sampling.measure(Sampler(itertools.repeat(waited)), rep=9, best_median_ms=1.0, margin=1.5)
     assert not samples.is_ruled_out
     assert set(samples.samples_ms) == {2.0}
-    assert (set(samples.own_ms), samples.level_ms(is_exact=False)) == ({1.8}, 1.8)
+    assert (set(samples.cpu_ms), samples.level_ms(is_exact=False)) == ({1.8}, 1.8)
     hardly = Sampler(itertools.repeat(Taken(2.0, 1.8, 1.6)))
     assert sampling.measure(hardly, rep=9, best_median_ms=1.0, margin=1.5).is_ruled_out
 

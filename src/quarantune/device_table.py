@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceLimits:
-    """The most that one block (a workgroup, a program instance) may use; None where nothing is known to limit it.
+    """The most that one block (a workgroup, a program instance) may use; None where no limit is known.
 
     Attributes:
         shared_memory_per_block_bytes: on-chip memory that the kernel manages: shared memory, LDS, or a TPU core's VMEM.
@@ -49,7 +49,7 @@ def limits_of(kind: str) -> DeviceLimits:
     """Returns the limits of a kind of device; all None for one that is not in the table.
 
     Args:
-        kind: named as JAX's `device_kind` does. A slice of a GPU (`... MIG 1g.10gb`) has the limits of the whole: it
+        kind: JAX's `device_kind`. A slice of a GPU (`... MIG 1g.10gb`) has the limits of the whole: it
             has fewer multiprocessors, each as big as ever.
     """
     whole, _, _ = kind.partition(" MIG ")
@@ -60,8 +60,7 @@ def peaks_of(kind: str) -> DevicePeaks | None:
     """Returns the peaks of a kind of device, None where the table has none.
 
     Args:
-        kind: named exactly as JAX's `device_kind` does, so that neither a slice of a device nor a relative of it passes
-            for the whole.
+        kind: JAX's exact `device_kind`, so that neither a slice of a device nor a similar device gets its peaks.
     """
     return _TABLE[kind].peaks if kind in _TABLE else None
 

@@ -1,4 +1,4 @@
-"""What a measured time means: throughput, bandwidth, and their shares of what the device could do."""
+"""Throughput and bandwidth of a measured kernel, and their shares of the device's peaks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quarantune.device_table import DevicePeaks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelMetrics:
-    """What one kernel reached; what could not be told is None.
+    """The figures of one kernel; None for each that is not known.
 
     Attributes:
         latency_ms: the time of one run, in milliseconds.
@@ -49,7 +49,7 @@ def device_peaks(kind: str) -> DevicePeaks | None:
     """Returns the peaks of a kind of device, None for one not in the table.
 
     Args:
-        kind: named exactly as JAX's `device_kind` does.
+        kind: JAX's exact `device_kind`.
     """
     return device_table.peaks_of(kind)
 
@@ -72,14 +72,14 @@ def from_counts(
         latency_ms: the time of one run, in milliseconds.
         flops: arithmetic operations in one run; None if not known.
         bytes: bytes that one run must read and write; None if not known.
-        dtype: what the matrix units multiply, which decides the peak in the table; None gives no `flops_utilization`
-            from the table.
-        device: the kind of device, whose peaks are looked up; None or an unknown kind gives no utilization.
+        dtype: the dtype that the matrix units multiply, which decides the peak in the table; None gives no
+            `flops_utilization` from the table.
+        device: the kind of device whose peaks are looked up; None or an unknown kind gives no utilization.
         peak_tflops: the device's peak in 10^12 operations per second; beats the table.
         peak_bandwidth_gbps: its peak in 10^9 bytes per second; beats the table.
 
     Raises:
-        ValueError: a time or a peak that is not positive, or a negative count.
+        ValueError: a time or a peak is not positive, or a count is negative.
 
     Example:
         >>> print(from_counts(2.0, flops=1e12, bytes=4e9, peak_tflops=1000, peak_bandwidth_gbps=4000))
@@ -117,7 +117,7 @@ def compute_gemm_metrics(
     """Returns the metrics of a matrix product `[M, K] @ [K, N] -> [M, N]`.
 
     Operations: `2 * M * N * K`, a multiplication and an addition for each term. Bytes: `(M * K + K * N) * size +
-    M * N * out_size`, each matrix moved once, which is the least there can be. Both as NVIDIA's "Matrix Multiplication
+    M * N * out_size`, each matrix moved once, which is the least possible. Both as NVIDIA's "Matrix Multiplication
     Background User's Guide" counts them.
 
     Args:
@@ -129,11 +129,11 @@ def compute_gemm_metrics(
         peak_bandwidth_gbps: its peak in 10^9 bytes per second; beats the table.
         dtype: of the matrices multiplied.
         out_dtype: of the result; None for that of the matrices.
-        device: the kind of device, whose peaks are looked up; None or an unknown kind gives no utilization.
+        device: the kind of device whose peaks are looked up; None or an unknown kind gives no utilization.
 
     Raises:
-        TypeError: something that is no dtype.
-        ValueError: a time or a peak that is not positive, or a negative size.
+        TypeError: an argument is not a dtype.
+        ValueError: a time or a peak is not positive, or a size is negative.
 
     Example:
         >>> compute_gemm_metrics(4096, 4096, 4096, 0.1718, device="NVIDIA H200").tflops  # doctest: +ELLIPSIS
@@ -166,7 +166,7 @@ def compute_elementwise_metrics(
     flops_per_element: float | None = None,
     device: str | None = None,
 ) -> KernelMetrics:
-    """Returns the metrics of a kernel that goes over arrays of one size, element by element.
+    """Returns the metrics of a kernel that processes arrays of one size element by element.
 
     Bytes: `numel * (reads + writes) * bytes_per_element`, the effective bandwidth of NVIDIA's "CUDA C++ Best Practices
     Guide".
@@ -181,11 +181,11 @@ def compute_elementwise_metrics(
         reads: arrays read.
         writes: arrays written.
         flops_per_element: arithmetic operations for each element; None gives no throughput.
-        device: the kind of device, whose peak is looked up; None or an unknown kind gives no utilization.
+        device: the kind of device whose peak is looked up; None or an unknown kind gives no utilization.
 
     Raises:
-        TypeError: something that is no dtype.
-        ValueError: a time or a peak that is not positive, or a negative count.
+        TypeError: an argument is not a dtype.
+        ValueError: a time or a peak is not positive, or a count is negative.
     """
     size = _numpy_dtype(dtype).itemsize if bytes_per_element is None else bytes_per_element
     for name, count in (("numel", numel), ("reads", reads), ("writes", writes), ("bytes_per_element", size)):
@@ -228,10 +228,10 @@ def _of_peak(percent: float | None) -> str:
 
 
 def _numpy_dtype(dtype: Any) -> np.dtype[Any]:
-    # By name, numpy finds only its own.
+    # By name, numpy finds only its own dtypes.
     return np.dtype(getattr(ml_dtypes, dtype, dtype) if isinstance(dtype, str) else dtype)
 
 
 def _family(dtype: np.dtype[Any]) -> str:
-    """Returns what the table calls a dtype."""
+    """Returns a dtype's name in the table."""
     return "float8" if dtype.name.startswith("float8") else dtype.name

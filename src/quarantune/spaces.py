@@ -1,4 +1,4 @@
-"""Ready-made config spaces, the rules that thin one out, and the device limits those rules go by."""
+"""Ready-made config spaces, rules that drop configs from them, and the device limits used by those rules."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
 
 
 def get_default_config(kernel_type: str) -> Config:
-    """Returns a config to begin with, one of the named space of that kernel.
+    """Returns a config to start with, one of the named space of that kernel.
 
     Args:
         kernel_type: `matmul`, `rmsnorm_rope`, `gated_mlp` or `fp8_gemm`.
 
     Returns:
-        The config; an empty one for another kernel type, whose own defaults then hold.
+        The config; an empty one for any other kernel type, so that the kernel's own defaults apply.
     """
     return dict(_DEFAULTS.get(kernel_type, {}))
 
@@ -79,7 +79,7 @@ def generate_configs(config_space: Mapping[str, Any]) -> list[Config]:
         config_space: from names to lists of values.
 
     Raises:
-        TypeError: something is no list of config values.
+        TypeError: a value is not a list of config values.
         ValueError: there is no name, or a name without values.
     """
     return expand(config_space, fn_name="generate_configs")
@@ -95,18 +95,18 @@ def filter_valid_configs(
 ) -> list[Config]:
     """Returns the configs whose blocks are not too big for the problem, in order.
 
-    A config is kept if all of these hold, as far as it has the name and the size is given:
+    A config is kept if all of these hold, each where the config has the name and the size is given:
 
     - `BLOCK_SIZE <= hidden_dim`
     - `BLOCK_M <= 2 * M` and `BLOCK_N <= 2 * N`: a masked block may reach over the edge, but not be mostly outside
     - `BLOCK_K <= K`
 
-    These are the rules of triton_ops. One is added for a gated MLP, `[M, hidden] @ [hidden, intermediate]`: where `N`
-    is not given, `intermediate_dim` stands for it, and where `K` is not, `hidden_dim`. Blocks under other names are not
-    looked at. For kernels without masks, whose blocks must divide the problem, prune with `divides`.
+    These are the rules of triton_ops. One is added for a gated MLP, `[M, hidden] @ [hidden, intermediate]`:
+    `intermediate_dim` is the default of `N`, and `hidden_dim` that of `K`. Blocks under other names are ignored. For
+    kernels without masks, whose blocks must divide the problem, prune with `divides`.
 
     Args:
-        configs: dicts, or a dict of lists that stands for its full grid.
+        configs: dicts, or a dict of lists for its full grid.
         hidden_dim: the model's width.
         intermediate_dim: the width inside its MLP.
         M: rows of a matrix product's result.
@@ -114,7 +114,7 @@ def filter_valid_configs(
         K: the length summed over.
 
     Returns:
-        The configs kept; none where no config fits.
+        The configs that are kept; none where no config fits.
     """
     listed: Iterable[Mapping[str, Any]] = generate_configs(configs) if isinstance(configs, Mapping) else configs
     n = intermediate_dim if N is None else N
@@ -137,14 +137,14 @@ def device_limits(kind: str | None = None) -> DeviceLimits:
     """Returns the limits of a kind of device; all None for one not in the table, such as a CPU.
 
     Args:
-        kind: named as JAX's `device_kind` does; None for that of JAX's default device, found out without starting a
-            backend in this process.
+        kind: JAX's `device_kind`; None for that of JAX's default device, which a worker process reports, so that no
+            backend is initialised in this one.
 
     Raises:
-        SandboxError: `kind` is None, and the default device could not be asked.
+        SandboxError: `kind` is None, and the default device could not be determined.
     """
     if kind is None:
-        from quarantune.devices import discovery  # It imports JAX, which the rest of this module does without.
+        from quarantune.devices import discovery  # It imports JAX, which the rest of this module does not need.
 
         _, kind = discovery.platform_and_kind(None)
     return device_table.limits_of(kind)
@@ -154,11 +154,11 @@ def fits_shared_memory(bytes_needed: int, *, device_kind: str | None = None) -> 
     """Returns whether a block may have that much shared memory; True where the limit is not known.
 
     Args:
-        bytes_needed: what one block keeps in shared memory, all pipeline stages together.
-        device_kind: as `device_limits` takes it.
+        bytes_needed: the shared memory of one block, all pipeline stages together.
+        device_kind: as for `device_limits`.
 
     Raises:
-        SandboxError: `device_kind` is None, and the default device could not be asked.
+        SandboxError: `device_kind` is None, and the default device could not be determined.
 
     Example:
         >>> def prune(config, a, b):  # a prune_fn
@@ -171,16 +171,17 @@ def fits_shared_memory(bytes_needed: int, *, device_kind: str | None = None) -> 
 def fits_registers(bytes_needed: int, *, threads: int, device_kind: str | None = None) -> bool:
     """Returns whether a block can hold that much in registers; True where the limits are not known.
 
-    The bytes are taken to be spread evenly over the threads. What does not fit is spilled to memory, which is slow but
-    works: prune by what must stay in registers, such as accumulators (`BLOCK_M * BLOCK_N * 4` for float32).
+    The bytes are assumed to be spread evenly over the threads. A block that needs more is slow but works, because
+    registers are spilled to memory. Count only data that must stay in registers, such as accumulators
+    (`BLOCK_M * BLOCK_N * 4` for float32).
 
     Args:
-        bytes_needed: what one block keeps in registers.
+        bytes_needed: the data that one block keeps in registers.
         threads: how many threads the block has: `num_warps` times 32, on AMD's data centre GPUs times 64.
-        device_kind: as `device_limits` takes it.
+        device_kind: as for `device_limits`.
 
     Raises:
-        SandboxError: `device_kind` is None, and the default device could not be asked.
+        SandboxError: `device_kind` is None, and the default device could not be determined.
         ValueError: `threads` is not positive.
     """
     if threads < 1:

@@ -265,8 +265,8 @@ def play(
             if not samples:
                 raise ValueError("the clock gave no plausible sample")
             taken[index].append(fastest(samples))
-            own_ms = [sample.own for sample in samples]
-            rounds[index].append(statistics.median(own_ms) if is_exact else taken[index][-1].own)
+            cpu_ms = [sample.own for sample in samples]
+            rounds[index].append(statistics.median(cpu_ms) if is_exact else taken[index][-1].own)
         if not is_exact and any(map(_is_disturbed, taken.values())):
             passed_s = clock() - started
             folded = _folded(taken)

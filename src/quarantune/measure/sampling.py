@@ -67,7 +67,7 @@ class Samples:
         return tuple(sample.whole for sample in self.taken)
 
     @property
-    def own_ms(self) -> tuple[float, ...]:
+    def cpu_ms(self) -> tuple[float, ...]:
         """The samples without the time that they waited for a CPU."""
         return tuple(sample.own for sample in self.taken)
 
@@ -78,11 +78,11 @@ class Samples:
             is_exact: whether samples are free of the effects of other processes. These only ever make a sample longer;
                 beside busy ones, half of all samples can be twenty times as long, so that the fastest counts.
         """
-        return statistics.median(self.own_ms) if is_exact else fastest(self.taken).own
+        return statistics.median(self.cpu_ms) if is_exact else fastest(self.taken).own
 
     def disturbed(self, *, is_exact: bool) -> int:
         """Returns how many samples other processes made much longer than the fastest."""
-        return 0 if is_exact else _disturbed(self.own_ms)
+        return 0 if is_exact else _disturbed(self.cpu_ms)
 
 
 @dataclasses.dataclass
@@ -111,16 +111,16 @@ class Noise:
         if first_ms > _ALONE_MS:
             self.first_run = max(self.first_run, first_ms / later_ms)
 
-    def runs_needed(self, own_ms: Sequence[float] = ()) -> int:
+    def runs_needed(self, cpu_ms: Sequence[float] = ()) -> int:
         """Returns how many runs must agree that a config is slow, so that hardly ever all of them are disturbed.
 
         Args:
-            own_ms: the config's own samples; where they scatter, they describe the current state of the machine.
+            cpu_ms: the config's own samples; where they scatter, they describe the current state of the machine.
         """
         # With few samples, a low share of disturbed ones may be chance.
         share = (self.disturbed + 1) / (self.samples + 4)
-        if own := _disturbed(own_ms):
-            share = max(share, (own + 1) / (len(own_ms) + 4))
+        if own := _disturbed(cpu_ms):
+            share = max(share, (own + 1) / (len(cpu_ms) + 4))
         return max(_FEWEST_RUNS, round(math.log(_ALL_DISTURBED) / math.log(share)))
 
 
@@ -308,8 +308,8 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, 
     return first_ms > (doubt * fastest_ms if is_long else 2 * doubt * fastest_first_ms)
 
 
-def _disturbed(own_ms: Sequence[float]) -> int:
-    return sum(each > _STRAY * min(own_ms) for each in own_ms)
+def _disturbed(cpu_ms: Sequence[float]) -> int:
+    return sum(each > _STRAY * min(cpu_ms) for each in cpu_ms)
 
 
 def typical_spread(trials: Sequence[Trial]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.measure import compare, on_device
-from quarantune.measure.gradients import gradients
+from quarantune.measure.gradients import gradients as gradients_of
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.transport import binding, inputs, pickling
@@ -23,6 +24,19 @@ from quarantune.transport.call import Call
 from quarantune.values.trial import INCOMPARABLE, Config
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.failures import WrongResultError
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedOutput:
+    """The parts of a call's result that are compared; pickled into the file of a reference.
+
+    Attributes:
+        output: the value that the function returned.
+        gradients: its gradients by argument; None where they do not count.
+    """
+
+    output: Any
+    gradients: Any = None
 
 
 class Judge:
@@ -40,7 +54,7 @@ class Judge:
         self._arguments = arguments
         self._check_grad = options.check_grad
         self._tolerance = options.tolerance
-        self._expected: dict[tuple[int, int], dict[str, Any]] = {}
+        self._expected: dict[tuple[int, int], ComparedOutput] = {}
         # On the CPU, compiling the comparison takes a fresh worker longer than numpy takes to compare.
         self._shortcut = None if options.platform in (None, "cpu") else on_device.Comparer()
 
@@ -49,19 +63,18 @@ class Judge:
         if self._shortcut is not None:
             for fd in references:
                 with contextlib.suppress(Exception):
-                    self._shortcut.prepare(self._expected_in(fd)["output"], self._tolerance)
+                    self._shortcut.prepare(self._expected_in(fd).output, self._tolerance)
 
     def compute_reference(self, fd: int) -> None:
         """Writes the reference's output, and its gradients where those count, for the configs to be compared with."""
         ref_fn = self._call.companions["ref_fn"]
         args, kwargs = self._arguments.fresh()
-        expected = {"output": _on_host(jax.block_until_ready(ref_fn(*args, **kwargs)))}
-        if self._check_grad:
-            expected["gradients"] = _on_host(self._gradients(ref_fn, {}))
-        spool.write(fd, pickling.dumps(expected))
+        output = _on_host(jax.block_until_ready(ref_fn(*args, **kwargs)))
+        gradients = _on_host(self._gradients(ref_fn, {})) if self._check_grad else None
+        spool.write(fd, pickling.dumps(ComparedOutput(output, gradients)))
 
     def shapes_differ(self, fd: int) -> str | None:
-        """Says how the output of the function's defaults differs from the reference, by shapes alone.
+        """Returns how the output of the function's defaults differs from the reference, by shapes alone.
 
         Args:
             fd: the file that `compute_reference` wrote.
@@ -77,7 +90,7 @@ class Judge:
             output = jitted.trace(*args, **kwargs).out_info
         except Exception:
             return None  # its configs may do better
-        return compare.compare_shapes(output, pickling.loads(spool.read(fd))["output"])
+        return compare.compare_shapes(output, self._read(fd).output)
 
     def check(
         self,
@@ -116,18 +129,18 @@ class Judge:
         self, config: Config, output: Any, references: Sequence[int], check_fn: Callable[..., Any] | None
     ) -> None:
         """Applies the author's `check_fn`, or compares an output with that of `ref_fn`."""
-        expected = self._expected_in(references[0]) if references else {"output": None}
+        expected = self._expected_in(references[0]) if references else ComparedOutput(None)
         args, kwargs = self._arguments.fresh() if check_fn is not None else ((), {})
         reason = compare.judge(
             output,
-            expected["output"],
+            expected.output,
             args,
             kwargs,
             tolerance=self._tolerance,
             check_fn=check_fn,
             shortcut=self._shortcut,
         )
-        if reason is None and "gradients" in expected:
+        if reason is None and expected.gradients is not None:
             reason = self._gradients_differ(self._gradients(self._call.fn, config), expected)
         if reason is not None:
             raise WrongResultError(reason)
@@ -136,11 +149,10 @@ class Judge:
         self, config: Config, output: Any, references: Sequence[int], standard: int | None, output_fd: int | None
     ) -> int | None:
         """Finds the other config's output that this one agrees with."""
-        own = {"output": output if self._arguments.jit is not None else _arrays_alone(output)}
-        if not jax.tree.leaves(own):
+        output = output if self._arguments.jit is not None else _arrays_alone(output)
+        if not jax.tree.leaves(output):
             return INCOMPARABLE
-        if self._check_grad:
-            own["gradients"] = self._gradients(self._call.fn, config)
+        own = ComparedOutput(output, self._gradients(self._call.fn, config) if self._check_grad else None)
         wrong: str | None = None
         group: int | None = None
         for position in sorted(range(len(references)), key=lambda position: position != standard):
@@ -166,38 +178,43 @@ class Judge:
             raise WrongResultError(f"it does not compute what the defaults do: {wrong}", group)
         return group
 
-    def _differs(self, own: dict[str, Any], expected: dict[str, Any]) -> str | None:
+    def _differs(self, own: ComparedOutput, expected: ComparedOutput) -> str | None:
         reason = compare.compare(
-            own["output"], expected["output"], self._tolerance, shortcut=self._shortcut, same_dtypes=True
+            own.output, expected.output, self._tolerance, shortcut=self._shortcut, same_dtypes=True
         )
-        if reason is None and "gradients" in expected:
-            reason = self._gradients_differ(own["gradients"], expected)
+        if reason is None and expected.gradients is not None:
+            reason = self._gradients_differ(own.gradients, expected)
         return reason
 
-    def _gradients_differ(self, found: Any, expected: dict[str, Any]) -> str | None:
-        differs = compare.compare(found, expected["gradients"], self._tolerance)
+    def _gradients_differ(self, found: Any, expected: ComparedOutput) -> str | None:
+        differs = compare.compare(found, expected.gradients, self._tolerance)
         return None if differs is None else f"its gradients differ: {differs}"
 
-    def _keep(self, own: dict[str, Any], fd: int) -> None:
+    def _keep(self, own: ComparedOutput, fd: int) -> None:
         """Writes an output to the file from which other configs' outputs are compared with it.
 
         Raises:
             TypeError: it cannot be pickled.
         """
         if self._shortcut is not None:
-            self._shortcut.compile_ahead(own["output"])
-        on_host = {name: _on_host(part) for name, part in own.items()}
+            self._shortcut.compile_ahead(own.output)
+        on_host = ComparedOutput(_on_host(own.output), _on_host(own.gradients))
         spool.write(fd, pickling.dumps(on_host))
         if self._shortcut is not None:
-            self._shortcut.keep(own["output"], on_host["output"])
+            self._shortcut.keep(own.output, on_host.output)
         self._expected[_identity(fd)] = on_host
 
-    def _expected_in(self, fd: int) -> dict[str, Any]:
+    def _expected_in(self, fd: int) -> ComparedOutput:
         """Returns the content of a reference's file, read once."""
         file = _identity(fd)
         if file not in self._expected:
-            self._expected[file] = pickling.loads(spool.read(fd))
+            self._expected[file] = self._read(fd)
         return self._expected[file]
+
+    @staticmethod
+    def _read(fd: int) -> ComparedOutput:
+        found: ComparedOutput = pickling.loads(spool.read(fd))
+        return found
 
     def _gradients(self, fn: Callable[..., Any], config: Config) -> Any:
         args, kwargs = self._arguments.shared()
@@ -207,7 +224,7 @@ class Judge:
             config, _ = binding.split(fn, config)  # JAX refuses compiler options under differentiation
             fn = jax_internals.without_compiler_options(fn)
         bound = functools.partial(fn, **config) if config else fn
-        return gradients(bound, args, kwargs, static_argnums=positions, static_argnames=static.static_argnames)
+        return gradients_of(bound, args, kwargs, static_argnums=positions, static_argnames=static.static_argnames)
 
 
 def _identity(fd: int) -> tuple[int, int]:
