@@ -1,3 +1,5 @@
+"""The fingerprint of a function changes with its code and values, and with nothing else."""
+
 from __future__ import annotations
 
 import functools
@@ -74,7 +76,7 @@ def parts_that_differ(directory: Path, old: str, new: str, *, source: str = BASE
         ("def unused(x):\n    return x", "def unused(x):\n    return -x"),
     ],
 )
-def test_what_does_not_change_the_result_does_not_change_the_fingerprint(tmp_path: Path, old: str, new: str) -> None:
+def test_edits_that_do_not_change_the_result_keep_the_fingerprint(tmp_path: Path, old: str, new: str) -> None:
     assert parts_that_differ(tmp_path, old, new) == []
 
 
@@ -91,13 +93,11 @@ def test_what_does_not_change_the_result_does_not_change_the_fingerprint(tmp_pat
         ("size = 3", "size = 4", "class:Table.size"),
     ],
 )
-def test_a_change_that_may_change_the_result_shows_in_the_part_it_is_in(
-    tmp_path: Path, old: str, new: str, part: str
-) -> None:
+def test_edits_that_may_change_the_result_change_their_part(tmp_path: Path, old: str, new: str, part: str) -> None:
     assert parts_that_differ(tmp_path, old, new) == [part]
 
 
-def test_a_changed_default_shows_as_code_and_default(tmp_path: Path) -> None:
+def test_a_changed_default_changes_code_and_defaults(tmp_path: Path) -> None:
     assert parts_that_differ(tmp_path, "BM=32", "BM=64") == ["code", "defaults"]
 
 
@@ -113,7 +113,7 @@ def odd(n):
     assert parts_that_differ(tmp_path, "n != 0", "n > 0", source=source) == ["helper:odd"]
 
 
-def test_a_file_edited_after_it_was_loaded_does_not_change_the_fingerprint_of_what_runs(
+def test_an_edit_after_the_import_does_not_change_the_fingerprint(
     tmp_path: Path,
 ) -> None:
     scope = load(tmp_path, BASE)
@@ -153,7 +153,7 @@ def generator(x):
     names = ("recursive", "nested", "static", "coroutine", "generator")
     kinds = ("def ", "async def ", "@staticmethod")
     assert [name for name in names if not code_text(scope[name]).startswith(kinds)] == []
-    # A private name compiles to another one outside its class: compared in vain, and the compiled code counts.
+    # A private name compiles differently outside its class, so the comparison fails and the compiled code counts.
     assert not code_text(scope["method"]).startswith(kinds)
 
 
@@ -208,7 +208,7 @@ def test_closures_count_by_value(one: Any, other: Any) -> None:
     assert closure_over(one) == closure_over(one)
 
 
-def test_objects_without_a_value_of_their_own_do_not_count_by_address() -> None:
+def test_objects_without_a_value_do_not_count_by_address() -> None:
     assert closure_over(Opaque()) == closure_over(Opaque())
     assert closure_over(Opaque()) != closure_over(object())
     assert closure_over([Opaque()]) == closure_over([Opaque()])
@@ -379,7 +379,7 @@ def test_options_are_parts_and_functions_among_them_count_by_code() -> None:
 
 @pytest.mark.parametrize(("old", "new"), [("TOL = 1.0", "TOL = 2.0"), ("return x + 1", "return x + 2")])
 @pytest.mark.parametrize("name", ["check", "checker", "bound"])
-def test_what_a_function_among_the_options_refers_to_counts(tmp_path: Path, name: str, old: str, new: str) -> None:
+def test_helpers_of_a_function_among_the_options_count(tmp_path: Path, name: str, old: str, new: str) -> None:
     source = """
 import functools
 TOL = 1.0

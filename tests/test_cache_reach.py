@@ -1,4 +1,4 @@
-"""The fingerprint follows what a function reaches in the user's own modules, and stops at installed ones."""
+"""The fingerprint covers the code that a function reaches in the user's own modules, and stops at installed ones."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def change(tmp_path: Path, name: str, patch: pytest.MonkeyPatch, module: str, ol
         ("own", "main_module", "g * 61", "g * 62", "rule:own.bwd"),
     ],
 )
-def test_an_edit_of_what_a_function_reaches_in_another_module_is_seen(
+def test_an_edit_of_code_that_a_function_reaches_changes_its_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, old: str, new: str, part: str
 ) -> None:
     assert change(tmp_path, name, monkeypatch, module, old, new) == [part]
@@ -218,7 +218,7 @@ def test_an_edit_of_what_a_function_reaches_in_another_module_is_seen(
         ("called", "kernels", "x * 7", "x * 8"),
     ],
 )
-def test_an_edit_beside_what_a_function_reaches_is_not_a_change(
+def test_an_edit_of_unreached_code_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, old: str, new: str
 ) -> None:
     assert change(tmp_path, name, monkeypatch, module, old, new) == []
@@ -250,13 +250,15 @@ def test_the_code_of_installed_packages_counts_by_its_version_alone(
     assert found[0] == found[1]
 
 
-def test_helpers_in_a_circle_over_two_modules_end_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helpers_that_call_each_other_over_two_modules_end_the_walk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = "import kernels\ndef deepest(x):\n    return kernels.body(x) if x else kernels.helper(x)\n"
     assert "global:deep.deepest" in fingerprint_of(tmp_path, "attribute", monkeypatch, deep=one).parts
 
 
 @pytest.mark.slow
-def test_a_reached_fingerprint_is_the_same_in_every_process(tmp_path: Path) -> None:
+def test_fingerprints_over_modules_are_the_same_in_every_process(tmp_path: Path) -> None:
     for file, text in FILES.items():
         (tmp_path / file).write_text(textwrap.dedent(text))
     script = """

@@ -1,4 +1,4 @@
-"""Eager calls with every kind of argument: each is tuned, and gives what the function gives."""
+"""Eager calls with every kind of argument: each is tuned and returns the function's own result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("two_slots")
 
 @pytest.fixture
 def same() -> quarantune.Autotuned:
-    """Gives back what it is given, if n is 2, which is not the default: what works was tuned."""
+    """Returns its arguments if n is 2, which is not the default, so that only a tuned call works."""
 
     @quarantune.autotune({"n": [1, 2]}, rep=1)
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -76,9 +76,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("make", ARGUMENTS.values(), ids=ARGUMENTS)
-def test_every_kind_of_argument_is_tuned_and_computed_with(
-    make: Any, same: quarantune.Autotuned, sweeps: list[str]
-) -> None:
+def test_calls_with_every_kind_of_argument_are_tuned(make: Any, same: quarantune.Autotuned, sweeps: list[str]) -> None:
     given = make()
     expected = jax.jit(lambda tree: tree)(given)
     for _ in range(2):
@@ -129,7 +127,9 @@ class Options:
     ],
     ids=["string", "tuple", "dataclass", "number", "dtype", "function"],
 )
-def test_static_arguments_travel_and_tell_problems_apart(one: Any, equal: Any, other: Any, sweeps: list[str]) -> None:
+def test_static_arguments_reach_workers_and_are_part_of_the_key(
+    one: Any, equal: Any, other: Any, sweeps: list[str]
+) -> None:
     if one is jnp.float32:
         one, equal, other = np.dtype(one), np.dtype(equal), np.dtype(other)
 
@@ -191,9 +191,7 @@ def test_starred_parameters_are_tuned(sweeps: list[str]) -> None:
 
 
 @pytest.mark.parametrize("donate", [{"donate_argnums": (0,)}, {"donate_argnames": ["state"]}])
-def test_donated_arguments_are_consumed_by_the_call_and_not_by_the_sweep(
-    donate: dict[str, Any], sweeps: list[str]
-) -> None:
+def test_donated_arguments_are_consumed_by_the_call_alone(donate: dict[str, Any], sweeps: list[str]) -> None:
     @quarantune.autotune({"n": [1, 2, 3]}, rep=3)
     @functools.partial(jax.jit, static_argnames=["n"], **donate)
     def step(state: Any, x: Any, n: int = 1) -> Any:
@@ -217,7 +215,7 @@ def test_donated_arguments_are_consumed_by_the_call_and_not_by_the_sweep(
     assert len(sweeps) == 2
 
 
-def test_an_array_that_was_donated_before_is_named_before_any_sweep(
+def test_an_array_that_was_donated_before_is_reported_before_the_sweep(
     same: quarantune.Autotuned, sweeps: list[str]
 ) -> None:
     gone = jnp.ones(3)
@@ -227,7 +225,7 @@ def test_an_array_that_was_donated_before_is_named_before_any_sweep(
     assert sweeps == []
 
 
-def test_a_kernel_that_writes_to_its_numpy_argument_leaves_the_callers_alone() -> None:
+def test_a_kernel_that_writes_to_a_numpy_argument_keeps_the_callers_intact() -> None:
     given = np.zeros(4, np.float32)
 
     @quarantune.autotune({"n": [1, 2]}, rep=2)
@@ -249,7 +247,7 @@ def test_x64_values_and_python_scalars_keep_their_width(same: quarantune.Autotun
 
 
 @pytest.mark.slow
-def test_x64_switched_on_for_the_whole_process_holds_in_workers_too(tmp_path: Path) -> None:
+def test_x64_of_the_whole_process_holds_in_workers_too(tmp_path: Path) -> None:
     script = tmp_path / "wide.py"
     script.write_text(
         textwrap.dedent(

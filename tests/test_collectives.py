@@ -87,7 +87,7 @@ def test_a_collective_is_tuned_on_a_mesh_of_the_same_axes(tmp_path: Path) -> Non
     )
 
 
-def test_what_names_no_axis_is_tuned_for_one_shard_on_one_device(tmp_path: Path) -> None:
+def test_a_function_that_names_no_axis_is_tuned_for_one_shard(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """
@@ -107,7 +107,7 @@ def test_what_names_no_axis_is_tuned_for_one_shard_on_one_device(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_only_what_differs_between_devices_is_made_different(tmp_path: Path) -> None:
+def test_generated_arrays_differ_only_along_axes_that_vary(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """

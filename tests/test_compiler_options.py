@@ -1,4 +1,4 @@
-"""Configs with `compiler_options`: they reach XLA in workers and in eager calls, and a trace says that it has none."""
+"""Configs with `compiler_options`: they reach XLA in workers and in eager calls; a trace leaves them out, and warns."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_options_that_xla_could_not_take_are_refused(options: Any, message: str)
         quarantune.autotune([{"n": 2, "compiler_options": options}])(scale)
 
 
-def test_what_cannot_be_jitted_again_is_refused_with_the_remedy() -> None:
+def test_a_function_that_cannot_be_jitted_again_is_refused_with_a_remedy() -> None:
     def double(x: Any) -> Any:
         return x * 2
 

@@ -1,4 +1,4 @@
-"""Executables come back to the caller as data: what a worker sends runs no code of its own when it is read."""
+"""Executables come back to the caller as data: reading the bytes of a worker runs none of its code."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_program_read_from_data_gives_the_same(name: str) -> None:
+def test_a_program_read_from_data_gives_the_same_result(name: str) -> None:
     fn, args = CALLS[name]
     if name == "key":
         args = (jax.random.key(3),)
@@ -86,7 +86,7 @@ def test_a_program_read_from_data_gives_the_same(name: str) -> None:
     assert jax.tree.leaves(program.in_avals) == jax.tree.leaves(compiled.in_avals)
 
 
-def test_a_program_that_calls_back_cannot_be_said_as_data() -> None:
+def test_a_program_with_callbacks_cannot_be_represented_as_data() -> None:
     def calling_back(x: Any) -> Any:
         return jax.pure_callback(lambda value: value, jax.ShapeDtypeStruct((4,), jnp.float32), x)
 
@@ -156,7 +156,7 @@ class Boxed:
 
 
 @pytest.mark.usefixtures("two_slots")
-def test_outputs_in_classes_are_named_by_the_function_at_the_first_call() -> None:
+def test_pytree_classes_of_outputs_come_from_the_function_at_the_first_call() -> None:
     traced = []
 
     @functools.partial(jax.jit, static_argnames=["n"])

@@ -1,4 +1,4 @@
-"""Where functions come from, and which processes tune them: each script here is run as users run theirs."""
+"""Functions from scripts, notebooks and modules, tuned by every kind of process, in scripts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import jax, jax.numpy as jnp, numpy as np
 import quarantune
 
 CONFIGS = {"n": [1, 2]}
-FREE = {"rep": 1, "ref_fn": None}  # the defaults are there to fail
+FREE = {"rep": 1, "ref_fn": None}  # the defaults fail
 jitted = functools.partial(jax.jit, static_argnames=["n"])
 X = np.arange(3, dtype=np.float32)
 
 def check(n):
-    if n != 2:  # not the default: what works was tuned
+    if n != 2:  # only a tuned call works
         raise ArithmeticError(n)
 
 def agree(fn, times):
@@ -41,7 +41,7 @@ FACTOR = 3
 
 
 def run(directory: Path, script: str, **modules: str) -> str:
-    """Runs a script, all warnings errors, with modules beside it; returns what it printed."""
+    """Runs a script beside some modules, with warnings as errors; returns its output."""
     for name, text in modules.items():
         (directory / f"{name}.py").write_text(textwrap.dedent(text))
     file = directory / "script.py"
@@ -50,7 +50,7 @@ def run(directory: Path, script: str, **modules: str) -> str:
         [sys.executable, "-W", "error", str(file)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
-    # A busy machine may be remarked upon; nothing else may.
+    # A busy machine may be mentioned, but nothing else.
     assert [line for line in done.stderr.splitlines() if "the samples scatter" not in line] == []
     return done.stdout
 
@@ -68,7 +68,7 @@ print("once")
     assert count.read_text() == "x"
 
 
-def test_functions_of_every_make_are_tuned(tmp_path: Path) -> None:
+def test_functions_from_every_source_are_tuned(tmp_path: Path) -> None:
     script = f"""{DEFINE}
 def closure(factor, table):
     scale = lambda x: x * factor
@@ -163,7 +163,7 @@ with_thread.agree(with_thread.kernel, 3)
 
 
 @pytest.mark.slow
-def test_a_script_that_started_threads_and_computes_in_them_is_tuned(tmp_path: Path) -> None:
+def test_a_script_that_computes_in_threads_is_tuned(tmp_path: Path) -> None:
     script = f"""{DEFINE}{KERNEL}
 from concurrent.futures import ThreadPoolExecutor
 
@@ -201,7 +201,7 @@ if __name__ == "__main__":
     assert run(tmp_path, script) == "(True, {'n': 2}, [0.0, 3.0, 6.0])\n"
 
 
-def test_a_forked_child_of_a_process_that_tuned_tunes_with_workers_of_its_own(tmp_path: Path) -> None:
+def test_a_forked_child_tunes_with_its_own_workers(tmp_path: Path) -> None:
     # The parent tunes with numpy arrays, so that it has no backend, with which JAX could not be forked.
     script = f"""{DEFINE}{KERNEL}
 import multiprocessing, psutil
@@ -233,7 +233,7 @@ assert children() == template
 
 
 @pytest.mark.slow
-def test_spawned_workers_do_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spawned_workers_tune_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_START_METHOD", "spawn")
     script = f"""{DEFINE}{KERNEL}
 print("once")
@@ -243,7 +243,7 @@ assert [str(trial.outcome) for trial in result.trials] == ["error", "ok"], resul
     assert run(tmp_path, script) == "once\n"
 
 
-def test_without_isolation_it_tunes_in_this_process_and_warns_once(
+def test_without_isolation_tuning_is_in_this_process_with_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_ISOLATION", "none")
@@ -261,7 +261,7 @@ assert (sys.path, dict(os.environ)) == (path, environ)
     run(tmp_path, script)
 
 
-def test_neither_the_import_nor_a_sweep_over_numpy_arrays_initialises_a_backend(tmp_path: Path) -> None:
+def test_importing_and_sweeping_over_numpy_arrays_initialise_no_backend(tmp_path: Path) -> None:
     script = f"""{DEFINE}{KERNEL}
 import signal
 from jax._src import xla_bridge
@@ -276,7 +276,7 @@ assert [dict(os.environ), os.getcwd(), list(sys.path), [signal.getsignal(n) for 
 
 
 @pytest.mark.slow
-def test_a_sweep_within_a_worker_uses_what_is_known_and_starts_nothing(tmp_path: Path) -> None:
+def test_a_tuned_call_inside_a_worker_starts_no_sweep(tmp_path: Path) -> None:
     script = f"""{DEFINE}
 @quarantune.autotune(CONFIGS, **FREE)
 @jitted
@@ -309,7 +309,7 @@ lock = threading.Lock()
 @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
 @functools.partial(jax.jit, static_argnames=["n"])
 def kernel(x, n: int = 1):
-    if n != LIMIT:  # not the default: what works was tuned
+    if n != LIMIT:  # only a tuned call works
         raise ArithmeticError(n)
     return helper_module.scale(x)
 
@@ -319,7 +319,7 @@ def plain(x, n):
 """
 
 
-def test_the_code_in_memory_is_tuned_and_not_the_file_as_it_was_edited_since(tmp_path: Path) -> None:
+def test_the_code_in_memory_is_tuned_even_if_the_file_was_edited(tmp_path: Path) -> None:
     script = f"""{DEFINE}
 import importlib
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Generated arguments: finite, safe as indices, the same in every process, and made without compiling."""
+
 from __future__ import annotations
 
 import functools
@@ -70,7 +72,7 @@ def test_complex_numbers_have_both_parts() -> None:
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_keys_are_keys_of_their_implementation(impl: str) -> None:
+def test_generated_keys_have_their_implementation(impl: str) -> None:
     dtype = jax.random.key(0, impl=impl).dtype
     keys = inputs.make((3,), dtype, seed=0)
     assert (keys.shape, keys.dtype) == ((3,), dtype)
@@ -100,26 +102,26 @@ def test_each_kind_has_its_distribution(kind: str, low: int, high: int, mean: fl
 @pytest.mark.parametrize(
     ("kind", "allowed"), [("zeros", {2.0**-127}), ("ones", {1.0}), ("integer", {1.0, 2.0}), ("uniform", None)]
 )
-def test_a_dtype_without_zero_and_sign_holds_what_is_nearest(kind: str, allowed: set[float] | None) -> None:
+def test_a_dtype_without_zero_and_sign_gets_the_nearest_numbers(kind: str, allowed: set[float] | None) -> None:
     numbers = _numbers(inputs.make((1000,), "float8_e8m0fnu", kind=kind, seed=0))
     assert np.isfinite(numbers).all()
     assert allowed is None or set(numbers) == allowed
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4", "bool", "complex64"])
-def test_zeros_and_ones_are_what_they_say(dtype: str) -> None:
+def test_zeros_are_zero_and_ones_are_one(dtype: str) -> None:
     for kind, number in (("zeros", 0), ("ones", 1)):
         assert (np.asarray(inputs.make((3,), dtype, kind=kind, seed=0)) == number).all()
 
 
-def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
+def test_an_unknown_kind_is_refused_with_the_known_kinds() -> None:
     with pytest.raises(ValueError, match=r"kind must be one of auto, .*got 'gaussian'"):
         inputs.make((2,), "float32", kind="gaussian", seed=0)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3)])
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bool", "bfloat16"])
-def test_any_shape_can_be_made(shape: tuple[int, ...], dtype: str) -> None:
+def test_any_shape_can_be_generated(shape: tuple[int, ...], dtype: str) -> None:
     assert inputs.make(shape, dtype, seed=0).shape == shape
 
 
@@ -134,7 +136,7 @@ def test_double_precision_is_kept_whatever_the_mode() -> None:
     assert inputs.make((3,), "float64", seed=0).dtype == np.float64
 
 
-def test_other_seeds_and_arguments_get_other_data() -> None:
+def test_different_seeds_and_arguments_get_different_data() -> None:
     first, *others = (
         np.asarray(inputs.make((50,), "float32", seed=seed, index=index)) for seed, index in [(0, 0), (0, 1), (1, 0)]
     )
@@ -146,7 +148,7 @@ def test_a_large_array_does_not_repeat_within_its_rows() -> None:
     assert not any((array[row] == array[0]).all() for row in range(1, 2048))
 
 
-def test_every_process_makes_the_same_data(tmp_path: Path) -> None:
+def test_every_process_generates_the_same_data(tmp_path: Path) -> None:
     script = "import json\nfrom quarantune.transport import inputs\n"
     script += "print(json.dumps(inputs.make((4, 5), 'float32', seed=3, index=2).tolist()))"
     path = tmp_path / "make.py"
@@ -157,7 +159,7 @@ def test_every_process_makes_the_same_data(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == inputs.make((4, 5), "float32", seed=3, index=2).tolist()
 
 
-def test_making_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generating_arrays_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[str] = []
 
     def listen(event: str, seconds: float, **_: object) -> None:

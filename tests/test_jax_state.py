@@ -1,4 +1,4 @@
-"""JAX's settings around a call: those that make another program are another problem, and all of them reach workers."""
+"""JAX's settings around a call: those that change the program are part of the key, and all of them reach workers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def kernel(x: Any, y: Any = 1.0, mode: str = "add", n: int = 1) -> Any:
 
 
 def script(code: str, directory: Path) -> str:
-    """Runs a script of its own and returns what it prints."""
+    """Runs a script in a process of its own and returns its output."""
     file = directory / "script.py"
     file.write_text(textwrap.dedent(code), encoding="utf-8")
     ran = subprocess.run(
@@ -98,7 +98,7 @@ USERS_OWN = jax.make_user_context(None)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_that_makes_another_program_is_part_of_the_key(name: str) -> None:
+def test_a_setting_that_changes_the_program_is_part_of_the_key(name: str) -> None:
     x = jnp.zeros(3)
     usual = key_of(kernel, x, x)
     with SETTINGS[name]():
@@ -126,11 +126,11 @@ def test_every_part_of_the_key_of_jax_is_known() -> None:
     assert [name for name in names if not state.is_known(name)] == []
 
 
-def test_each_setting_has_its_own_winner_also_where_calls_are_remembered(sweeps: list[str]) -> None:
+def test_each_setting_has_its_own_winner_even_in_the_call_memo(sweeps: list[str]) -> None:
     @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def fn(x: Any, n: int = 1) -> Any:
-        # In a worker only the right one for its setting works.
+        # In a worker only the right config for the setting works.
         if n != (2 if jax.config.jax_default_matmul_precision == "float32" else 1):  # type: ignore[attr-defined]
             raise ArithmeticError("not with this precision")
         return x * n
@@ -146,7 +146,7 @@ def test_each_setting_has_its_own_winner_also_where_calls_are_remembered(sweeps:
 # --- in workers ---------------------------------------------------------------------------------------------
 
 
-def test_options_that_a_worker_does_not_know_do_not_hinder_it(tmp_path: Path) -> None:
+def test_a_worker_ignores_options_that_it_does_not_know(tmp_path: Path) -> None:
     registering = "from jax._src import config\nconfig.string_flag('a_late_option', 'as it was')\n"
     (tmp_path / "registering.py").write_text(registering, encoding="utf-8")
     told = script(
@@ -181,7 +181,7 @@ def test_options_that_a_worker_does_not_know_do_not_hinder_it(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_the_options_that_the_tests_of_jax_register_do_not_hinder_a_worker(tmp_path: Path) -> None:
+def test_a_worker_ignores_the_options_that_the_tests_of_jax_register(tmp_path: Path) -> None:
     pytest.importorskip("absl")
     told = script(
         """
@@ -276,7 +276,7 @@ def test_explicit_interpret_params_work_without_isolation_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_shard_map_without_a_mesh_finds_that_of_the_context_in_workers(tmp_path: Path) -> None:
+def test_a_shard_map_without_a_mesh_uses_that_of_the_context_in_workers(tmp_path: Path) -> None:
     told = script(
         """
         import os

@@ -1,3 +1,5 @@
+"""Calls in transit: packed in one process, unpacked in another, with the same result; and errors for the rest."""
+
 from __future__ import annotations
 
 import functools
@@ -25,8 +27,8 @@ from quarantune import jax_internals
 from quarantune.transport import arrays, inputs, payload, pickling
 from quarantune.transport.call import Call
 
-# A script without a guard, as users write them: all of it lives in `__main__`. Each case is a call; the
-# script packs it and writes down what the call gives here, another process says what it gives there.
+# A script without an `if __name__` guard, so that all of it is in `__main__`. Each case is a call: this script packs it
+# and records its result, and another process unpacks it and reports the result there.
 SENDER = r"""
 import dataclasses, enum, functools, json, linecache, sys, types, typing
 from pathlib import Path
@@ -407,7 +409,7 @@ before = _jax_internals.config_values()
 def to_lists(tree):
     return jax.tree_util.tree_map(lambda x: np.asarray(x).astype(np.float64).tolist(), tree)
 
-# Those that close over arrays come last: they may initialise the backend, the others must not.
+# Cases that close over arrays come last, as they alone may initialise the backend.
 for blob in sorted(out.glob("*.blob"), key=lambda path: "closed_over" in path.name):
     entry = report[blob.stem] = {}
     try:
@@ -481,7 +483,7 @@ def _run(script: str, directory: Path, *args: str, name: str, modules: Path | No
 
 @pytest.fixture(scope="module")
 def travelled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every case of the sender as the receiver saw it, with what the sender expected."""
+    """The receiver's result of each case of the sender, with the result that the sender recorded."""
     out, sender, receiver, modules = (tmp_path_factory.mktemp(name) for name in ("out", "sender", "receiver", "mods"))
     (modules / "named_module.py").write_text(NAMED_MODULE)
     _run(SENDER, sender, str(out), name="train.py", modules=modules)
@@ -539,7 +541,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_call_gives_in_another_process_what_it_gives_here(travelled: dict[str, Any], case: str) -> None:
+def test_a_call_gives_the_same_result_in_another_process(travelled: dict[str, Any], case: str) -> None:
     entry = travelled[case]
     assert "error" not in entry, entry["error"]
     here, structure_here = jax.tree_util.tree_flatten(entry["expected"])
@@ -558,7 +560,7 @@ def test_a_jitted_function_keeps_its_name_and_docstring(travelled: dict[str, Any
     assert (entry["name"], entry["doc"]) == ("kernel", "Its docstring.")
 
 
-def test_the_x64_mode_of_a_context_travels(travelled: dict[str, Any]) -> None:
+def test_the_x64_mode_of_a_context_is_sent(travelled: dict[str, Any]) -> None:
     assert travelled["sixty_four_bits_in_a_context"]["x64"] is True
     assert travelled["a_closure"]["x64"] is False
 
@@ -572,15 +574,15 @@ def _roundtrip(fn: Any, *args: Any, **kwargs: Any) -> tuple[Call, tuple[Any, ...
 
 
 def _plain(*args: Any, **kwargs: Any) -> None:
-    """A function for calls whose arguments are what matters."""
+    """A function for tests of arguments."""
 
 
-def test_a_function_of_an_importable_module_arrives_as_itself() -> None:
+def test_a_function_of_an_importable_module_stays_identical() -> None:
     assert pickling.loads(pickling.dumps(_plain)) is _plain
     assert pickling.loads(pickling.dumps(jnp.matmul)) is jnp.matmul
 
 
-def test_the_jitted_function_inside_a_wrapper_arrives_as_itself() -> None:
+def test_the_jitted_function_inside_a_wrapper_stays_identical() -> None:
     assert pickling.loads(pickling.dumps(wrapped_twice.__wrapped__)) is wrapped_twice.__wrapped__
 
 
@@ -590,11 +592,11 @@ def wrapped_twice(a: jax.Array) -> jax.Array:
     return a
 
 
-def test_a_primitive_arrives_as_itself() -> None:
+def test_a_primitive_stays_identical() -> None:
     assert pickling.loads(pickling.dumps(primitives.sin_p)) is primitives.sin_p
 
 
-def test_jit_options_survive_the_rebuilding() -> None:
+def test_a_rebuilt_function_keeps_its_jit_options() -> None:
     def plain(a: Any, b: Any, mode: str = "x", n: int = 2) -> Any:
         return a, b
 
@@ -613,7 +615,7 @@ def test_jit_options_survive_the_rebuilding() -> None:
     assert jax_internals.jit_options(fn).static_names == {"mode", "n"}
 
 
-def test_arrays_do_not_overlap_in_the_spool_and_start_where_xla_copies_them() -> None:
+def test_arrays_in_the_spool_do_not_overlap_and_start_where_xla_copies() -> None:
     arrays = [
         np.ones(3, np.int8),
         jnp.ones(5),
@@ -630,12 +632,12 @@ def test_arrays_do_not_overlap_in_the_spool_and_start_where_xla_copies_them() ->
     assert packed.spool_bytes == end
 
 
-def test_the_blob_does_not_hold_the_arguments_data() -> None:
+def test_the_blob_does_not_contain_array_data() -> None:
     packed = payload.pack_call(_plain, (np.zeros(1_000_000),), {"b": jnp.zeros(1_000_000)})
     assert len(packed.blob) < 100_000
 
 
-def test_numpy_arguments_arrive_as_writable_copies_that_leave_the_spool_alone() -> None:
+def test_numpy_arguments_are_writable_copies_of_the_spool() -> None:
     packed = payload.pack_call(_plain, (np.arange(4),), {})
     call = payload.unpack_call(packed.blob)
     with tempfile.TemporaryFile() as spool:
@@ -646,7 +648,7 @@ def test_numpy_arguments_arrive_as_writable_copies_that_leave_the_spool_alone() 
     assert second.tolist() == [0, 1, 2, 3]
 
 
-def test_numpy_arguments_in_fortrans_order_arrive_in_it() -> None:
+def test_numpy_arguments_keep_fortran_order() -> None:
     cube = np.arange(24).reshape(2, 3, 4)
     orders = {"C": cube, "F": np.asfortranarray(cube), "neither": cube[:, ::2], "both": np.asfortranarray(np.arange(3))}
     packed = payload.pack_call(_plain, tuple(orders.values()), {"x": np.zeros((0, 2), order="F")})
@@ -660,7 +662,7 @@ def test_numpy_arguments_in_fortrans_order_arrive_in_it() -> None:
         assert array.flags.owndata
 
 
-def test_a_plain_callable_sees_the_order_of_its_caller_and_a_jitted_function_the_elements() -> None:
+def test_plain_callables_get_the_callers_memory_order() -> None:
     given = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(2, 3))
 
     def plain(x: Any, do: int) -> Any:
@@ -674,7 +676,7 @@ def test_a_plain_callable_sees_the_order_of_its_caller_and_a_jitted_function_the
         assert tuner.run(given).best_config == {"do": 1}
 
 
-def test_jax_arguments_arrive_in_buffers_of_their_own_every_time() -> None:
+def test_jax_arguments_own_their_buffers_every_time() -> None:
     packed = payload.pack_call(_plain, (jnp.arange(4096.0),), {})
     call = payload.unpack_call(packed.blob)
     overwrite = jax.jit(lambda a: a + 1, donate_argnums=0)
@@ -684,12 +686,12 @@ def test_jax_arguments_arrive_in_buffers_of_their_own_every_time() -> None:
             (array,), _ = inputs.materialize(call, spool.fileno(), seed=0)
             assert array[4095] == 4095
             address = array.unsafe_buffer_pointer()
-            # XLA writes only into buffers that it owns; it would copy any other instead.
+            # XLA writes only into buffers that it owns, and copies any other.
             assert overwrite(array).unsafe_buffer_pointer() == address
 
 
 @pytest.mark.parametrize("offset", range(0, 128, 16))
-def test_arrays_made_of_numpy_data_own_their_buffer_wherever_the_data_is(offset: int) -> None:
+def test_arrays_made_of_numpy_data_own_their_buffer_at_any_alignment(offset: int) -> None:
     room = np.arange(1000, dtype=np.float32)
     start = (offset - room.ctypes.data) % 128 // 4
     array = arrays.restore_array(room[start : start + 500], False, None)
@@ -699,7 +701,7 @@ def test_arrays_made_of_numpy_data_own_their_buffer_wherever_the_data_is(offset:
     assert result[0] == start + 1
 
 
-def test_nothing_of_the_spool_stays_mapped(tmp_path: Path) -> None:
+def test_the_spool_is_unmapped_after_use(tmp_path: Path) -> None:
     packed = payload.pack_call(_plain, (jnp.arange(100_000.0), np.arange(100_000)), {})
     with open(tmp_path / "the_spool", "w+b") as spool:
         payload.write_arrays(packed, spool.fileno())
@@ -709,7 +711,7 @@ def test_nothing_of_the_spool_stays_mapped(tmp_path: Path) -> None:
     assert "the_spool" not in Path("/proc/self/maps").read_text()
 
 
-def test_arrays_without_a_value_are_made_where_they_arrive() -> None:
+def test_arrays_without_a_value_are_generated_in_the_worker() -> None:
     struct = jax.ShapeDtypeStruct((3, 2), jnp.bfloat16, weak_type=True)
     call, (array, key), _ = _roundtrip(_plain, struct, jax.ShapeDtypeStruct((2,), jax.random.key(0).dtype))
     assert [spec.made for spec in call.specs] == [True, True]
@@ -742,7 +744,7 @@ def test_structs_have_the_dtype_jax_would_use() -> None:
     assert (wide.dtype, weak.weak_type) == (jnp.float32, True)
 
 
-def test_a_full_disk_is_an_error_and_not_a_short_spool() -> None:
+def test_a_full_disk_raises_instead_of_leaving_a_short_spool() -> None:
     packed = payload.pack_call(_plain, (np.ones(10_000),), {})
     with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left"):
         payload.write_arrays(packed, full.fileno())
@@ -763,7 +765,7 @@ def test_no_descriptor_stays_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_donated_argument_is_named_as_such() -> None:
+def test_the_message_for_a_deleted_argument_mentions_donation() -> None:
     array = jnp.ones(4)
     array.delete()
     with pytest.raises(ValueError, match="was donated to an earlier call"):
@@ -780,7 +782,7 @@ def test_dumping_leaves_cloudpickles_global_list_alone(monkeypatch: pytest.Monke
     assert pickling.loads(blob)(1) == 2
 
 
-def test_a_lock_in_a_closure_is_named_with_the_way_to_it() -> None:
+def test_the_message_for_a_lock_in_a_closure_names_the_way_to_it() -> None:
     lock = threading.Lock()
 
     def helper(a: Any) -> Any:
@@ -825,7 +827,7 @@ def test_a_lock_in_a_closure_is_named_with_the_way_to_it() -> None:
         "jit with shardings",
     ],
 )
-def test_what_cannot_travel_says_why(make: Any, match: str) -> None:
+def test_the_message_for_an_unpicklable_object_gives_the_reason(make: Any, match: str) -> None:
     with pytest.raises(TypeError, match=match):
         payload.pack_call(_plain, (make(),), {})
 
@@ -846,7 +848,7 @@ def _local() -> Any:
     return local
 
 
-def test_a_named_sharding_in_a_closure_says_what_to_do_instead() -> None:
+def test_the_message_for_a_sharding_in_a_closure_has_a_remedy() -> None:
     sharding = _sharding()
 
     def kernel(a: Any) -> Any:
@@ -856,7 +858,7 @@ def test_a_named_sharding_in_a_closure_says_what_to_do_instead() -> None:
         pickling.dumps(kernel)
 
 
-def test_a_tracer_in_a_closure_says_to_pass_it_as_an_argument() -> None:
+def test_the_message_for_a_tracer_in_a_closure_has_a_remedy() -> None:
     @jax.jit
     def outer(a: jax.Array) -> jax.Array:
         with pytest.raises(TypeError, match=r"closure variable 'a' of .*as an argument instead"):

@@ -1,3 +1,5 @@
+"""Descriptions of calls and static values: equal for one tuning problem, different for two, in every process."""
+
 from __future__ import annotations
 
 import collections
@@ -26,7 +28,7 @@ from quarantune.values import describe
 
 
 def _kernel(a: Any, b: Any = None, transpose: bool = False, BM: int = 32, BN: int = 32) -> None:
-    """What the calls below call."""
+    """The function of the calls below."""
 
 
 SIGNATURE = inspect.signature(_kernel)
@@ -52,7 +54,7 @@ def test_spellings_of_one_call_have_one_description() -> None:
     assert _values(a, transpose=True) != expected
 
 
-def test_arrays_are_told_apart_by_shape_dtype_and_weak_type() -> None:
+def test_arrays_are_described_by_shape_dtype_and_weak_type() -> None:
     calls = [
         jnp.ones((3, 4)),
         jnp.ones((4, 3)),
@@ -73,7 +75,7 @@ def test_a_numpy_array_counts_as_the_jax_array_it_becomes() -> None:
 
 
 def _plainly(*args: Any) -> str:
-    """Returns what a call of a function that is not jitted is described as."""
+    """Returns the description of a call of a function that is not jitted."""
     signature = inspect.signature(lambda *args: None)
     return json.dumps(problem.describe_call(signature, (), (), args, {}, is_jitted=False).key_values, allow_nan=False)
 
@@ -86,7 +88,7 @@ def test_without_jit_a_numpy_array_counts_by_its_own_dtype(dtypes: tuple[str, st
     assert _plainly(jax.ShapeDtypeStruct((3,), np.float64)) == _plainly(jnp.zeros(3))
 
 
-def test_without_jit_what_stands_beside_arrays_counts_by_value() -> None:
+def test_without_jit_values_beside_arrays_count_by_value() -> None:
     a = np.ones(3)
     calls: list[Any] = [5, 6, 5.5, True, "5", None]
     assert len({_plainly(a, call) for call in calls}) == len(calls)
@@ -94,7 +96,7 @@ def test_without_jit_what_stands_beside_arrays_counts_by_value() -> None:
     assert _plainly({"a": a, "n": 5}) == _plainly({"n": np.int64(5), "a": a + 1})
 
 
-def test_structs_count_as_the_arrays_they_stand_for() -> None:
+def test_structs_count_as_arrays() -> None:
     assert _values(jax.ShapeDtypeStruct((3,), jnp.float32)) == _values(jnp.ones(3))
 
 
@@ -103,7 +105,7 @@ def test_python_scalars_in_dynamic_parameters_count_by_type() -> None:
     assert len({json.dumps(_values(value)) for value in (True, 1, 1.0, 1j, None)}) == 5
 
 
-def test_python_numbers_count_by_what_x64_makes_of_them() -> None:
+def test_python_numbers_count_by_their_width_under_x64() -> None:
     numbers = (1, 1.0, 1j)
     narrow = [_values(number) for number in numbers]
     assert narrow == [{**_values(0), "a": {"scalar": kind}} for kind in ("int", "float", "complex")]
@@ -113,7 +115,7 @@ def test_python_numbers_count_by_what_x64_makes_of_them() -> None:
         assert _values(True) == was
 
 
-def test_pytrees_are_told_apart_by_structure_and_by_each_leaf() -> None:
+def test_pytrees_are_described_by_structure_and_each_leaf() -> None:
     a = jnp.ones(3)
     calls = [{"x": a}, {"y": a}, [a], (a,), {"x": [a]}, {"x": a, "y": a}, {"x": jnp.ones(4)}, a]
     assert len({json.dumps(_values(call)) for call in calls}) == len(calls)
@@ -142,7 +144,7 @@ class _Node:
         return cls(children[0], data)
 
 
-def test_static_data_of_a_pytree_class_counts_and_brings_no_address_in() -> None:
+def test_static_data_of_a_pytree_class_counts_without_its_address() -> None:
     described = json.dumps(_values(_Node(jnp.ones(3), _Opaque())))
     assert described == json.dumps(_values(_Node(jnp.ones(3), _Opaque())))
     assert " at 0x" not in described
@@ -155,7 +157,7 @@ class _Hiding:
     hidden: int = dataclasses.field(repr=False)
 
 
-def test_static_data_of_a_pytree_class_counts_also_where_its_repr_hides_it() -> None:
+def test_static_data_of_a_pytree_class_counts_even_if_its_repr_hides_it() -> None:
     a = jnp.ones(3)
     assert _values(_Node(a, _Hiding(1, 2))) == _values(_Node(a, _Hiding(1, 2)))
     assert _values(_Node(a, _Hiding(1, 2))) != _values(_Node(a, _Hiding(1, 3)))
@@ -167,7 +169,7 @@ def test_structures_of_containers_are_described_by_their_repr() -> None:
     assert _values(tree)["a"]["structure"] == str(jax.tree.structure(tree))
 
 
-def test_static_data_that_cannot_be_looked_into_counts_by_its_repr() -> None:
+def test_static_data_without_fields_or_a_pickle_counts_by_its_repr() -> None:
     class Named:
         def __init__(self, name: str) -> None:
             self.name, self.lock = name, threading.Lock()
@@ -190,7 +192,7 @@ def test_var_arguments_are_described() -> None:
     assert values(a, scale=b) != values(a, shift=b)
 
 
-def test_keywords_named_like_a_positional_parameter_do_not_hide_it() -> None:
+def test_a_keyword_with_the_name_of_a_positional_parameter_does_not_hide_it() -> None:
     def kernel(x: Any, /, *rest: Any, **options: Any) -> None: ...
 
     def values(*args: Any, **kwargs: Any) -> Any:
@@ -201,7 +203,7 @@ def test_keywords_named_like_a_positional_parameter_do_not_hide_it() -> None:
     assert len({json.dumps(call) for call in calls}) == len(calls)
 
 
-def test_static_arguments_taken_in_by_var_keywords_count_by_value() -> None:
+def test_static_arguments_in_var_keywords_count_by_value() -> None:
     def kernel(a: Any, **options: Any) -> None: ...
 
     def values(**kwargs: Any) -> Any:
@@ -225,7 +227,7 @@ def test_a_call_that_does_not_fit_the_signature_is_a_type_error() -> None:
         _describe(jnp.ones(3), c=1)
 
 
-def test_tracers_are_seen_and_described_as_arrays() -> None:
+def test_tracers_are_detected_and_described_as_arrays() -> None:
     seen = []
 
     @jax.jit
@@ -419,12 +421,12 @@ def test_a_cached_property_does_not_change_an_objects_description() -> None:
     assert describe.describe_static(used) == describe.describe_static(plain)
 
 
-def test_a_function_found_by_its_name_is_described_by_that_alone() -> None:
+def test_a_function_found_by_its_name_is_described_by_name_alone() -> None:
     for function in (_square, jax.nn.relu, np.add):
         assert describe.describe_static(function) == {"function": f"{function.__module__}:{function.__qualname__}"}
 
 
-def test_an_object_known_by_its_address_alone_is_refused() -> None:
+def test_an_object_with_only_an_address_is_refused() -> None:
     with pytest.raises(TypeError, match=r"<unlocked .* frozen dataclass"):
         describe.describe_static(threading.Lock())
 
@@ -465,7 +467,7 @@ def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
     assert described("1") == described("2")
 
 
-def test_as_structs_replaces_arrays_and_nothing_else() -> None:
+def test_as_structs_replaces_arrays_alone() -> None:
     options = _Options(3)
     args, kwargs = problem.as_structs((np.ones((2, 3)), 2.5, options), {"b": {"x": jnp.full((3,), 1.0), "n": 1}})
     assert args[0] == jax.ShapeDtypeStruct((2, 3), jnp.float32)
@@ -499,7 +501,7 @@ print(json.dumps(found))
 """
 
 
-def test_sharding_counts_where_jax_makes_it_explicit_or_there_are_several_devices(tmp_path: Path) -> None:
+def test_sharding_counts_if_it_is_explicit_or_over_several_devices(tmp_path: Path) -> None:
     path = tmp_path / "sharded.py"
     path.write_text(SHARDED)
     source = str(Path(problem.__file__).parents[1])

@@ -107,7 +107,7 @@ def test_a_mesh_of_some_of_the_devices_gets_some_of_the_workers(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_explicit_axes_are_explicit_in_the_worker_eagerly_traced_and_from_structs(tmp_path: Path) -> None:
+def test_explicit_axes_are_explicit_in_the_worker(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """
@@ -138,7 +138,7 @@ def test_explicit_axes_are_explicit_in_the_worker_eagerly_traced_and_from_struct
 
 
 @pytest.mark.slow
-def test_what_names_the_mesh_of_the_context_finds_it_in_the_worker(tmp_path: Path) -> None:
+def test_a_function_that_names_the_mesh_of_the_context_finds_it_in_workers(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """
@@ -157,7 +157,7 @@ def test_what_names_the_mesh_of_the_context_finds_it_in_the_worker(tmp_path: Pat
 
 
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-def test_in_this_process_configs_run_on_the_callers_own_devices(axis_type: str, tmp_path: Path) -> None:
+def test_configs_in_this_process_run_on_the_callers_devices(axis_type: str, tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """
@@ -183,7 +183,7 @@ def test_in_this_process_configs_run_on_the_callers_own_devices(axis_type: str, 
     )
 
 
-def test_a_worker_has_as_many_cpu_devices_as_its_caller_or_as_the_arguments_need(tmp_path: Path) -> None:
+def test_a_worker_has_the_cpu_devices_that_its_arguments_need(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """
@@ -203,7 +203,7 @@ def test_a_worker_has_as_many_cpu_devices_as_its_caller_or_as_the_arguments_need
         struct = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(abstract, P("a")))
         assert_all_ran(f.tune(struct, 4))
 
-        # A trial in this process has what this process has.
+        # A trial in this process has all devices of the process.
         with warnings.catch_warnings(), quarantune.settings(isolation="none"):
             warnings.filterwarnings("ignore", "QUARANTUNE_ISOLATION=none")
             try:
@@ -217,7 +217,7 @@ def test_a_worker_has_as_many_cpu_devices_as_its_caller_or_as_the_arguments_need
     )
 
 
-def test_two_layouts_are_two_problems(tmp_path: Path) -> None:
+def test_two_shardings_have_two_keys(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """
@@ -248,7 +248,7 @@ def test_two_layouts_are_two_problems(tmp_path: Path) -> None:
     )
 
 
-def test_arrays_of_every_kind_arrive_as_they_were_in_buffers_of_their_own(tmp_path: Path) -> None:
+def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """
@@ -296,7 +296,7 @@ def test_arrays_of_every_kind_arrive_as_they_were_in_buffers_of_their_own(tmp_pa
             np.testing.assert_array_equal(values(first[name]), values(array))
         assert weak.weak_type
 
-        # Those made from shapes and dtypes are laid out too.
+        # Arrays generated from shapes and dtypes are laid out too.
         shapes = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), [given["float"], given["keys"]]
         )
@@ -310,7 +310,7 @@ def test_arrays_of_every_kind_arrive_as_they_were_in_buffers_of_their_own(tmp_pa
 
 
 @pytest.mark.slow
-def test_compiled_configs_run_on_the_devices_they_were_compiled_for_or_are_compiled_again(tmp_path: Path) -> None:
+def test_compiled_configs_run_on_the_same_devices_or_are_compiled_again(tmp_path: Path) -> None:
     run_script(
         tmp_path,
         """
@@ -337,13 +337,13 @@ def test_compiled_configs_run_on_the_devices_they_were_compiled_for_or_are_compi
 # --- too few devices ----------------------------------------------------------------------------------------
 
 
-def test_a_mesh_larger_than_the_worker_says_how_many_devices_a_trial_needs() -> None:
+def test_the_message_for_a_mesh_that_is_too_large_says_how_many_devices() -> None:
     spec = MeshSpec(shape=(64, 2), axis_names=("a", "b"), axis_types=("Auto", "Explicit"))
     with pytest.raises(ValueError, match=r"over 128 devices.*has \d+: set devices_per_trial=128"):
         inputs.mesh_like(spec)
 
 
-def test_on_an_accelerator_arguments_on_more_devices_than_a_trial_gets_stop_the_sweep_before_it_starts() -> None:
+def test_arguments_on_more_devices_than_a_trial_has_stop_the_sweep_early() -> None:
     jax = pytest.importorskip("jax")
     abstract = jax.sharding.AbstractMesh((2,), ("a",))
     sharding = jax.sharding.NamedSharding(abstract, jax.sharding.PartitionSpec("a"))
@@ -373,7 +373,7 @@ def test_devices_per_trial_must_be_a_whole_number_of_at_least_one(value: Any) ->
         Options(devices_per_trial=value)
 
 
-def test_results_found_on_other_numbers_of_devices_do_not_count() -> None:
+def test_results_for_another_number_of_devices_do_not_count() -> None:
     assert Options(devices_per_trial=2).deciding() == {"devices_per_trial": 2}
     assert Options(devices_per_trial=1).deciding() == {}
 
@@ -411,7 +411,7 @@ def test_a_processor_is_its_own_only_member() -> None:
 
 @pytest.fixture
 def four(tmp_path: Path) -> list[Device]:
-    """Four devices of this test's own: leases on them are machine-wide."""
+    """Four devices with names of this test's own, as leases on them are machine-wide."""
     return cards(*(f"{tmp_path.name}-{os.getpid()}-{time.monotonic_ns()}-{index}" for index in range(4)))
 
 

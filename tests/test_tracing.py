@@ -1,4 +1,4 @@
-"""Inside JAX's transformations: the sweep runs while JAX traces, once, and its winner is baked into the program."""
+"""Calls inside JAX's transformations: the sweep runs once, while JAX traces, and its winner is part of the program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
 
 
 def square(n: int, x: Any) -> Any:
-    """Squares; only n=2 is good, and no other gets into a program."""
+    """Squares its argument; only n=2 gives the right result, so no other config may get into a program."""
     if n != 2:
         raise ArithmeticError(n)
     return jnp.sin(x) * x
@@ -91,7 +91,7 @@ TRANSFORMS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_inside_a_transformation_it_is_tuned_once_and_computes_what_the_winner_does(
+def test_inside_a_transformation_a_call_is_tuned_once_and_uses_the_winner(
     transform: Any, kernel: quarantune.Autotuned, sweeps: list[str]
 ) -> None:
     expected = transform(jax.jit(lambda x: square(2, x)))(X)
