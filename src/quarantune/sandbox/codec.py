@@ -57,8 +57,16 @@ def decode(frame: object, *expected: type[_Message]) -> _Message:
     raise DamageError(f"a message of kind {kind!r} arrived where one of these was expected: {names}")
 
 
+def prepare(*message_types: type) -> None:
+    """Compiles the checks of messages, so that forks of this process have them."""
+    for message_type in message_types:
+        _checks(message_type)
+
+
 def _plain(value: Any) -> Any:
     """Returns a field's value as JSON can hold it."""
+    if type(value) in _SCALARS:
+        return value
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -68,6 +76,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return value
+
+
+_SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 @functools.cache

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from quarantune.transport.call import Call
     from quarantune.worker.bench import Bench, Program
 
+# A template imports this module, so that no worker has to.
+codec.prepare(*messages.TASKS, messages.BenchOptions, messages.CompileTarget)
+
 _MESSAGE_CHARS = 4000
 _TRACEBACK_LINES = 12
 
