@@ -32,7 +32,7 @@ X = np.zeros(4, np.float32)
 
 
 def pause(x: Any, ms: float, then: Any = None) -> Any:
-    """Returns x after a time that is the device's, as a kernel's would be."""
+    """Returns x after a time that the device spends, as with a kernel."""
 
     def host(value: Any) -> Any:
         time.sleep(ms / 1000)

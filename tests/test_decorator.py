@@ -1,4 +1,4 @@
-"""What `@autotune` promises: misuse caught early, a function that stays a function, one sweep per problem."""
+"""`@autotune`: early errors for misuse, a function that stays a function, one sweep per problem."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def no_process() -> Iterator[None]:
 
 
 def choosy(configs: Any = ({"n": 1}, {"n": 2}), **options: Any) -> quarantune.Autotuned:
-    """Returns a function whose only good config is n=2, which is not its default, and which its result shows."""
+    """Returns a function whose only good config is n=2, which is not its default; the result shows the config."""
 
     @quarantune.autotune(configs, **{"rep": 1, **options})
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -539,7 +539,7 @@ sys.addaudithook(_watch)
 
 @pytest.fixture
 def watched() -> Iterator[Callable[[], list[str]]]:
-    """Starts to note what this process opens and starts."""
+    """Starts to note the files that this process opens, and the processes that it starts."""
     global _watched
 
     def start() -> list[str]:
@@ -658,7 +658,7 @@ def test_cloudpickle_carries_a_closure_that_still_tunes(sweeps: list[str]) -> No
 
 
 def at_once(*calls: Callable[[], Any]) -> list[Any]:
-    """Returns what calls give that start together, each in a thread of its own."""
+    """Returns the results of calls that start together, each in a thread of its own."""
     barrier = threading.Barrier(len(calls))
 
     def start(call: Callable[[], Any]) -> Any:

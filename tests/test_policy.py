@@ -1,4 +1,4 @@
-"""What users are given and told when results are missing, stale, damaged or not saved, as the operator decides."""
+"""Results and messages where cached results are missing, stale, damaged or not saved, under all settings."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ CONFIGS = ({"n": 1}, {"n": 2})
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A name for the test's function: what is reported once per process names it, so no test may share it."""
+    """A name of its own for the function of each test, because a message that names it appears once per process."""
     return re.sub(r"\W+", "-", request.node.name).lower()
 
 
 def scaled(name: str, configs: Any = CONFIGS, *, factor: float = 1.0, **options: Any) -> quarantune.Autotuned:
-    """Returns a new function whose only good config is n=2; with its default, n=0, it gives what it is given."""
+    """Returns a new function whose only good config is n=2; with its default, n=0, it returns its argument."""
 
     @quarantune.autotune(configs, **{"rep": 1, "name": name, "ref_fn": None, **options})
     @functools.partial(jax.jit, static_argnames=["n"])
@@ -75,7 +75,7 @@ def entry_of(cache_dir: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def one_warning(*parts: str) -> Iterator[None]:
-    """Asserts that the block warns exactly once, of the cache, with all these texts."""
+    """Asserts that the block emits exactly one warning of the cache, with all these texts."""
     with pytest.warns(CacheWarning) as caught:
         yield
     (warning,) = [str(warning.message) for warning in caught]
@@ -546,7 +546,7 @@ def test_where_nothing_can_be_saved_the_call_gives_its_result_and_one_warning_sa
 
 
 def vandal(name: str, cache_dir: Path, *, leaves_a_file: bool) -> quarantune.Autotuned:
-    """Returns a function whose second config takes away the cache directory while it is traced."""
+    """Returns a function whose second config removes the cache directory while it is traced."""
     directory = str(cache_dir)
 
     @quarantune.autotune([{"n": 1}, {"n": 2}, {"n": 3}], rep=1, name=name)
@@ -686,7 +686,7 @@ def test_a_config_that_made_trouble_for_one_shape_is_tried_last_with_the_whole_d
         return x
 
     def tried(size: int) -> list[str]:
-        """Returns the n of all that were traced, in order; finalists are traced again."""
+        """Returns the n of all traced configs in order; finalists are traced again."""
         traced = [note[2:] for note in Path(notes).read_text().split() if note.startswith(f"{size}:")]
         return list(dict.fromkeys(traced))
 

@@ -1,4 +1,4 @@
-"""One problem is tuned once: by threads, by processes that start together, and across kills, stops and longer lists."""
+"""One problem is tuned once: by threads, by processes that start together, after kills and stops, for longer lists."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ for line in sys.stdin:
 
 
 class Member:
-    """A process that calls the kernel when told to."""
+    """A process that calls the kernel on request."""
 
     _serial = itertools.count()
 
@@ -132,7 +132,7 @@ class Member:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kills the process, and returns when all that it had started is gone too."""
+        """Kills the process, and returns when all processes that it had started are gone too."""
         self._process.kill()
         self._process.communicate()
         assert eventually(lambda: not carriers(MARK, self.mark))
@@ -143,28 +143,28 @@ class Member:
 
 
 class Fleet:
-    """Members that stand ready; those that were lent are not lent again."""
+    """Members on standby; each is handed out once."""
 
     def __init__(self, home: Path) -> None:
         self._home = home
         self._ready: list[Member] = []
-        self._lent: list[Member] = []
+        self._in_use: list[Member] = []
 
-    def lend(self, count: int) -> list[Member]:
+    def hand_out(self, count: int) -> list[Member]:
         new = [Member(self._home) for _ in range(count - len(self._ready))]
         for member in new:
             assert member.read_line() == "ready"
         self._ready += new
-        lent = [self._ready.pop() for _ in range(count)]
-        self._lent += lent
-        return lent
+        members = [self._ready.pop() for _ in range(count)]
+        self._in_use += members
+        return members
 
     def give_back(self, members: list[Member]) -> None:
-        """Takes back members that are idle and unharmed, so that others need not be started."""
+        """Takes back members that are idle and unharmed, which saves starting others."""
         self._ready += members
 
     def close(self) -> None:
-        for member in {*self._ready, *self._lent}:
+        for member in {*self._ready, *self._in_use}:
             member.close()
 
 
@@ -179,7 +179,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Where the kernel notes what was traced."""
+    """The directory in which the kernel notes its traces."""
     (tmp_path / "place").mkdir()
     return tmp_path / "place"
 
@@ -190,7 +190,7 @@ def notes(place: Path) -> list[int]:
 
 
 def recorded(cache_dir: Path) -> list[int]:
-    """Returns the n of every finished trial, as the journal has them."""
+    """Returns the n of every finished trial in the journal."""
     lines = [line for file in cache_dir.glob(f"{NAME}.trials/*.jsonl") for line in file.read_text().splitlines()]
     records = [json.loads(line.partition(" ")[2]) for line in lines]
     return [record["trial"]["config"]["n"] for record in records if "trial" in record]
@@ -216,7 +216,7 @@ def entry_of(cache_dir: Path) -> dict[str, Any]:
 def test_sixteen_processes_that_start_together_sweep_once_and_get_one_answer(
     fleet: Fleet, cache_dir: Path, place: Path
 ) -> None:
-    members = fleet.lend(16)
+    members = fleet.hand_out(16)
     for member in members:
         member.order(cache_dir, place, [True] * 6)
     answers = [member.answer() for member in members]
@@ -234,7 +234,7 @@ def test_sixteen_processes_that_start_together_sweep_once_and_get_one_answer(
 def test_when_the_tuning_one_of_sixteen_is_killed_another_finishes_its_sweep(
     fleet: Fleet, cache_dir: Path, place: Path
 ) -> None:
-    members = fleet.lend(16)
+    members = fleet.hand_out(16)
     for member in members:
         member.order(cache_dir, place, [n == 5 for n in range(12)])
     assert eventually(lambda: len(recorded(cache_dir)) >= 3, timeout_s=30)
@@ -263,7 +263,7 @@ def test_a_sweep_killed_at_five_random_moments_runs_no_finished_trial_twice(
     expected: collections.Counter[int] = collections.Counter(range(40))
     before: collections.Counter[int] = collections.Counter()
     for moment in moments:
-        (member,) = fleet.lend(1)
+        (member,) = fleet.hand_out(1)
         member.order(cache_dir, place, [True] * 40)
         # Somewhere between that many trials finished, and the next.
         assert eventually(lambda moment=moment: len(recorded(cache_dir)) >= moment, timeout_s=30)
@@ -275,7 +275,7 @@ def test_a_sweep_killed_at_five_random_moments_runs_no_finished_trial_twice(
         before = noted
         assert len(in_flight) <= 18  # those that wait to be measured, one that compiles, one that has ended unrecorded
         expected += in_flight
-    (member,) = fleet.lend(1)
+    (member,) = fleet.hand_out(1)
     member.order(cache_dir, place, [True] * 40)
     config, values = member.answer()
     assert values == [config["n"]] * 2
@@ -287,7 +287,7 @@ def test_a_sweep_killed_at_five_random_moments_runs_no_finished_trial_twice(
 
 
 def test_a_stopped_holder_is_taken_over_and_may_go_on_later(fleet: Fleet, cache_dir: Path, place: Path) -> None:
-    stopped, other = fleet.lend(2)
+    stopped, other = fleet.hand_out(2)
     (place / "shut").touch()
     stopped.order(cache_dir, place, [False, True, False], worst_case_s=1.5)
     assert eventually(lambda: notes(place) == [0], timeout_s=30)
@@ -308,7 +308,7 @@ def test_a_stopped_holder_is_taken_over_and_may_go_on_later(fleet: Fleet, cache_
 
 
 def test_waiting_is_visible_and_ctrl_c_ends_it_within_a_second(fleet: Fleet, cache_dir: Path, place: Path) -> None:
-    tuning, waiting = fleet.lend(2)
+    tuning, waiting = fleet.hand_out(2)
     (place / "shut").touch()
     tuning.order(cache_dir, place, [True])
     assert eventually(lambda: notes(place) == [0], timeout_s=30)
@@ -335,7 +335,7 @@ X = np.zeros(4, np.float32)
 
 
 def scaled(configs: Any, *, bad: tuple[int, ...] = (1,), slow: tuple[int, ...] = ()) -> quarantune.Autotuned:
-    """Returns a new function for the same problem: what is bad raises, what is slow takes long."""
+    """Returns a new function for the same problem: bad configs raise, slow ones take long."""
 
     @quarantune.autotune(configs, rep=3, name=NAME, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
