@@ -163,7 +163,7 @@ def test_a_hung_holder_with_its_lock_does_not_keep_the_claim_for_ever(make: Call
     age(hung, 100)
     assert second.try_acquire()
     second.release()
-    # Once it gives way, as the lock may also be held by somebody who is about to make the claim.
+    # It gives way once, because the holder of the lock may be about to make the claim.
     assert [third.try_acquire(), third.try_acquire()] == [False, True]
     third.release()
     hung.release()
@@ -198,7 +198,7 @@ def test_hosts_judge_each_other_by_silence_alone(make: Callable[..., Claim], mon
     here.release()
 
 
-@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # of what no crash leaves
+@pytest.mark.filterwarnings("ignore::quarantune.cache.CacheWarning")  # about a file that no crash leaves
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"token": 1}'])
 def test_a_claim_torn_by_a_crash_is_taken_over_soon(make: Callable[..., Claim], content: bytes) -> None:
     claim = make()

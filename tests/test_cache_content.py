@@ -1,4 +1,4 @@
-"""A shared cache directory may hold anything: what is not ours is never waited for, used, or overwritten unseen."""
+"""A shared cache directory may hold anything: foreign files are never waited for, used, or overwritten silently."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def put_socket(path: Path) -> None:
     import socket
 
     here = os.getcwd()
-    os.chdir(path.parent)  # such names are short
+    os.chdir(path.parent)  # a socket's path must be short
     try:
         with socket.socket(socket.AF_UNIX) as made:
             made.bind(path.name)
@@ -299,7 +299,7 @@ def test_a_claim_from_the_future_is_taken_over(tmp_path: Path) -> None:
     claim.release()
 
 
-# --- all of it, under a call --------------------------------------------------------------------------------
+# --- calls on damaged files ---------------------------------------------------------------------------------
 
 
 def test_a_sweep_measures_trials_with_wrong_types_again(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,4 +396,4 @@ def test_reading_a_large_file_leaves_the_garbage_collector_alone(is_enabled: boo
         gc.callbacks.remove(note)
         (gc.enable if was_enabled else gc.disable)()
     assert len(value) == 100_000
-    assert seen <= 2  # the start and the stop of one round, once it is on again
+    assert seen <= 2  # the start and the end of one collection, after it is enabled again

@@ -13,7 +13,7 @@ import pytest
 
 WRITERS, KEYS = 8, 20
 
-# One process imports the package and forks the writers and the reader: they start together, and sooner.
+# One process imports the package and forks the writers and the reader, so that all start at once, and sooner.
 HAMMER = """
 import fcntl, json, os, sys, traceback
 from pathlib import Path
@@ -29,14 +29,14 @@ def write(writer, writes):
     acknowledged = os.open(directory / f"{writer}.acknowledged", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number in range(writes):
         key = f"{writer}/{number % keys}"
-        if number >= keys:  # Nobody else writes this key: what was acknowledged last must still be there.
+        if number >= keys:  # No other writer uses this key: the last acknowledged value must still be there.
             found = store.get("kernel", "cpu", key)
             assert found is not None and found["config"] == {"BM": number - keys}, (key, number, found)
         store.put("kernel", "cpu", key, {"config": {"BM": number}})
         os.write(acknowledged, f"{key} {number}\\n".encode())
 
 def read():
-    os.nice(19)  # Reading all the while, but not instead of the writers.
+    os.nice(19)  # Reads all the time without slowing down the writers.
     path, reads, newest = directory / "kernel.json", 0, {}
     while not (finished.exists() and reads):
         if path.exists():
@@ -84,19 +84,19 @@ def test_no_acknowledged_write_is_lost_and_no_read_is_torn(
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hammer:
         assert hammer.stdout is not None
         for victim in json.loads(hammer.stdout.readline())[:killed]:
-            # Spread by the progress of all and a random moment, so that any instruction may be the last.
+            # At random moments, so that any instruction may be the last.
             goal = len(acknowledged(tmp_path)) + rng.randrange(20, 100)
             while len(acknowledged(tmp_path)) < goal:
                 time.sleep(rng.uniform(0.0, 0.005))
             os.kill(victim, signal.SIGKILL)
         endings = json.loads(hammer.stdout.read())
 
-    # The reader ends last, and well only if each of its reads was whole and none went back in time.
+    # The reader ends last, and succeeds only if each read was complete and none older than the one before.
     assert endings == [-signal.SIGKILL] * killed + [0] * (WRITERS - killed) + [0]
     writes = acknowledged(tmp_path)
     assert len(writes) >= (WRITERS - killed) * writes_each
     found = json.loads((tmp_path / "kernel.json").read_bytes())["cpu"]
-    # A killed writer may have written once more than it could say.
+    # A killed writer may have made one write that it could not acknowledge.
     lost = {key: n for key, n in dict(writes).items() if found[key]["config"]["BM"] not in (n, n + KEYS)}
     assert lost == {}
     assert list(tmp_path.glob("*.corrupt-*")) == []

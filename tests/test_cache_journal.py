@@ -156,7 +156,7 @@ for number in range(int(sys.argv[3])):
         other.communicate(timeout=60)
     found: dict[str, list[int]] = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CacheWarning)  # of the line that the victim may have been writing
+        warnings.simplefilter("ignore", CacheWarning)  # about the line that the killed process may have been writing
         records = Journal(tmp_path, "f", "cpu", "key").records()
     for record in records:
         found.setdefault(record["writer"], []).append(record["number"])

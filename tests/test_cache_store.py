@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def announcement(store: Store, *, host: str, pid: int, started: int = 1) -> Path:
-    """Makes the file by which another writer says that it is at work."""
+    """Makes the file that announces another writer."""
     store.directory.mkdir(exist_ok=True)
     path = store.directory / f".f.json.{host}-{pid}-{started}-0.tmp"
     path.write_text("half of an en")
@@ -263,7 +263,7 @@ def test_a_writer_taken_for_dead_starts_over_instead_of_overwriting(
         real_fsync(fd)
         if not slept:
             slept.append(True)
-            # Meanwhile somebody without working locks withdraws our announcement and writes.
+            # Meanwhile a writer without working locks withdraws our announcement and writes.
             monkeypatch.setattr(
                 "quarantune.cache.file_lease.side_lock", lambda path, timeout_s: contextlib.nullcontext()
             )

@@ -108,7 +108,7 @@ def test_infinities_are_told_apart_with_one_tolerance_zero(zero_by: str) -> None
     [
         (3 + 4.05j, 3 + 4j, True),
         (3 + 4.07j, 3 + 4j, False),
-        (3.05 + 4.05j, 3 + 4j, False),  # each part is near enough, the modulus of the difference is not
+        (3.05 + 4.05j, 3 + 4j, False),  # each part is within the tolerance, the modulus of the difference is not
         (complex(math.nan, 1), complex(math.nan, 1), True),
         (complex(math.inf, 1), complex(math.inf, 1), True),
         (complex(math.inf, 1), complex(math.inf, 2), False),
@@ -172,7 +172,7 @@ def test_the_ratio_holds_for_each_leaf_alone() -> None:
 
 def test_the_worst_element_is_the_farthest_beyond_its_own_tolerance() -> None:
     expected = np.array([[1e6, 0.0], [0.0, 0.0]])
-    output = np.array([[1e6 + 5000, 1.0], [3.0, 2.0]])  # the first is the largest difference, and allowed
+    output = np.array([[1e6 + 5000, 1.0], [3.0, 2.0]])  # the first difference is the largest, and allowed
     message = compare({"x": [output]}, {"x": [expected]}, STRICT)
     assert message == (
         "3 of 4 elements (75%) differ by more than rtol=0.01, atol=0.01; "
@@ -201,7 +201,7 @@ def test_a_large_array_is_compared_completely_in_little_memory() -> None:
             assert message is not None
             assert message.startswith("2 of 2100000 ")
             assert f"at {[i - 1 for i in got.shape]} of output: got 2.0" in message
-            assert peak - before < 2 * expected.nbytes  # there was no whole copy of both
+            assert peak - before < 2 * expected.nbytes  # neither array was copied as a whole
     finally:
         tracemalloc.stop()
 
@@ -264,7 +264,7 @@ def test_numbers_of_one_kind_are_compared_in_the_wider_of_their_types(narrow: An
         mine, its = thirds.astype(output), thirds.astype(expected)
         assert compare(mine, its, Tolerance()) is None
         assert "100 of 100 elements (100%) differ" in (compare(mine + mine.dtype.type(1), its, EXACT) or "")
-        assert compare(mine, its, EXACT) is not None  # the wider one tells the difference
+        assert compare(mine, its, EXACT) is not None  # the wider type shows the difference
 
 
 def test_two_long_structures_are_shown_around_their_first_difference() -> None:

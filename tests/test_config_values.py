@@ -1,4 +1,4 @@
-"""Enums, dataclasses and dicts in configs: as the function, the worker, the cache and a saved result have them."""
+"""Enums, dataclasses and dicts in configs, in the function, its workers, the cache and a saved result."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_two_classes_of_one_name_in_one_space_are_refused() -> None:
 
 
 def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., Any]:
-    """Returns an autotuned function of which only one config is any good, with types that workers cannot import."""
+    """Returns an autotuned function with one good config, whose types workers cannot import."""
 
     class Mode(enum.Enum):
         FAST = "fast"
@@ -110,7 +110,7 @@ def planned(seen: Callable[[Any], None] = lambda plan: None) -> Callable[..., An
     @quarantune.autotune(configs, prune_fn=prune_fn, name="planned", warmup=0, rep=2)
     @jax.jit(static_argnames=["config", "extra"])
     def fn(x: Any, config: TuningConfig = configs[0]["config"], extra: Any = None) -> Any:
-        # Identity, because that is how enums are compared: the worker's class must be the function's.
+        # Enums are compared by identity: the worker's class must be the function's.
         if config.mode is not Mode.FAST:
             raise ArithmeticError("not this one")
         assert isinstance(config, TuningConfig)

@@ -15,7 +15,7 @@ GB = 10**9
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
-    """Lays the files out under a root of their own."""
+    """Writes the files under a root directory."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,7 +30,7 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A child with a child of its own; both end when the pipe to the inner one closes."""
+    """A child process with a child of its own; both end when the pipe to the inner one closes."""
     inner = "import sys; print('up', flush=True); sys.stdin.read()"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
     with subprocess.Popen([sys.executable, "-c", outer], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

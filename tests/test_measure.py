@@ -1,4 +1,4 @@
-"""How long a config takes is measured with few samples, and who is the fastest is decided as noise allows."""
+"""Configs are timed with few samples, and the fastest is chosen within the limits of the noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DAMAGED = [2.0**64 / 1e6, 0.0, -1.0, math.inf, math.nan, 1e-300]
 
 
 class Time:
-    """A clock that stands still but for what is said to take time."""
+    """A clock that advances only when a test says so."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -36,7 +36,7 @@ class Time:
 
 
 class Sampler:
-    """Gives scripted samples, in milliseconds; each takes the time it says, or what it is told to take."""
+    """Returns scripted samples, in milliseconds; each advances the clock by its own length, or by a given time."""
 
     def __init__(self, samples: Iterable[float | Taken], time: Time | None = None, seconds: float = 0.0) -> None:
         self._samples = iter(samples)
@@ -229,7 +229,7 @@ def test_a_damaged_sample_does_not_affect_whether_a_config_is_ruled_out() -> Non
     assert not spared.is_ruled_out
 
 
-# --- what the clock cannot mean -----------------------------------------------------------------------------
+# --- implausible samples ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damaged", DAMAGED)
@@ -281,7 +281,7 @@ def test_the_standard_error_is_the_scatter_of_medians() -> None:
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    """Gives the clocks a time that the test controls."""
+    """Replaces the time of the clocks with one that the test controls."""
     time = Time()
     told = types.SimpleNamespace(perf_counter=time, thread_time_ns=lambda: 0)
     for module in (clocks, waits):
@@ -295,7 +295,7 @@ def wholes(samples: Sequence[Taken]) -> list[float]:
 
 
 class Run:
-    """Something to time, that takes as long as it is told to."""
+    """A run of a given length."""
 
     def __init__(self, time: Time, seconds: float) -> None:
         self._time, self._seconds = time, seconds
@@ -314,7 +314,7 @@ def test_short_runs_are_repeated_within_a_wall_clock_sample(time: Time, seconds:
     clock = clocks.WallClock(run, None)
     clock.take(1)
     assert run.count == 1
-    # The clock of this test is read without error but for the last digits of floats.
+    # The clock of this test is exact up to the last digits of floats.
     assert wholes(clock.take(3)) == pytest.approx([1e3 * seconds] * 3, rel=1e-2, abs=1e-9)
     assert run.count == pytest.approx(1 + 3 * repeated, rel=1e-2)
 
@@ -366,7 +366,7 @@ def test_a_queued_clock_times_real_runs() -> None:
     assert sum(map(is_plausible_ms, wholes([*clock.take(1), *clock.take(4)]))) == 5
 
 
-# --- who is in the final ------------------------------------------------------------------------------------
+# --- choosing the finalists ---------------------------------------------------------------------------------
 
 
 def trial(time_ms: float | None, outcome: Outcome = Outcome.OK, samples_ms: tuple[float, ...] = ()) -> Trial:
@@ -408,7 +408,7 @@ def test_configs_with_the_same_program_share_its_times_in_the_final() -> None:
     assert finals.with_same_program({3: [1.1]}, trials) == {3: [1.1], 5: [1.1]}
 
 
-# --- what it decides ----------------------------------------------------------------------------------------
+# --- deciding the final -------------------------------------------------------------------------------------
 
 TRIALS = 200
 
@@ -483,7 +483,7 @@ def test_warm_rounds_decide_between_equals_unless_they_tie_too() -> None:
     assert finals.decide(cold, default=2, warm=warm) == finals.Verdict(4, (6,))
     assert finals.decide(cold, default=6, warm=warm) == finals.Verdict(6, (4,))
     assert finals.decide(cold, default=6, warm=warm | {2: [0.7] * 9}) == finals.Verdict(2, ())
-    # Those of one program were represented by one of them; a final in which one has no warm rounds had none.
+    # One config takes the place of all with its program; if it has no warm rounds, the final had none.
     assert finals.decide(cold, default=2, warm={4: [0.8] * 9, 6: [0.9] * 9}) == finals.Verdict(4, (6,))
 
 

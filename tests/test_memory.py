@@ -1,4 +1,4 @@
-"""Memory of processes: shared memory counts, pages that forks share count once, and files of others do not."""
+"""The memory of processes: shared memory counts, pages that forks share count once, files of others do not count."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def holder(kind: str, lines: int = 1, *, fds: tuple[int, ...] = ()) -> Iterator[list[int]]:
-    """Yields the processes of a program that holds 48 MB, all that came of it first its own."""
+    """Yields the processes of a program that holds 48 MB, that of the program first."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds
     ) as process:
@@ -99,7 +99,7 @@ def holder(kind: str, lines: int = 1, *, fds: tuple[int, ...] = ()) -> Iterator[
 
 def weigh(family: list[int], **about: object) -> int:
     asked = {"baseline_bytes": 0, "limit_bytes": 1 << 40, "foreign": set, "exactly": True, **about}
-    return memory.Scale().weigh(family, **asked)  # type: ignore[arg-type]
+    return memory.MemoryMeter().held_bytes(family, **asked)  # type: ignore[arg-type]
 
 
 SHARED = {
@@ -155,18 +155,18 @@ def test_data_that_a_pool_of_forks_shares_counts_once() -> None:
 def test_a_cheap_measurement_keeps_the_shared_memory_of_the_exact_one(monkeypatch: pytest.MonkeyPatch) -> None:
     about = {"baseline_bytes": 0, "limit_bytes": 1 << 40, "foreign": set}
     with holder("pool_of_forks", lines=5) as family:
-        scale = memory.Scale()
-        exact = scale.weigh(family, exactly=True, **about)  # type: ignore[arg-type]
+        meter = memory.MemoryMeter()
+        exact = meter.held_bytes(family, exactly=True, **about)  # type: ignore[arg-type]
         monkeypatch.delattr(memory, "shared_bytes")
         monkeypatch.delattr(memory, "proportional_bytes")
-        assert abs(scale.weigh(family, exactly=False, **about) - exact) < MB  # type: ignore[arg-type]
+        assert abs(meter.held_bytes(family, exactly=False, **about) - exact) < MB  # type: ignore[arg-type]
 
 
 def test_fast_growth_of_shared_pages_triggers_an_exact_measurement() -> None:
-    scale = memory.Scale()
+    meter = memory.MemoryMeter()
 
     def look() -> int:
-        return scale.weigh([os.getpid()], baseline_bytes=0, limit_bytes=1 << 40, foreign=set, exactly=False)
+        return meter.held_bytes([os.getpid()], baseline_bytes=0, limit_bytes=1 << 40, foreign=set, exactly=False)
 
     before = look()
     with mmap.mmap(-1, 48 * MB) as taken:

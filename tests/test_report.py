@@ -1,4 +1,4 @@
-"""What people read: no config and no message can garble a terminal or break print."""
+"""Tables and messages: no config and no message can garble a terminal or break print."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory to load a result from may hold anything: each kind of trouble is one line that says what is wrong."""
+"""A directory to load a result from may hold anything: each kind of damage is reported in one line."""
 
 from __future__ import annotations
 

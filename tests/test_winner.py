@@ -1,4 +1,4 @@
-"""A compiled config as a function: it runs where its executable may, and else gives what the jitted function gives."""
+"""A compiled winner: it runs its executable where that fits the call, and the jitted function otherwise."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_call_that_it_was_made_for_is_not_traced() -> None:
 
 @jax.tree_util.register_pytree_node_class
 class Pair:
-    """Looks at what it is made of."""
+    """Validates its contents."""
 
     def __init__(self, first: Any, second: Any) -> None:
         assert first.shape == second.shape

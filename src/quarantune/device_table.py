@@ -79,7 +79,7 @@ def _tpu(vmem_mib: int) -> DeviceLimits:
 
 
 # NVIDIA's "CUDA C++ Programming Guide", technical specifications per compute capability. A block gets 48 KiB of shared
-# memory without asking; these are what it gets for asking, as compilers do.
+# memory by default; these are the limits on request, which compilers make.
 _TURING = _cuda(64)
 _AMPERE_DATA_CENTRE = _cuda(163)
 _AMPERE_AND_ADA = _cuda(99)

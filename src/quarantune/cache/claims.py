@@ -126,7 +126,7 @@ class Claim:
         """Shows the others that the holder lives; takes microseconds, so call it whenever something has happened.
 
         Args:
-            worst_case_s: a new bound on the seconds until the next call; None leaves it as it is.
+            worst_case_s: a new bound on the seconds until the next call; None leaves it unchanged.
 
         Returns:
             False if the claim is not ours, or no longer because this process was silent for too long.

@@ -19,7 +19,7 @@ _NOTABLE_BYTES = 16 << 20
 _BLOCK_BYTES = 512
 
 
-class Scale:
+class MemoryMeter:
     """Measures one worker's memory again and again: cheaply as a rule, exactly on request or near the limit.
 
     The cheap measurement adds up the private pages of all processes, which counts pages that forks still share once for
@@ -32,7 +32,7 @@ class Scale:
         self._shared = 0
         self._counted_again = 0
 
-    def weigh(
+    def held_bytes(
         self,
         family: Sequence[int],
         *,

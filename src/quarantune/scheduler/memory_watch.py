@@ -108,7 +108,7 @@ class MemoryWatch:
         """Records the memory that the process tree of each worker holds now."""
         for worker in workers:
             pid = self._sandbox.pid(worker.number)
-            worker.used_bytes = worker.scale.weigh(
+            worker.used_bytes = worker.memory_meter.held_bytes(
                 [] if pid is None else [pid, *worker.descendants],
                 baseline_bytes=baseline,
                 limit_bytes=self._limit_bytes(worker),

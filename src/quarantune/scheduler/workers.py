@@ -152,7 +152,7 @@ class Worker:
         used: how many configs it has measured.
         peak_bytes: the most memory that it held.
         used_bytes: the memory that it holds.
-        scale: weighs its memory.
+        memory_meter: measures the memory of its processes.
         descendants: process ids below its own.
         offered: the number of outputs that its own was to be compared with.
         output_fd: the file for its own output; -1 where there is none.
@@ -181,7 +181,7 @@ class Worker:
     used: int = 0
     peak_bytes: int = 0
     used_bytes: int = 0
-    scale: memory.Scale = dataclasses.field(default_factory=memory.Scale)
+    memory_meter: memory.MemoryMeter = dataclasses.field(default_factory=memory.MemoryMeter)
     descendants: list[int] = dataclasses.field(default_factory=list)
     offered: int = 0
     output_fd: int = -1

@@ -152,7 +152,7 @@ class Trial:
 
 
 def _check_types(data: Mapping[str, Any]) -> None:
-    """Checks the types in a described trial, which anybody may have written."""
+    """Checks the types in a described trial, which may have been written by anybody."""
     types: dict[str, tuple[type, ...]] = {
         "config": (dict,),
         "outcome": (str,),

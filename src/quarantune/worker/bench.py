@@ -209,7 +209,7 @@ class Bench:
         """Runs a program once and judges its output, as `Judge.check` does.
 
         Raises:
-            WrongResultError: the output, or a gradient, is not what it should be.
+            WrongResultError: the output, or a gradient, is wrong.
         """
         output = self.run(program)
         return self.judge.check(program.config, output, references=references, standard=standard, output_fd=output_fd)

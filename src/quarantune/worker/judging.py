@@ -115,7 +115,7 @@ class Judge:
             None where it agrees with none or was not compared.
 
         Raises:
-            WrongResultError: the output, or a gradient, is not what it should be.
+            WrongResultError: the output, or a gradient, is wrong.
         """
         check_fn = self._call.companions.get("check_fn")
         if check_fn is not None or "ref_fn" in self._call.companions:
