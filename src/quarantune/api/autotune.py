@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _NOTHING: tuple[Any, dict[Any, tuple[list[Any], Callable[..., Any]]]] = (None, {})
 
-_aval, _sharding = jax_internals.aval_of, jax_internals.sharding_of
+_aval, _sharding = jax_internals.aval_of, jax_internals.raw_sharding_of
 
 
 def autotune(configs: Any, **options: Unpack[OptionKeywords]) -> Callable[[Callable[..., Any]], Autotuned]:

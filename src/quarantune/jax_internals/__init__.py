@@ -9,11 +9,11 @@ from quarantune.jax_internals.arrays import (
     key_data_shape,
     key_dtype,
     key_impl,
-    sharding_of,
+    raw_sharding_of,
     typed_ndarray,
 )
 from quarantune.jax_internals.backends import answer_for_device, backends_initialized, load_plugins, target_config
-from quarantune.jax_internals.compilation_cache import compilation_cache_in_memory, keep_compiled
+from quarantune.jax_internals.compilation_cache import compilation_cache_in_memory, seed_compilation_cache
 from quarantune.jax_internals.configuration import (
     CONTEXTS,
     config_values,
@@ -85,7 +85,6 @@ __all__ = [
     "is_plain_aval",
     "is_tracing",
     "jit_options",
-    "keep_compiled",
     "key_data_shape",
     "key_dtype",
     "key_impl",
@@ -96,9 +95,10 @@ __all__ = [
     "primitive_type",
     "pytree_registration",
     "pytree_registrations_held_back",
+    "raw_sharding_of",
     "register_pytree",
+    "seed_compilation_cache",
     "set_contexts",
-    "sharding_of",
     "target_config",
     "trace_context",
     "trace_context_names",

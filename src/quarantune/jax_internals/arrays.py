@@ -73,7 +73,7 @@ def array_type() -> type[Any]:
 
 
 aval_of = operator.attrgetter("aval")
-sharding_of = operator.attrgetter("_sharding")
+raw_sharding_of = operator.attrgetter("_sharding")
 """Reads the sharding of a JAX array; the public `sharding` takes three times as long, in every cached call."""
 
 

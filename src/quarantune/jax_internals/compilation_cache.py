@@ -127,7 +127,7 @@ def _restore_compilation_cache() -> None:
     _swapped.cache = None
 
 
-def keep_compiled(programs: Mapping[str, bytes]) -> bool:
+def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:
     """Seeds JAX's compilation cache with programs that workers compiled.
 
     Private because JAX has no public way to add a program to its cache.

@@ -20,7 +20,7 @@ class CompilationSeeds:
         Args:
             compiled: the contents by JAX's own key.
         """
-        if compiled and not jax_internals.keep_compiled(compiled):
+        if compiled and not jax_internals.seed_compilation_cache(compiled):
             self._waiting |= compiled
 
     @contextlib.contextmanager
