@@ -55,7 +55,7 @@ def chosen(result: quarantune.ContextualResult) -> dict[str, Any]:
     return {name: choice.config["ms"] for name, choice in zip(result.labels, result.kernels, strict=True)}
 
 
-def test_each_kernel_is_tried_with_those_before_it_at_their_best_and_those_after_it_at_their_first() -> None:
+def test_kernels_are_tuned_in_turn_with_the_others_at_their_best_so_far() -> None:
     first, second = kernel("first", {"ms": [15, 3]}), kernel("second", {"ms": [12, 20, 2]})
 
     @quarantune.contextual_autotune(n_repeat=2)
@@ -78,7 +78,7 @@ def test_each_kernel_is_tried_with_those_before_it_at_their_best_and_those_after
     assert [len(choice.trials) for choice in result.kernels] == [2, 3]
 
 
-def test_what_wins_alone_may_lose_in_its_context_and_stays_the_winner_elsewhere() -> None:
+def test_a_config_may_win_alone_and_lose_in_its_context() -> None:
     # The kernel is quick with ms=0, but leaves data that its successor takes long over.
     maker = kernel("maker", {"ms": [0, 5]}, lambda x, ms: pause(x, ms) + (1 if ms == 0 else 0))
     taker = kernel("taker", {"ms": [40]}, lambda x, ms: jax.lax.cond(x[0] > 0, lambda x: pause(x, ms), lambda x: x, x))
@@ -93,7 +93,7 @@ def test_what_wins_alone_may_lose_in_its_context_and_stays_the_winner_elsewhere(
     assert both(X)[0] == 0, "what is best alone must not leak into it"
 
 
-def test_calls_of_one_kernel_with_two_shapes_are_tuned_apart_and_equal_calls_together() -> None:
+def test_a_kernel_is_tuned_once_for_each_of_its_shapes() -> None:
     # Each shape has a config of its own that is quick.
     shaped = kernel("shaped", {"ms": [4, 8]}, lambda x, ms: pause(x, 1 if x.size == ms else 15))
 
@@ -107,7 +107,7 @@ def test_calls_of_one_kernel_with_two_shapes_are_tuned_apart_and_equal_calls_tog
     assert shapes == [[4], [8]]
 
 
-def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_that_the_outer_ones_config_gives_it() -> None:
+def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_it_gets_there() -> None:
     inner = kernel("inner", {"ms": [10, 1]})
     outer = kernel("outer", {"ms": [2, 4]}, lambda x, ms: inner(x.reshape(ms, -1)).ravel() + pause(x, 40 / ms))
 
@@ -125,7 +125,7 @@ def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_that_the_outer_ones_con
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-def test_the_winners_are_what_runs_in_a_plain_function_and_in_a_jitted_one(jitted: bool) -> None:
+def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> None:
     # Tracing the inner jit anew, every time, takes 25 ms, which no other difference must drown in.
     slow, quick = kernel("left", {"ms": [50, 1]}, lambda x, ms: pause(x, ms) + ms), kernel("right", {"ms": [1, 50]})
 
@@ -159,7 +159,7 @@ def test_untuned_a_function_runs_with_its_kernels_own_defaults() -> None:
 
 
 @pytest.mark.usefixtures("quiet_place")
-def test_a_config_that_crashes_in_its_context_is_contained_even_if_it_is_the_first() -> None:
+def test_a_config_that_crashes_in_its_context_is_contained() -> None:
     def crash_beside_others(x: Any, ms: float) -> Any:
         def host(value: Any) -> Any:
             if ms == 9:
@@ -186,7 +186,7 @@ def test_a_config_that_crashes_in_its_context_is_contained_even_if_it_is_the_fir
     assert result.failures == {"crashed": 1}
 
 
-def test_if_nothing_works_the_error_names_what_was_tried() -> None:
+def test_the_error_of_a_function_that_always_fails_names_the_attempts() -> None:
     def fail(x: Any, ms: float) -> Any:
         raise ArithmeticError(f"no {ms}")
 
@@ -236,7 +236,7 @@ def test_kernels_of_one_name_and_different_code_are_tuned_apart(sweeps: list[str
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_neither_first_nor_default_need_work_if_another_config_does() -> None:
+def test_first_and_default_configs_may_fail_where_another_works() -> None:
     def only_the_third(x: Any, ms: Any) -> Any:
         if ms == 7:
             os.abort()
@@ -355,7 +355,7 @@ def test_a_script_without_a_guard_tunes_once_and_a_new_process_remembers(tmp_pat
     assert (cache_dir / "program.whole.json").exists()
 
 
-def test_the_table_shows_each_kernel_with_its_winner_and_what_the_whole_gains() -> None:
+def test_the_table_shows_each_kernels_winner_and_the_total_gain() -> None:
     one, two = kernel("one", {"ms": [10, 1]}), kernel("two", {"ms": [1, 10]})
 
     @quarantune.contextual_autotune(n_repeat=2)
@@ -374,7 +374,7 @@ def test_the_table_shows_each_kernel_with_its_winner_and_what_the_whole_gains() 
     assert np.array_equal(result.fn(X), X)
 
 
-def test_without_a_sandbox_the_same_is_found() -> None:
+def test_without_a_sandbox_the_same_configs_win() -> None:
     one, two = kernel("one", {"ms": [10, 1]}), kernel("two", {"ms": [1, 10]})
 
     @quarantune.contextual_autotune(n_repeat=2)
@@ -437,12 +437,12 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], error: 
         quarantune.contextual_autotune(**options)
 
 
-def test_an_autotuned_kernel_itself_is_no_function_to_tune_in_context() -> None:
+def test_an_autotuned_kernel_itself_is_refused() -> None:
     with pytest.raises(TypeError, match="goes on a function that calls autotuned kernels"):
         quarantune.contextual_autotune(kernel("only", {"ms": [1]}))
 
 
-def test_what_threads_assign_meanwhile_is_neither_lost_nor_left_behind() -> None:
+def test_threads_keep_their_assignments_apart() -> None:
     only = kernel("shared", {"ms": [5, 6]}, lambda x, ms: x + ms)
     x, (mine, theirs) = jnp.zeros(4), (threading.Event(), threading.Event())
     slot = assignment.Slot(only.name, '{"x":{"dtype":"float32","shape":[4]}}')

@@ -115,7 +115,7 @@ def test_bad_configs_are_refused_at_decoration_with_the_fix(configs: Any, kind: 
 
 
 @pytest.mark.usefixtures("no_process")
-def test_what_is_static_by_position_alone_is_not_where_configs_set_it() -> None:
+def test_a_parameter_static_only_by_position_is_no_tunable() -> None:
     fn = jax.jit(lambda x, n=1: x * n, static_argnums=-1)  # which JAX counts from a call's last positional argument
     with pytest.raises(ValueError, match=r"\['n'\] are not static.*static_argnames=\['n'\]"):
         quarantune.autotune([{"n": 1}])(fn)
@@ -191,13 +191,13 @@ def test_bad_configs_from_a_callable_are_refused_before_any_process(
 
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((X, 1, 2), {}), ((X,), {"y": 1})])
-def test_a_call_that_does_not_fit_the_signature_is_refused_before_any_process(args: Any, kwargs: Any) -> None:
+def test_a_call_that_does_not_fit_the_signature_starts_no_process(args: Any, kwargs: Any) -> None:
     with pytest.raises(TypeError, match="argument"):
         choosy()(*args, **kwargs)
 
 
 @pytest.mark.usefixtures("no_process")
-def test_what_cannot_be_sent_to_a_worker_is_named_before_any_process() -> None:
+def test_arguments_that_cannot_travel_are_named_before_any_process() -> None:
     lock = threading.Lock()
 
     @quarantune.autotune([{"n": 1}])
@@ -213,7 +213,7 @@ def test_what_cannot_be_sent_to_a_worker_is_named_before_any_process() -> None:
 # --- a function that stays a function -----------------------------------------------------------------------
 
 
-def test_it_looks_like_the_function_it_wraps() -> None:
+def test_an_autotuned_function_looks_like_the_one_it_wraps() -> None:
     fn = choosy()
     assert fn.__name__ == "scale"
     assert fn.__qualname__ == "choosy.<locals>.scale"
@@ -238,7 +238,7 @@ def test_lower_trace_and_eval_shape_use_the_winner(sweeps: list[str]) -> None:
 
 @pytest.mark.usefixtures("no_process")
 @pytest.mark.parametrize("by_hand", [((X, 2), {}), ((X,), {"n": 2}), ((), {"x": X, "n": 2})])
-def test_a_tunable_passed_by_hand_makes_the_tuner_step_aside(by_hand: Any) -> None:
+def test_a_tunable_passed_by_hand_runs_the_function_untuned(by_hand: Any) -> None:
     args, kwargs = by_hand
     for fn in (choosy(), choosy(lambda x, **_: [{"n": 1}, {"n": 2}])):
         np.testing.assert_array_equal(fn(*args, **kwargs), X * 2)
@@ -269,7 +269,7 @@ def test_lookup_never_tunes_and_then_knows_the_winner(sweeps: list[str]) -> None
 
 
 @pytest.mark.parametrize("value", [2.0, X.astype(np.float64), np.float64(2), [X.astype(np.float64), 2.0]])
-def test_what_x64_makes_another_call_of_is_tuned_again(value: Any, sweeps: list[str]) -> None:
+def test_a_call_whose_dtypes_x64_changes_is_tuned_again(value: Any, sweeps: list[str]) -> None:
     @quarantune.autotune([{"n": 1}, {"n": 2}], rep=1)
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 1) -> Any:
@@ -283,7 +283,7 @@ def test_what_x64_makes_another_call_of_is_tuned_again(value: Any, sweeps: list[
     assert len(sweeps) == 2
 
 
-def test_tune_tunes_even_what_is_cached_and_tells_of_every_config(sweeps: list[str]) -> None:
+def test_tune_ignores_the_cache_and_reports_every_config(sweeps: list[str]) -> None:
     fn = choosy({"n": [3, 2, 1]})
     fn(X)
     result = fn.tune(X)
@@ -369,14 +369,14 @@ def test_equal_instances_share_an_entry_and_others_do_not(sweeps: list[str]) -> 
 # --- the configs --------------------------------------------------------------------------------------------
 
 
-def test_configs_may_be_a_generator_that_is_walked_once(sweeps: list[str]) -> None:
+def test_configs_may_be_a_generator(sweeps: list[str]) -> None:
     fn = choosy({"n": n} for n in (1, 2, 1))
     np.testing.assert_array_equal(fn(X), X * 2)
     np.testing.assert_array_equal(fn(X[:2]), X[:2] * 2)
     assert len(fn.tune(X).trials) == 2
 
 
-def test_a_callable_is_given_the_call_with_shapes_for_arrays() -> None:
+def test_a_callable_takes_the_call_with_shapes_for_arrays() -> None:
     calls = []
 
     def configs(x: Any, *, mode: str) -> Iterator[dict[str, int]]:
@@ -438,7 +438,7 @@ def test_prune_fn_drops_configs_before_a_worker_is_spent(sweeps: list[str]) -> N
     assert result.failures == {"pruned": 2}
 
 
-def test_a_prune_fn_that_raises_raises_in_the_call_and_the_next_call_works(sweeps: list[str]) -> None:
+def test_an_error_in_prune_fn_reaches_the_caller_of_that_call_only(sweeps: list[str]) -> None:
     broken = [True]
 
     def prune(config: dict[str, int], x: Any) -> bool:
@@ -465,7 +465,7 @@ def test_pruning_everything_fails_with_the_fix() -> None:
 # --- failing ------------------------------------------------------------------------------------------------
 
 
-def test_all_failing_raises_once_swept_and_is_remembered(sweeps: list[str]) -> None:
+def test_a_sweep_in_which_all_configs_fail_raises_and_is_remembered(sweeps: list[str]) -> None:
     fn = hopeless()
     for spelt in (lambda: fn(X), lambda: fn(x=X), lambda: jax.jit(fn)(X)):
         with pytest.raises(quarantune.TuningFailedError) as caught:
@@ -580,7 +580,7 @@ def test_a_cached_call_touches_no_file_and_starts_no_process(watched: Callable[[
     assert not cache_dir.exists()
 
 
-def test_a_new_function_object_finds_what_another_left_on_disk(sweeps: list[str]) -> None:
+def test_a_new_function_object_finds_the_cached_result_of_another(sweeps: list[str]) -> None:
     choosy()(X)
     again = choosy()
     assert again.lookup(X) == {"n": 2}

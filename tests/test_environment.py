@@ -9,7 +9,7 @@ import pytest
 from quarantune.values.settings import Settings, current, parse_memory, settings
 
 
-def test_defaults_are_those_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_are_the_documented_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("QUARANTUNE_CACHE_DIR")
     monkeypatch.delenv("QUARANTUNE_PROGRESS")
     now = current()
@@ -50,9 +50,7 @@ def test_defaults_are_those_of_the_contract(monkeypatch: pytest.MonkeyPatch) -> 
         ("timeout", "", None),
     ],
 )
-def test_a_variable_is_read_when_asked_for(
-    name: str, text: str, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"QUARANTUNE_{name.upper()}", text)
     assert getattr(current(), name) == expected
 
@@ -82,7 +80,7 @@ def test_a_variable_is_read_when_asked_for(
         ("memory_limit", "1", "a number with a unit"),
     ],
 )
-def test_a_bad_value_is_refused_by_name_with_what_is_accepted(
+def test_a_bad_value_is_refused_with_its_name_and_accepted_values(
     name: str, text: str, accepted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variable = f"QUARANTUNE_{name.upper()}"
@@ -129,7 +127,7 @@ def test_a_block_refuses_a_bad_value_before_it_is_entered(name: str, value: Any)
         settings(**{name: value})
 
 
-def test_a_block_beats_the_variable_and_the_inner_block_beats_the_outer(
+def test_a_block_overrides_the_variable_and_inner_blocks_outer_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_TIMEOUT", "1")
@@ -153,7 +151,7 @@ def test_a_block_may_be_entered_inside_itself() -> None:
     assert current().timeout is None
 
 
-def test_a_block_entered_again_inside_another_ends_where_it_was_entered_last() -> None:
+def test_a_block_entered_twice_ends_where_it_was_entered_last() -> None:
     outer, inner = settings(timeout=2), settings(timeout=3)
     with outer, inner:
         with outer:
@@ -212,25 +210,25 @@ def test_memory_is_parsed(text: int | str, expected: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1e9", "nan", "8 XB", True, 0, "0.2", "9" * 400, 10**400])
-def test_what_is_no_memory_is_refused(text: Any) -> None:
+def test_an_invalid_amount_of_memory_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="amount of memory"):
         parse_memory(text)
 
 
 @pytest.mark.parametrize("text", [1, "512", "8k"])
-def test_less_memory_than_any_process_needs_is_taken_for_a_missing_unit(text: Any) -> None:
+def test_a_tiny_amount_of_memory_is_refused_as_lacking_a_unit(text: Any) -> None:
     with pytest.raises(ValueError, match="no worker starts with less than 16 MiB: give a number with a unit"):
         parse_memory(text)
 
 
-def test_a_variable_that_does_not_exist_is_told_once_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_is_reported_once_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_TIMEOUTT", "5")
     with pytest.warns(RuntimeWarning, match="no variable QUARANTUNE_TIMEOUTT.*Did you mean 'QUARANTUNE_TIMEOUT'"):
         assert current().timeout is None
     current()  # the second time in silence: a warning would be an error here
 
 
-def test_a_relative_cache_directory_does_not_move_with_the_working_directory(
+def test_a_relative_cache_directory_stays_when_the_process_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -101,7 +101,7 @@ def keywords(x: Any, **config: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_tunable_given_by_hand_to_what_finds_it_out_is_refused_before_any_work(name: str) -> None:
+def test_tune_refuses_a_tunable_given_by_hand_before_any_work(name: str) -> None:
     jitted = scaled(name)
     says = re.escape("n is tuned here: leave it out")
     for fn in (plain, keywords, jitted.__wrapped__):
@@ -121,7 +121,7 @@ def test_a_tunable_given_by_hand_to_what_finds_it_out_is_refused_before_any_work
 
 
 @pytest.mark.usefixtures("no_process")
-def test_on_miss_default_runs_untuned_and_says_so_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_miss_default_runs_untuned_with_one_warning(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_ON_MISS", "default")
     fn = scaled(name)
     with one_warning(name, "not tuned for this call, running with its defaults"):
@@ -129,7 +129,7 @@ def test_on_miss_default_runs_untuned_and_says_so_once(name: str, monkeypatch: p
             np.testing.assert_array_equal(fn(x), x)
 
 
-def test_what_ran_untuned_is_tuned_once_that_is_allowed_again(name: str, swept: list[list[Any]]) -> None:
+def test_a_call_that_ran_untuned_is_tuned_when_that_is_allowed_again(name: str, swept: list[list[Any]]) -> None:
     fn = scaled(name)
     with quarantune.settings(on_miss="default"), one_warning("not tuned"):
         fn(X)
@@ -140,7 +140,7 @@ def test_what_ran_untuned_is_tuned_once_that_is_allowed_again(name: str, swept: 
 
 
 @pytest.mark.usefixtures("no_process")
-def test_on_miss_error_says_that_there_is_nothing_and_what_to_do(
+def test_on_miss_error_reports_an_empty_cache_with_a_remedy(
     name: str, monkeypatch: pytest.MonkeyPatch, cache_dir: Path
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_ON_MISS", "error")
@@ -154,7 +154,7 @@ def test_on_miss_error_says_that_there_is_nothing_and_what_to_do(
         scaled(name)(X)
 
 
-def test_on_miss_error_names_the_nearest_entry_and_what_differs(name: str, cache_dir: Path) -> None:
+def test_on_miss_error_names_the_nearest_entry_and_the_differences(name: str, cache_dir: Path) -> None:
     scaled(name)(X)
     scaled(name, factor=7.0)(X[None])
 
@@ -205,7 +205,7 @@ def test_always_tune_starts_over_once_per_process_and_key(
     assert len(swept) == 3
 
 
-def test_always_tune_repeats_a_failure_no_more_than_a_success(
+def test_always_tune_repeats_neither_a_failure_nor_a_success(
     name: str, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_ALWAYS_TUNE", "1")
@@ -216,7 +216,7 @@ def test_always_tune_repeats_a_failure_no_more_than_a_success(
     assert swept == [[1]]
 
 
-def test_disable_cache_neither_reads_nor_writes_but_remembers_in_memory(
+def test_disable_cache_touches_no_file_and_remembers_in_memory(
     name: str, swept: list[list[Any]], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scaled(name)(X)
@@ -235,7 +235,7 @@ def test_disable_cache_neither_reads_nor_writes_but_remembers_in_memory(
 
 
 @pytest.mark.parametrize("version_check", ["0", "1"])
-def test_results_of_other_versions_are_used_with_one_warning_or_measured_again(
+def test_results_of_other_versions_warn_once_or_are_measured_again(
     version_check: str, name: str, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch, cache_dir: Path
 ) -> None:
     now = versions.versions()
@@ -283,7 +283,7 @@ def test_settings_beat_the_environment_in_their_own_thread_only(name: str, monke
         ("MEMORY_LIMIT", "lots", "bytes, or a number with a unit"),
     ],
 )
-def test_a_bad_value_is_an_error_at_the_first_call_that_names_variable_value_and_what_is_accepted(
+def test_a_bad_variable_is_an_error_at_the_first_call_with_accepted_values(
     variable: str, value: str, accepted: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(f"QUARANTUNE_{variable}", value)
@@ -294,7 +294,7 @@ def test_a_bad_value_is_an_error_at_the_first_call_that_names_variable_value_and
     np.testing.assert_array_equal(fn(X, n=2), X * 2)
 
 
-def test_a_bad_value_does_not_hurt_cached_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_variable_does_not_affect_cached_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fn = scaled(name)
     fn(X)
     monkeypatch.setenv("QUARANTUNE_ON_MISS", "maybe")
@@ -305,7 +305,7 @@ def test_a_bad_value_does_not_hurt_cached_calls(name: str, monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("no_process")
-def test_lookup_and_default_start_no_process_whatever_the_operator_wants(
+def test_lookup_and_default_start_no_process_under_any_settings(
     name: str, monkeypatch: pytest.MonkeyPatch, cache_dir: Path
 ) -> None:
     fn = scaled(name)
@@ -316,7 +316,7 @@ def test_lookup_and_default_start_no_process_whatever_the_operator_wants(
     assert not cache_dir.exists()
 
 
-def test_default_runs_the_defaults_also_once_it_is_tuned(name: str) -> None:
+def test_default_runs_the_defaults_of_a_tuned_function_too(name: str) -> None:
     fn = scaled(name)
     np.testing.assert_array_equal(fn(X), X * 2)
     np.testing.assert_array_equal(fn.default(X), X)
@@ -407,9 +407,7 @@ def test_changed_code_is_a_miss_and_a_changed_comment_is_not(tmp_path: Path) -> 
 # --- entries that cannot be used ----------------------------------------------------------------------------
 
 
-def test_an_entry_whose_config_is_no_longer_in_the_space_is_a_miss_with_a_warning(
-    name: str, swept: list[list[Any]]
-) -> None:
+def test_an_entry_whose_config_left_the_space_is_a_miss_with_a_warning(name: str, swept: list[list[Any]]) -> None:
     scaled(name)(X)
     without_it = scaled(name, [{"n": 0}, {"n": 1}])
     with one_warning("config {'n': 2} is not in the config space any more"):
@@ -431,7 +429,7 @@ BROKEN: list[dict[str, Any]] = [
 ]
 
 
-def test_an_entry_with_a_config_that_makes_no_sense_is_a_miss_with_a_warning(
+def test_an_entry_with_a_nonsensical_config_is_a_miss_with_a_warning(
     name: str, swept: list[list[Any]], cache_dir: Path
 ) -> None:
     np.testing.assert_array_equal(scaled(name)(X), X * 2)
@@ -447,7 +445,7 @@ def test_an_entry_with_a_config_that_makes_no_sense_is_a_miss_with_a_warning(
     assert swept == [[1, 2]]
 
 
-def test_a_number_that_is_none_in_a_cached_config_is_a_miss_with_a_warning(name: str, cache_dir: Path) -> None:
+def test_a_cached_config_with_a_bad_number_is_a_miss_with_a_warning(name: str, cache_dir: Path) -> None:
     scaled(name)(X)
     file = cache_file(cache_dir)
     file.write_text(file.read_text().replace('{"n": 2}', '{"n": 1e999}'))
@@ -485,9 +483,7 @@ def test_nonsense_around_a_good_config_never_crashes_a_call(
 
 
 @pytest.mark.parametrize("content", ["", '{"cpu": {"k": {"config": ', "[1, 2]", '{"cpu": 7}', "\x00\x01binary"])
-def test_a_damaged_cache_file_is_set_aside_reported_once_and_the_call_goes_on(
-    content: str, name: str, cache_dir: Path
-) -> None:
+def test_a_damaged_cache_file_is_set_aside_and_reported_once(content: str, name: str, cache_dir: Path) -> None:
     cache_dir.mkdir()
     (cache_dir / f"{name}.json").write_text(content)
     with one_warning("set aside as", ".corrupt-"):
@@ -498,7 +494,7 @@ def test_a_damaged_cache_file_is_set_aside_reported_once_and_the_call_goes_on(
     assert entry_of(cache_dir)["config"] == {"n": 2}
 
 
-def test_a_file_of_a_newer_schema_is_left_alone_and_the_call_goes_on(name: str, cache_dir: Path) -> None:
+def test_a_file_of_a_newer_schema_is_left_alone(name: str, cache_dir: Path) -> None:
     scaled(name)(X)
     edit(cache_dir, lambda entry: entry.update(schema=SCHEMA + 1))
     before = cache_file(cache_dir).read_bytes()
@@ -531,7 +527,7 @@ def a_file(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("obstacle", [read_only, a_file])
-def test_where_nothing_can_be_saved_the_call_gives_its_result_and_one_warning_says_what_was_not_saved(
+def test_a_result_that_cannot_be_saved_is_returned_with_one_warning(
     obstacle: Callable[[Path], contextlib.AbstractContextManager[None]],
     name: str,
     cache_dir: Path,
@@ -565,20 +561,20 @@ def vandal(name: str, cache_dir: Path, *, leaves_a_file: bool) -> quarantune.Aut
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_directory_that_vanishes_in_mid_sweep_is_made_again(name: str, cache_dir: Path) -> None:
+def test_a_directory_that_vanishes_during_a_sweep_is_made_again(name: str, cache_dir: Path) -> None:
     fn = vandal(name, cache_dir, leaves_a_file=False)
     np.testing.assert_array_equal(fn(X), X)
     assert entry_of(cache_dir)["config"] == fn.lookup(X)
 
 
-def test_a_directory_that_cannot_be_written_from_mid_sweep_on_costs_one_warning(name: str, cache_dir: Path) -> None:
+def test_a_directory_that_turns_read_only_costs_one_warning(name: str, cache_dir: Path) -> None:
     fn = vandal(name, cache_dir, leaves_a_file=True)
     with one_warning("nothing was saved", str(cache_dir), "QUARANTUNE_CACHE_DIR"):
         np.testing.assert_array_equal(fn(X), X)
     assert fn.lookup(X) is not None
 
 
-def test_a_lock_that_cannot_be_had_in_time_costs_one_warning_and_not_the_result(name: str, cache_dir: Path) -> None:
+def test_a_lock_that_times_out_costs_one_warning_but_not_the_result(name: str, cache_dir: Path) -> None:
     cache_dir.mkdir()
     with open(cache_dir / f".{name}.json.lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -602,7 +598,7 @@ def talking(name: str) -> quarantune.Autotuned:
     return talk
 
 
-def test_log_dir_keeps_what_every_trial_printed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_dir_keeps_the_output_of_every_trial(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUARANTUNE_LOG_DIR", str(tmp_path / "logs"))
     fn = talking(name)
     fn(X)
@@ -639,7 +635,7 @@ def test_progress_is_shown_on_stderr_if_wanted(
     assert re.fullmatch(rf"quarantune: {name}: 2/2, 1 failed, best \S+ ms \(n=2\)\n", lines[2])
 
 
-def test_progress_counts_what_an_earlier_sweep_finished(
+def test_progress_counts_the_trials_of_an_interrupted_sweep(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scaled(name)(X)
@@ -651,7 +647,7 @@ def test_progress_counts_what_an_earlier_sweep_finished(
     assert lines[-1].endswith("\n")
 
 
-def test_the_logger_tells_of_every_config_and_the_winner(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_logger_reports_every_config_and_the_winner(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="quarantune"):
         scaled(name)(X)
     said = [record.getMessage() for record in caplog.records if record.name == "quarantune"]
@@ -665,7 +661,7 @@ def test_nothing_is_printed_unless_wanted(name: str, capfd: pytest.CaptureFixtur
     assert capfd.readouterr() == ("n=2 sees (4,)\n", "")  # the caller's own tracing; what workers print is kept apart
 
 
-def test_a_config_that_made_trouble_for_one_shape_is_tried_last_with_the_whole_deadline(
+def test_a_config_with_trouble_at_another_shape_runs_last(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")  # two that compile at once may be traced in either order
@@ -705,7 +701,7 @@ def test_a_config_that_made_trouble_for_one_shape_is_tried_last_with_the_whole_d
 
 
 @pytest.mark.parametrize("absurd_ms", [-5.0, 0.0, 1e-300, 10**400], ids=["negative", "zero", "tiny", "huge"])
-def test_a_recalled_time_that_no_call_can_take_is_measured_again_and_never_wins(
+def test_an_impossible_time_in_the_journal_is_measured_again(
     name: str, cache_dir: Path, swept: list[list[Any]], absurd_ms: float
 ) -> None:
     @quarantune.autotune({"n": [20, 400_000]}, rep=3, name=name)
@@ -732,7 +728,7 @@ def test_a_recalled_time_that_no_call_can_take_is_measured_again_and_never_wins(
     assert again.lookup(X) == {"n": 20}
 
 
-def test_a_config_that_timed_out_gets_the_whole_of_a_raised_deadline(name: str) -> None:
+def test_a_config_that_timed_out_runs_again_under_a_longer_deadline(name: str) -> None:
     @quarantune.autotune({"n": [1, 2]}, rep=1, name=name)
     @functools.partial(jax.jit, static_argnames=["n"])
     def slow(x: Any, n: int = 2) -> Any:

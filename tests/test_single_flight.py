@@ -213,9 +213,7 @@ def entry_of(cache_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_sixteen_processes_that_start_together_sweep_once_and_get_one_answer(
-    fleet: Fleet, cache_dir: Path, place: Path
-) -> None:
+def test_sixteen_processes_that_start_together_sweep_once(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     members = fleet.hand_out(16)
     for member in members:
         member.order(cache_dir, place, [True] * 6)
@@ -231,7 +229,7 @@ def test_sixteen_processes_that_start_together_sweep_once_and_get_one_answer(
 
 
 @pytest.mark.slow
-def test_when_the_tuning_one_of_sixteen_is_killed_another_finishes_its_sweep(
+def test_when_the_tuning_process_is_killed_another_finishes_its_sweep(
     fleet: Fleet, cache_dir: Path, place: Path
 ) -> None:
     members = fleet.hand_out(16)
@@ -255,9 +253,7 @@ def test_when_the_tuning_one_of_sixteen_is_killed_another_finishes_its_sweep(
 
 
 @pytest.mark.slow
-def test_a_sweep_killed_at_five_random_moments_runs_no_finished_trial_twice(
-    fleet: Fleet, cache_dir: Path, place: Path
-) -> None:
+def test_a_sweep_killed_five_times_runs_no_finished_trial_twice(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     random_ = random.Random(3)
     moments = sorted(random_.sample(range(1, 35), 5))
     expected: collections.Counter[int] = collections.Counter(range(40))
@@ -364,7 +360,7 @@ def test_threads_with_function_objects_of_their_own_sweep_once(swept: list[list[
     assert swept == [[1, 2]]
 
 
-def test_those_who_wait_while_all_configs_fail_are_told_so_and_do_not_sweep_in_turn(
+def test_waiters_of_a_failed_sweep_get_its_failure_and_do_not_sweep(
     swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     all_wait, waiting = threading.Event(), set()
@@ -398,9 +394,7 @@ def test_those_who_wait_while_all_configs_fail_are_told_so_and_do_not_sweep_in_t
     assert swept == [[1, 2]] * 2
 
 
-def test_a_grown_list_measures_only_what_is_new_and_settles_the_winner_among_all(
-    swept: list[list[Any]], cache_dir: Path
-) -> None:
+def test_a_longer_list_measures_only_its_new_configs(swept: list[list[Any]], cache_dir: Path) -> None:
     def winner(*values: int) -> int:
         fn = scaled([{"n": n} for n in values], slow=(2, 3))
         config = fn.lookup(X)
@@ -420,7 +414,7 @@ def test_a_grown_list_measures_only_what_is_new_and_settles_the_winner_among_all
     assert sum(entry["trials"].values()) == 4
 
 
-def test_a_list_that_has_shrunk_or_changed_its_order_measures_nothing(swept: list[list[Any]]) -> None:
+def test_a_shorter_or_reordered_list_measures_nothing(swept: list[list[Any]]) -> None:
     scaled([{"n": 1}, {"n": 2}, {"n": 4}], slow=(4,))(X)
     fn = scaled([{"n": 4}, {"n": 2}, {"n": 1}], slow=(4,))
     assert fn.lookup(X) == {"n": 2}

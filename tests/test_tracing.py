@@ -110,7 +110,7 @@ def test_inside_a_transformation_a_call_is_tuned_once_and_uses_the_winner(
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.vmap, scanned], ids=["jit", "vmap", "scan"])
-def test_inside_a_transformation_the_answer_on_disk_is_found(transform: Any, sweeps: list[str]) -> None:
+def test_a_call_inside_a_transformation_finds_the_cached_result(transform: Any, sweeps: list[str]) -> None:
     for _ in range(2):
 
         @quarantune.autotune({"n": [1, 2]}, rep=1, name="on-disk")
@@ -122,7 +122,7 @@ def test_inside_a_transformation_the_answer_on_disk_is_found(transform: Any, swe
     assert len(sweeps) == 1
 
 
-def test_a_compiled_program_keeps_its_winner_and_does_not_come_back(
+def test_a_compiled_program_keeps_its_winner(
     kernel: quarantune.Autotuned, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = jax.jit(lambda x: kernel(x) + 1)
@@ -143,9 +143,7 @@ def test_the_winner_is_in_the_text_of_the_outer_program(sweeps: list[str]) -> No
     assert "3.0625" not in text
 
 
-def test_traced_and_eager_calls_of_one_shape_share_their_answer(
-    kernel: quarantune.Autotuned, sweeps: list[str]
-) -> None:
+def test_traced_and_eager_calls_of_one_shape_share_an_entry(kernel: quarantune.Autotuned, sweeps: list[str]) -> None:
     jax.jit(kernel)(X)
     kernel(X)
     jax.vmap(kernel)(np.stack([X, X]))
