@@ -16,6 +16,7 @@ import pytest
 
 from quarantune.sandbox import wire
 from quarantune.sandbox.codec import Frame
+from quarantune.sandbox.template_messages import Kill, Started
 from quarantune.sandbox.wire import Connection, Decoder, WireClosedError, WireError, encode
 
 
@@ -117,6 +118,21 @@ def test_messages_before_the_damage_are_received(ends: tuple[Connection, socket.
     for look in (ours.check, ours.receive):
         with pytest.raises(WireError, match="no frame"):
             look()
+
+
+def test_messages_before_an_unexpected_one_are_received(ends: tuple[Connection, socket.socket]) -> None:
+    ours, theirs = ends
+    other = Connection(theirs)
+    null = os.open(os.devnull, os.O_RDONLY)
+    other.send_message(Kill(1))
+    other.send_message(Started(number=1, pid=2), [null])
+    other.send_message(Kill(2), [null])
+    before = len(open_fds())
+    assert ours.receive_messages(Kill) == [(Kill(1), [])]
+    assert len(open_fds()) == before, "descriptors behind the damage are closed"
+    with pytest.raises(WireError, match="'Started' arrived where one of these was expected: Kill"):
+        ours.receive_messages(Kill)
+    os.close(null)
 
 
 def test_a_flipped_bit_never_makes_another_message() -> None:
