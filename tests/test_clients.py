@@ -92,7 +92,7 @@ assert float(layer.calls[...]) == 3
     )
 
 
-def test_an_equinox_module_of_a_script_is_an_argument_and_self_of_a_tuned_method(tmp_path: Path) -> None:
+def test_an_equinox_module_of_a_script_is_an_argument_and_a_self(tmp_path: Path) -> None:
     pytest.importorskip("equinox")
     run(
         tmp_path,
@@ -132,7 +132,7 @@ agree(eqx.filter_grad(lambda net: net(x).sum())(net).bias, np.full(4, 2.0))
     )
 
 
-def test_optax_trains_through_a_tuned_attention_under_jit_grad_scan_and_remat(tmp_path: Path) -> None:
+def test_optax_trains_through_a_tuned_attention_under_transformations(tmp_path: Path) -> None:
     pytest.importorskip("optax")
     run(
         tmp_path,
@@ -230,7 +230,7 @@ agree(got, paged_attention.paged_attention_reference(q, kv, kv, lengths))
     )
 
 
-def test_the_config_objects_of_jaxs_hopper_kernels_are_listed_as_they_are(tmp_path: Path) -> None:
+def test_the_config_objects_of_jaxs_hopper_kernels_can_be_listed(tmp_path: Path) -> None:
     pytest.importorskip("absl")  # which these modules of JAX import
     run(
         tmp_path,
@@ -302,7 +302,7 @@ agree(product, jnp.concatenate([lhs[:64] @ rhs[0], lhs[64:] @ rhs[1]]))
     )
 
 
-def test_programs_over_four_devices_in_gspmd_and_shard_map_call_tuned_kernels(tmp_path: Path) -> None:
+def test_gspmd_and_shard_map_programs_on_four_devices_call_tuned_kernels(tmp_path: Path) -> None:
     run(
         tmp_path,
         """

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import types
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
-from misdeeds import MEASURED, MISDEEDS, kernel
+from helpers import ends
+from misdeeds import MISDEEDS, kernel
 
 import quarantune
 from quarantune.sandbox import template
@@ -91,11 +91,6 @@ LONG = (
 
 def tune(*space: tuple[str, str]) -> list[Trial]:
     return list(kernel.tune(X, space=space).trials)
-
-
-def ends(trials: Iterable[Trial]) -> list[str]:
-    """Returns the outcomes of trials, with `ok` for all that were measured, slow ones included."""
-    return ["ok" if trial.outcome in MEASURED else trial.outcome.value for trial in trials]
 
 
 GOOD = ("good", "")

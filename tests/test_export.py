@@ -37,7 +37,7 @@ def exported(fn: Any, shape: str) -> Any:
     return export.export(jax.jit(lambda x: fn(x)))(struct)
 
 
-def test_symbolic_shapes_without_a_key_fn_run_with_the_defaults_and_warn_once(sweeps: list[str]) -> None:
+def test_symbolic_shapes_without_a_key_fn_use_the_defaults_and_warn_once(sweeps: list[str]) -> None:
     fn = tunable("symbolic")
     with pytest.warns(quarantune.CacheWarning, match=r"symbolic: running with its defaults.*key_fn") as caught:
         one, two = exported(fn, "b, 4"), exported(fn, "b, d")
@@ -51,7 +51,7 @@ def test_symbolic_shapes_without_a_key_fn_run_with_the_defaults_and_warn_once(sw
     assert not sweeps
 
 
-def test_a_key_fn_that_leaves_out_what_is_symbolic_finds_the_tuned_config(sweeps: list[str]) -> None:
+def test_a_key_fn_without_symbolic_values_finds_the_tuned_config(sweeps: list[str]) -> None:
     fn = tunable("bucketed", key_fn=lambda x: [x.shape[-1], str(x.dtype)], ref_fn=None)
     with pytest.warns(
         quarantune.CacheWarning, match=r"nothing is cached for the key .*4.*tune it with concrete shapes"

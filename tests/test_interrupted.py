@@ -125,7 +125,7 @@ def test_nothing_outlives_a_caller_that_is_killed(program: Program, number: sign
         assert process.wait() == -number
 
 
-def test_a_sweep_goes_on_where_a_killed_one_ended(program: Program) -> None:
+def test_a_sweep_resumes_where_a_killed_one_ended(program: Program) -> None:
     with program.start() as process:
         process.kill()
     assert program.measured(), "it was killed before anything was measured, which shows nothing"
@@ -143,7 +143,7 @@ def _to_its_group(process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("interrupt", [pytest.param(_to_the_process, marks=pytest.mark.slow), _to_its_group])
-def test_an_interrupt_ends_the_sweep_at_once_and_the_next_call_goes_on_with_it(
+def test_an_interrupt_ends_the_sweep_at_once_and_the_next_call_resumes_it(
     program: Program, interrupt: Callable[[subprocess.Popen[bytes]], None]
 ) -> None:
     with program.start(start_new_session=True) as process:
@@ -255,7 +255,7 @@ def stop_it(*_: object, **__: object) -> bool:
 
 
 @pytest.mark.usefixtures("quiet_place")
-def test_an_exception_in_the_callers_own_code_ends_the_sweep_and_the_next_call_goes_on_with_it() -> None:
+def test_an_exception_in_a_callback_ends_the_sweep_and_the_next_call_resumes_it() -> None:
     x, space = np.ones(7, np.float32), (GOOD,) * 6  # which no other test's sweep has answered in this process
     with nothing_is_left(), watching(stop_it), pytest.raises(StopIt):
         misdeeds.kernel.trace(x, space=space)

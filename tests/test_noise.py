@@ -145,7 +145,7 @@ def test_finalists_are_chosen_by_their_fastest_runs_not_by_their_median() -> Non
     assert finals.finalists({**others, 7: unlucky})[0] == 7
 
 
-def test_what_one_sample_ruled_out_gets_a_second_look_where_the_machine_was_busy() -> None:
+def test_a_busy_machine_gives_configs_ruled_out_by_one_sample_another_run() -> None:
     dropped = trial(80.0, 80.0, outcome=Outcome.SLOW)
     noisy = {index: trial(1.0 + index / 100, 1.0 + index / 100, 100.0, 90.0) for index in range(6)}
     assert finals.finalists({**noisy, 9: dropped})[-1] == 9
@@ -157,7 +157,7 @@ def test_what_one_sample_ruled_out_gets_a_second_look_where_the_machine_was_busy
     assert finals.finalists({**quiet, 9: dropped}) == [0, 1, 2, 3]
 
 
-def test_a_second_look_that_finds_a_config_fast_makes_it_the_winner_and_one_that_does_not_leaves_it_slow() -> None:
+def test_a_second_measurement_decides_between_winner_and_slow() -> None:
     trials = {0: trial(1.0, 1.0, 90.0), 1: trial(80.0, 80.0, outcome=Outcome.SLOW)}
     final = finals.Final({0: [1.0] * 5, 1: [0.79] * 5})
     settled, verdict = finals.conclude(trials, final, default=0)

@@ -13,17 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import ends
 
 import quarantune
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
 X = jnp.ones(8)
-
-
-def ends(trials: tuple[quarantune.Trial, ...]) -> list[str]:
-    """Returns how trials ended; one that was measured is `ok`: on a busy machine any may be found slow."""
-    return ["ok" if trial.outcome.value == "slow" else trial.outcome.value for trial in trials]
 
 
 def tuner(fn: Callable[..., Any], configs: list[Any], **options: Any) -> quarantune.AutoTuner:

@@ -184,7 +184,7 @@ def test_a_tuner_compares_arrays_and_not_what_else_is_returned() -> None:
     assert ends(quarantune.AutoTuner(free, {"do": [1, 2]}, warmup=0, rep=2).run(X).trials) == ["ok", "ok"]
 
 
-def test_configs_are_compared_with_each_other_where_the_defaults_are_pruned(caplog: pytest.LogCaptureFixture) -> None:
+def test_configs_are_compared_with_each_other_if_the_defaults_are_pruned(caplog: pytest.LogCaptureFixture) -> None:
     kernel = tuned(offset, [0, 2, 1, 1.5], default=0, prune_fn=lambda config, x: config["do"] > 0)
     with caplog.at_level(logging.WARNING, "quarantune"):
         assert ends(kernel.tune(X).trials) == ["pruned", "wrong", "ok", "ok"]
@@ -216,7 +216,7 @@ def test_a_reference_may_be_wider_than_the_kernel(isolation: str) -> None:
 
 
 @everywhere
-def test_a_reference_of_another_shape_is_refused_before_any_config_is_traced(isolation: str, tmp_path: Path) -> None:
+def test_a_reference_of_another_shape_is_refused_before_tracing(isolation: str, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
 
     def noted(x: Any, do: Any) -> Any:
@@ -368,7 +368,7 @@ def test_on_the_device_the_same_is_found_as_on_the_host(name: str, got: Any, wan
     assert (asked[0] is not None) == (got.size > 0 and (is_float or (said is None and name != "whole off")))
 
 
-def test_a_prepared_comparison_compiles_nothing_and_carries_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prepared_comparison_compiles_and_transfers_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     comparer, tolerance = on_device.Comparer(), Tolerance()
     wanted = np.arange(24, dtype=np.float16).reshape(4, 6)
     comparer.prepare({"a": wanted, "b": "no array"}, tolerance)

@@ -27,7 +27,7 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
-from helpers import everywhere, isolated
+from helpers import ends, everywhere, isolated
 from jax.experimental.compilation_cache import compilation_cache
 
 import quarantune
@@ -118,13 +118,8 @@ def by_config(trials: tuple[Trial, ...]) -> dict[Any, Trial]:
     return {trial.config["do"]: trial for trial in trials}
 
 
-def ends(trials: tuple[Trial, ...]) -> list[str]:
-    """Returns how trials ended; one that was measured is `ok`: on a busy machine any may be found slow."""
-    return ["ok" if trial.outcome is Outcome.SLOW else trial.outcome.value for trial in trials]
-
-
 @everywhere
-def test_a_caller_who_has_switched_compiling_off_is_given_a_winner_all_the_same(isolation: str) -> None:
+def test_a_caller_with_jit_disabled_still_gets_a_winner(isolation: str) -> None:
     kernel = tuned(lambda x, do: x * do, [2], ref_fn=lambda x: 2 * x)
     with isolated(isolation), jax.disable_jit():
         np.testing.assert_array_equal(kernel(X), 2 * X)
@@ -162,9 +157,7 @@ SLIPS = {
 
 
 @everywhere
-def test_the_fastest_third_being_wrong_the_winner_is_right_and_every_wrong_one_is_told(
-    isolation: str, notes: Notes
-) -> None:
+def test_if_the_fastest_third_is_wrong_the_winner_is_still_right(isolation: str, notes: Notes) -> None:
     def doubled(x: Any) -> Any:
         notes.add("reference")
         return {"doubled": 2 * x, "parts": (x, jnp.full(2, jnp.nan))}
@@ -237,9 +230,7 @@ def noting(notes: Notes) -> Callable[[Any, int], Any]:
         (hang, "timeout: it took longer than 2 s"),
     ],
 )
-def test_a_reference_that_fails_is_the_callers_error_and_no_config_is_tried(
-    ref_fn: Any, told: str, notes: Notes
-) -> None:
+def test_a_failing_reference_is_the_callers_error_and_nothing_runs(ref_fn: Any, told: str, notes: Notes) -> None:
     kernel = tuned(noting(notes), [1, 2], ref_fn=ref_fn)
     template.shared()
     started = time.monotonic()
@@ -252,7 +243,7 @@ def test_a_reference_that_fails_is_the_callers_error_and_no_config_is_tried(
 
 
 @pytest.mark.usefixtures("no_process")
-def test_a_reference_that_raises_in_this_process_is_the_callers_error_too(notes: Notes) -> None:
+def test_a_reference_that_raises_in_process_is_the_callers_error_too(notes: Notes) -> None:
     kernel = tuned(noting(notes), [1, 2], ref_fn=boom)
     with isolated("none"), pytest.raises(quarantune.ReferenceFailedError, match="ArithmeticError: there is no ref"):
         kernel.tune(X)
@@ -283,7 +274,7 @@ def choosy(output: Any, expected: Any, x: Any) -> Any:
 
 
 @everywhere
-def test_a_check_without_a_reference_says_false_or_raises_where_a_result_is_wrong(isolation: str) -> None:
+def test_a_check_without_a_reference_rejects_wrong_results(isolation: str) -> None:
     kernel = tuned(lambda x, do: x + do, [1, 2, 3, 4], check_fn=choosy)
     with isolated(isolation):
         trials = kernel.tune(X).trials
@@ -317,7 +308,7 @@ squared.defvjp(lambda x, factor: (x * x, x), lambda factor, x, g: (factor * x * 
 
 
 @everywhere
-def test_a_wrong_gradient_under_a_right_output_is_told_if_gradients_are_checked(isolation: str) -> None:
+def test_check_grad_finds_a_wrong_gradient_behind_a_right_output(isolation: str) -> None:
     configs = [2.0, 3.0, 2.001]
     with isolated(isolation):
         unchecked = tuned(squared, configs, default=2.0, ref_fn=jnp.square).tune(X)
@@ -374,9 +365,7 @@ def test_finalists_are_compared_again_and_what_the_final_says_counts(isolation: 
 
 
 @pytest.mark.parametrize(("default", "winner"), [(3, 3), (9, 1)], ids=["its default", "the first"])
-def test_of_equals_the_functions_own_default_wins_or_else_the_first_and_the_others_are_told(
-    default: int, winner: int
-) -> None:
+def test_among_ties_the_default_wins_or_else_the_first_config(default: int, winner: int) -> None:
     result = tuned(lambda x, do: x + 1, [1, 2, 3], default=default).tune(X)
     assert result.best_config == {"do": winner}
     assert result.tie == tuple({"do": do} for do in (1, 2, 3) if do != winner)
@@ -432,13 +421,13 @@ def test_programs_that_take_different_arguments_are_never_taken_for_one(dos: lis
     assert {trial.config["do"]: trial.outcome.value for trial in trials} == {"x": "ok", "y": "wrong"}
 
 
-def test_programs_whose_outputs_are_wrapped_up_otherwise_are_never_taken_for_one() -> None:
+def test_programs_with_different_output_structures_are_never_merged() -> None:
     body = {"tuple": lambda x: (x * 2,), "list": lambda x: [x * 2]}
     trials = tuned(lambda x, do: body[do](x), ["tuple", "list"], ref_fn=lambda x: (x * 2,)).tune(X).trials
     assert ends(trials) == ["ok", "wrong"]
 
 
-def test_programs_with_constants_for_arguments_are_never_taken_for_one(tmp_path: Path) -> None:
+def test_programs_with_constants_for_arguments_are_never_merged(tmp_path: Path) -> None:
     script = tmp_path / "constants.py"
     script.write_text(
         """
@@ -529,7 +518,7 @@ def called_back(run: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
 
 @pytest.mark.usefixtures("quiet_place")
 @pytest.mark.parametrize("mood", ["crash", "raise"])
-def test_a_finalist_that_fails_only_in_the_final_does_not_break_the_sweep(
+def test_a_finalist_that_fails_only_in_the_final_breaks_no_sweep(
     mood: str, notes: Notes, caplog: pytest.LogCaptureFixture, sweeps: list[Swept]
 ) -> None:
     def fails_in_its_second_process(do: str) -> None:
@@ -553,7 +542,7 @@ def test_a_finalist_that_fails_only_in_the_final_does_not_break_the_sweep(
     assert len(fastest.samples_ms) <= 3
 
 
-def test_a_final_that_fails_in_this_process_does_not_break_the_sweep_either(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_final_that_fails_in_process_breaks_no_sweep_either(caplog: pytest.LogCaptureFixture) -> None:
     runs: list[int] = []
 
     def fails_after_its_trial(do: int) -> None:
@@ -589,7 +578,7 @@ def test_blocks_of_inputs_nest_and_end_also_by_an_exception() -> None:
     np.testing.assert_array_equal(given(X[:3]), X[:3])
 
 
-def test_a_block_of_inputs_entered_again_inside_another_ends_where_it_was_entered_last() -> None:
+def test_nested_blocks_of_inputs_end_innermost_first() -> None:
     sevens, eights = quarantune.set_autotune_inputs(SEVENS), quarantune.set_autotune_inputs(EIGHTS)
     with sevens, eights:
         with sevens:
@@ -650,7 +639,7 @@ def static_or_not(x: Any, n: Any = 4, scale: Any = 1.0, *, dtype: Any = None, do
     return x * n
 
 
-def test_inputs_of_other_static_values_are_refused_and_other_numbers_are_not() -> None:
+def test_inputs_with_other_static_values_are_refused() -> None:
     with quarantune.set_autotune_inputs(SEVENS, 4, 5.0, dtype=np.float32):
         for n in (1000, True, 4.0):
             with pytest.raises(ValueError, match=rf"for 'n' 4 where the call has {n}: make them alike"):
@@ -668,7 +657,7 @@ def test_inputs_of_other_static_values_are_refused_and_other_numbers_are_not() -
             )
 
 
-def test_inputs_may_be_spelt_otherwise_than_the_call_and_say_a_default_that_it_leaves_out() -> None:
+def test_inputs_may_pass_arguments_in_another_way_than_the_call() -> None:
     with quarantune.set_autotune_inputs(SEVENS, n=4, do=1):
         assert spelt(static_or_not, EIGHTS) == ((SEVENS,), {})
         assert spelt(static_or_not, EIGHTS, 4) == ((SEVENS, 4), {})
@@ -708,7 +697,7 @@ def sees(number: float) -> Callable[..., bool]:
     return lambda output, expected, x: bool((x == number).all())
 
 
-def test_inputs_given_for_a_block_beat_the_calls_own_and_serve_calls_inside_jit() -> None:
+def test_a_blocks_inputs_replace_the_calls_own_also_inside_jit() -> None:
     with quarantune.set_autotune_inputs(SEVENS):
         concrete = tuned(lambda x, do: x * do, [2], check_fn=sees(7))
         np.testing.assert_array_equal(concrete(EIGHTS), 2 * EIGHTS)
@@ -717,7 +706,7 @@ def test_inputs_given_for_a_block_beat_the_calls_own_and_serve_calls_inside_jit(
     assert concrete.lookup(EIGHTS) == {"do": 2}
 
 
-def test_a_supplier_is_asked_once_with_shapes_where_there_are_no_concrete_arguments_and_only_there() -> None:
+def test_a_supplier_is_called_once_and_only_without_concrete_arguments() -> None:
     asked: list[Any] = []
 
     def supplier(signature: Any) -> Any:
@@ -797,7 +786,7 @@ def bench_of(fn: Callable[..., Any], *args: Any, **companions: Any) -> tuple[Ben
     return Bench(packed.call, arrays_fd=fd, options=options), fd
 
 
-def test_a_plain_function_that_writes_into_its_argument_never_sees_what_was_written() -> None:
+def test_a_plain_function_never_sees_its_earlier_writes_to_an_argument() -> None:
     seen: list[float] = []
 
     def scribble(x: Any, do: int) -> Any:
@@ -821,7 +810,7 @@ def test_a_plain_function_that_writes_into_its_argument_never_sees_what_was_writ
     assert set(seen) == {-1.0}
 
 
-def test_a_big_argument_lies_in_memory_once_however_many_configs_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_big_argument_is_in_memory_once_for_any_number_of_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     big = np.zeros(24 << 20, np.uint8)
     kernel = tuned(lambda x, do: x[:8] + np.uint8(do), list(range(6)))
     kernel.tune(X)  # what is imported and set up once

@@ -77,7 +77,7 @@ def entries(cache_dir: Path) -> list[dict[str, Any]]:
 # --- tonno ----------------------------------------------------------------------------------------------------
 
 
-def test_tonnos_usage_tunes_once_for_a_shape_and_steps_aside_for_a_tunable_given_by_hand(
+def test_tonnos_usage_tunes_once_per_shape_and_respects_explicit_tunables(
     sweeps: list[list[Any]], cache_dir: Path
 ) -> None:
     pallas_matmul = tiled_matmul()
@@ -152,7 +152,7 @@ def blocks(*sizes: int) -> list[dict[str, int]]:
     return [{"block_M": size, "block_N": 64} for size in sizes]
 
 
-def test_tilelangs_decorator_takes_a_space_made_for_the_problem_and_inputs_set_for_a_block(
+def test_tilelangs_decorator_takes_a_problems_space_and_a_blocks_inputs(
     sweeps: list[list[Any]],
 ) -> None:
     def matmul_configs(A: Any, B: Any) -> Iterator[dict[str, int]]:
@@ -182,7 +182,7 @@ def test_tilelangs_decorator_takes_a_space_made_for_the_problem_and_inputs_set_f
 
 
 @pytest.mark.parametrize("form", [list, tuple])
-def test_tilelangs_inputs_may_be_set_as_one_list_which_may_also_be_one_argument(form: Any) -> None:
+def test_tilelangs_inputs_may_be_set_as_one_list(form: Any) -> None:
     ones, twos = jnp.ones(4), jnp.full(4, 2.0)
     given = form([twos, twos])
     with quarantune.set_autotune_inputs(given):
@@ -194,7 +194,7 @@ def test_tilelangs_inputs_may_be_set_as_one_list_which_may_also_be_one_argument(
     assert [float(array[0]) for array in whole[0]] == [2, 2]
 
 
-def test_tilelangs_programmatic_tuner_gives_the_best_kernel_its_latency_and_its_config() -> None:
+def test_tilelangs_programmatic_tuner_returns_kernel_latency_and_config() -> None:
     def allclose(C: Any, _: Any, A: Any, B: Any) -> bool:
         return bool(jnp.allclose(C, (A @ B).astype(C.dtype), rtol=1e-2, atol=1e-2))
 
@@ -233,7 +233,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "a function"])
-def test_tilelangs_inputs_are_of_the_kind_that_supply_says_or_from_a_function(kind: str) -> None:
+def test_tilelangs_inputs_follow_supply_or_come_from_a_function(kind: str) -> None:
     is_right = KINDS.get(kind, lambda A: (A == 7).all())
 
     def supply_prog(signature: Any) -> list[Any]:
@@ -293,7 +293,7 @@ def test_tilelangs_check_may_raise_where_a_result_is_wrong() -> None:
     assert result.failures == {"wrong": 1}
 
 
-def test_tilelangs_par_compile_gives_kernels_in_the_order_of_the_configs() -> None:
+def test_tilelangs_par_compile_returns_kernels_in_config_order() -> None:
     cfgs = blocks(64, 48, 32)  # 64 is no multiple of 48
     A, B = matrices()
     impl = tilelang_kernel()
@@ -313,14 +313,14 @@ def test_tilelangs_par_compile_gives_kernels_in_the_order_of_the_configs() -> No
 
 
 @pytest.mark.parametrize("is_made", [False, True])
-def test_par_compile_gives_a_kernel_for_each_config_also_for_one_given_twice(is_made: bool) -> None:
+def test_par_compile_returns_a_kernel_for_each_config_even_a_repeated_one(is_made: bool) -> None:
     times = jax.jit(lambda A, n=1: A * n, static_argnames=["n"])
     configs = [{"n": n} for n in (1, 2, 1, 3)]
     kernels = quarantune.compile_configs(times, (lambda A: iter(configs)) if is_made else configs, jnp.ones(2))
     assert [float(kernel(jnp.ones(2))[0]) for kernel in kernels if kernel] == [1, 2, 1, 3]
 
 
-def test_tilelangs_artifact_is_saved_for_people_and_loaded_without_compiling(tmp_path: Path) -> None:
+def test_tilelangs_artifact_is_readable_and_loads_without_compiling(tmp_path: Path) -> None:
     traced = tmp_path / "traced"
 
     @jax.jit(static_argnames=["block"])
@@ -348,7 +348,7 @@ def test_tilelangs_artifact_is_saved_for_people_and_loaded_without_compiling(tmp
 # --- TritonAutoTuner ------------------------------------------------------------------------------------------
 
 
-def test_triton_auto_tuners_example_tunes_a_plain_function_and_its_cache_is_read_by_kernel_size_and_device(
+def test_triton_auto_tuners_example_tunes_a_plain_function_and_caches_it(
     cache_dir: Path,
 ) -> None:
     def dummy_kernel(x: Any, BLOCK_SIZE: int = 64, num_warps: int = 4) -> Any:
@@ -456,7 +456,7 @@ def gemm_function() -> quarantune.Autotuned:
     return my_gemm_function
 
 
-def test_triton_distributeds_space_is_pruned_and_calls_with_one_key_share_a_sweep(
+def test_triton_distributeds_space_is_pruned_and_equal_keys_share_a_sweep(
     sweeps: list[list[Any]], cache_dir: Path
 ) -> None:
     my_gemm_function = gemm_function()
@@ -469,7 +469,7 @@ def test_triton_distributeds_space_is_pruned_and_calls_with_one_key_share_a_swee
     assert entry["trials"]["pruned"] == 1
 
 
-def test_triton_distributeds_key_and_prune_functions_may_leave_statics_out(sweeps: list[list[Any]]) -> None:
+def test_triton_distributeds_key_and_prune_functions_may_omit_statics(sweeps: list[list[Any]]) -> None:
     def configs(A: Any) -> list[dict[str, int]]:
         return [{"BLOCK": size} for size in (1, 2) if size <= A.size]
 
@@ -484,7 +484,7 @@ def test_triton_distributeds_key_and_prune_functions_may_leave_statics_out(sweep
     assert len(sweeps) == 2  # the static argument still counts
 
 
-def test_triton_distributeds_configs_are_objects_that_prune_and_run_as_they_were_listed() -> None:
+def test_triton_distributeds_config_objects_prune_and_run_as_listed() -> None:
     @dataclasses.dataclass(frozen=True)
     class Config:  # as triton.Config is
         kwargs: dict[str, int]
@@ -513,7 +513,7 @@ def test_triton_distributeds_configs_are_objects_that_prune_and_run_as_they_were
     np.testing.assert_allclose(result.fn(A, B), A @ B, rtol=1e-4, atol=1e-4)
 
 
-def test_triton_distributeds_function_is_a_plain_one_whose_tunables_need_no_default() -> None:
+def test_triton_distributeds_plain_function_needs_no_defaults() -> None:
     def my_gemm_function(A: Any, B: Any, gemm_config: Any, straggler_option: int = 0, **context: int) -> Any:
         BLOCK_SIZE_M, _ = gemm_config
         rows = range(0, len(A), BLOCK_SIZE_M)
@@ -531,7 +531,7 @@ def test_triton_distributeds_function_is_a_plain_one_whose_tunables_need_no_defa
         tuner.run(A)
 
 
-def test_triton_distributeds_environment_forces_another_sweep_and_checks_versions(
+def test_triton_distributeds_environment_retunes_and_checks_versions(
     sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = versions.versions()
@@ -550,7 +550,7 @@ def test_triton_distributeds_environment_forces_another_sweep_and_checks_version
     assert len(sweeps) == 3
 
 
-def test_triton_distributeds_per_call_switches_run_untuned_and_tell_more(
+def test_triton_distributeds_per_call_switches_run_untuned_and_log_more(
     sweeps: list[list[Any]], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     my_gemm_function = gemm_function()
@@ -563,7 +563,7 @@ def test_triton_distributeds_per_call_switches_run_untuned_and_tell_more(
     assert re.search("my_gemm_function: BLOCK_SIZE_M=32 BLOCK_SIZE_K=32: (ok|slow) ", caplog.text)
 
 
-def test_triton_distributeds_contextual_example_tunes_every_kernel_within_the_function(
+def test_triton_distributeds_contextual_example_tunes_every_kernel(
     sweeps: list[list[Any]],
 ) -> None:
     pallas_matmul = tiled_matmul()

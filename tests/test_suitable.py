@@ -45,7 +45,7 @@ def test_in_shardings_are_refused_at_decoration_with_the_remedy(tune: Callable[[
         tune(jitted)
 
 
-def test_options_tied_to_devices_are_refused_where_a_worker_could_not_import_the_function() -> None:
+def test_options_tied_to_devices_need_a_function_that_workers_can_import() -> None:
     def local(x: Any, n: int = 1) -> Any:
         return x * n
 

@@ -49,7 +49,7 @@ def test_a_thread_that_shares_its_cpu_is_seen_to_wait_for_it() -> None:
     assert taken.own == pytest.approx(0.3, rel=0.2)
 
 
-def test_threads_that_wait_one_after_another_have_all_their_waits_counted() -> None:
+def test_waits_of_threads_one_after_another_all_count() -> None:
     pauses = [threading.Event() for _ in range(3)]
 
     def hand_over(index: int) -> None:
@@ -93,7 +93,7 @@ def test_threads_that_wait_one_after_another_have_all_their_waits_counted() -> N
     ],
     ids=["quiet", "hardly", "in turn", "together", "together, and spinning"],
 )
-def test_own_time_is_without_all_waits_but_no_less_than_the_busiest_thread_ran(
+def test_cpu_time_excludes_waits_but_not_the_busiest_threads_work(
     spins: bool,
     threads: dict[str, tuple[int, int]],
     expected: tuple[float, float, float],
@@ -109,7 +109,7 @@ def test_a_watch_leaves_no_descriptor_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_many_threads_are_all_watched_and_cost_few_descriptors() -> None:
+def test_many_threads_are_all_watched_with_few_descriptors() -> None:
     over = threading.Event()
     threads = [threading.Thread(target=over.wait) for _ in range(200)]
     before = len(os.listdir("/proc/self/fd"))

@@ -63,7 +63,7 @@ def test_threads_tune_beside_each_other() -> None:
         list(threads.map(work, range(4)))
 
 
-def test_a_thread_whose_config_kills_the_template_harms_no_sweep_beside_it() -> None:
+def test_a_killed_template_harms_no_sweep_in_another_thread() -> None:
     start = threading.Barrier(2)
 
     def work(*space: tuple[str, str]) -> list[str]:
