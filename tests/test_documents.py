@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
+import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from quarantune.sandbox import messages, template_messages
+from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Outcome
@@ -114,3 +117,17 @@ def test_the_architecture_names_types_in_the_files_that_define_them() -> None:
         assert not [
             name for name in code_in(types) if not re.search(rf"^(class {name}\b|{name} = )", source, re.MULTILINE)
         ]
+
+
+def test_the_architecture_lists_every_move_of_a_worker() -> None:
+    rows = re.findall(
+        r"^\| `([A-Z_]+)` \|.*\|(.*)\|$", section("ARCHITECTURE.md", "## States of a worker"), re.MULTILINE
+    )
+    listed = {name: {*code_in(following), "DYING"} for name, following in rows}
+    possible: dict[str, set[str]] = {}
+    for state, following in itertools.product(WorkerState, WorkerState):
+        worker = Worker(number=1, job=None, device=None, deadline=0.0, state=state)
+        with contextlib.suppress(RuntimeError):
+            worker.transition(following)
+            possible.setdefault(state.name, set()).add(following.name)
+    assert listed == possible
