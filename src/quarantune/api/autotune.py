@@ -212,7 +212,7 @@ class Autotuned:
         call = self._resolver.bind(args, kwargs)
         return {} if call.gives_tunables else self._resolver.config(call) or {}
 
-    def _call_any(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         key = self._memo_keys.of(args, kwargs)
         assignment = assignments.current()
         context = read_context()

@@ -132,7 +132,7 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], sour
     return _in_place_of(call, alike, signature)
 
 
-def _bind(signature: inspect.Signature, call: Arguments, source: str) -> dict[str, Any]:
+def _bind(signature: inspect.Signature, call: Arguments, source: str) -> Mapping[str, Any]:
     try:
         bound = signature.bind_partial(*call[0], **call[1])
     except TypeError as error:

@@ -107,7 +107,7 @@ class Options:
         """Whether the outputs of configs are compared with that of the defaults, or with each other."""
         return self.ref_fn == DEFAULTS and self.check_fn is None
 
-    def deciding(self) -> dict[str, Any]:
+    def deciding(self) -> Mapping[str, Any]:
         """Returns the options that affect which config wins; they are part of the fingerprint."""
         judging = ("ref_fn", "check_fn", "rtol", "atol", "max_mismatched_ratio", "check_grad", "time_grad")
         names = ("supply", *judging, "devices_per_trial")
