@@ -45,31 +45,31 @@ def _memory_cache_type() -> type[Any]:
     return MemoryCache
 
 
-class _Swapped:
+class _MemoryCacheBlocks:
     """The cache in use and the state of JAX before it, shared by overlapping `compilation_cache_in_memory` blocks."""
 
     def __init__(self) -> None:
         self.lock = locks.new()
-        self.blocks = 0
+        self.open_count = 0
         self.cache: Any = None
-        self.before: dict[str, Any] = {}
-        self.options_before: dict[str, Any] = {}
+        self.before: Mapping[str, Any] = {}
+        self.options_before: Mapping[str, Any] = {}
 
 
-_swapped = _Swapped()
+_blocks = _MemoryCacheBlocks()
 
 
 def _restore_in_fork() -> None:
     """Restores JAX's cache in a fork, where a block that was open in another thread never ends."""
-    if _swapped.blocks:
-        _swapped.blocks = 0
+    if _blocks.open_count:
+        _blocks.open_count = 0
         _restore_compilation_cache()
 
 
 os.register_at_fork(after_in_child=_restore_in_fork)
 
 
-_CACHE_OPTIONS: dict[str, Any] = {
+_CACHE_OPTIONS: Mapping[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
@@ -94,37 +94,37 @@ def compilation_cache_in_memory(programs: Mapping[str, bytes], *, named: str | N
     from jax._src import compilation_cache
 
     names = ("_cache", "_cache_initialized", "_cache_checked", "_cache_used")
-    with _swapped.lock:
-        if not _swapped.blocks:
-            _swapped.before = {name: getattr(compilation_cache, name) for name in names}
+    with _blocks.lock:
+        if not _blocks.open_count:
+            _blocks.before = {name: getattr(compilation_cache, name) for name in names}
             options = _CACHE_OPTIONS if named is None else {**_CACHE_OPTIONS, "jax_compilation_cache_dir": named}
-            _swapped.options_before = {name: jax.config.values[name] for name in options}
-            _swapped.cache = _memory_cache_type()({})
-            for name, value in zip(names, (_swapped.cache, True, True, True), strict=True):
+            _blocks.options_before = {name: jax.config.values[name] for name in options}
+            _blocks.cache = _memory_cache_type()({})
+            for name, value in zip(names, (_blocks.cache, True, True, True), strict=True):
                 setattr(compilation_cache, name, value)
             for name, value in options.items():
                 jax.config.update(name, value)
-        _swapped.blocks += 1
-        cache = _swapped.cache
+        _blocks.open_count += 1
+        cache = _blocks.cache
         cache.programs.update(programs)
     try:
         yield cache
     finally:
-        with _swapped.lock:
-            if _swapped.cache is cache:  # False in a fork, which has restored JAX's cache already
-                _swapped.blocks -= 1
-                if not _swapped.blocks:
+        with _blocks.lock:
+            if _blocks.cache is cache:  # False in a fork, which has restored JAX's cache already
+                _blocks.open_count -= 1
+                if not _blocks.open_count:
                     _restore_compilation_cache()
 
 
 def _restore_compilation_cache() -> None:
     from jax._src import compilation_cache
 
-    for name, value in _swapped.before.items():
+    for name, value in _blocks.before.items():
         setattr(compilation_cache, name, value)
-    for name, value in _swapped.options_before.items():
+    for name, value in _blocks.options_before.items():
         jax.config.update(name, value)
-    _swapped.cache = None
+    _blocks.cache = None
 
 
 def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:

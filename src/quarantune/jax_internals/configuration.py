@@ -47,7 +47,7 @@ def trace_context_names() -> tuple[str, ...]:
     return ()
 
 
-def contexts() -> dict[str, Any]:
+def contexts() -> Mapping[str, Any]:
     """Returns the values of those `CONTEXTS` that are set in this thread or in the process.
 
     Private because JAX has public ways to enter them (`pltpu.force_tpu_interpret_mode`), but none to read them.

@@ -12,7 +12,7 @@ from quarantune.jax_internals import configuration
 
 _logger = logging.getLogger("quarantune")
 
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: Mapping[str, Any] = {
     "jax_allow_f16_reductions": True,
     "jax_auto_pcast": True,
     "jax_check_static_indices": False,
@@ -139,7 +139,7 @@ def describe(describe_value: Callable[[Any], Any], *, own: str | None = None) ->
         except TypeError:  # a value of some library's, without a description
             return {"type": type(value).__qualname__}
 
-    found = {name: described(value) for name, value in (options | configuration.contexts()).items()}
+    found = {name: described(value) for name, value in {**options, **configuration.contexts()}.items()}
     if users := [value for value in configuration.user_contexts() if value is not None and value != own]:
         found["user_context"] = [described(value) for value in users]
     return found
