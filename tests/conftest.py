@@ -1,4 +1,4 @@
-"""What every test stands on: a cache of its own, no progress output, and GPU tests only with a GPU."""
+"""Common setup: each test has its own cache and no progress output, and GPU tests run only with a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-# Each test process, and every process it starts, measures without waiting for the sweeps of the others.
+# Lets each test process, and the processes it starts, measure without waiting for other test processes.
 os.environ["_QUARANTUNE_LEASE_NAMESPACE"] = f"tests-{os.getpid()}-"
 
 
@@ -25,7 +25,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def two_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two configs compile at a time, if there are two cores: for tests that ask what comes out, and not when."""
+    """Lets two configs compile at a time on two or more cores, for tests whose result depends on no timing."""
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "2")
 
 
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _has_cuda() -> bool:
-    """Asks the driver and the installed packages, not JAX: that would start a backend in this process."""
+    """Asks the driver and the installed packages, because asking JAX would start a backend in this process."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     return Path("/proc/driver/nvidia/version").exists() and any("cuda" in plugin.name for plugin in plugins)
 
