@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from quarantune.host import waits
-from quarantune.host.waits import Taken
+from quarantune.host.waits import RunTime
 from quarantune.measure import clocks, finals, sampling
 from quarantune.values.trial import Outcome, Trial, is_plausible_ms
 
@@ -38,17 +38,17 @@ class Time:
 class Sampler:
     """Returns scripted samples, in milliseconds; each advances the clock by its own length, or by a given time."""
 
-    def __init__(self, samples: Iterable[float | Taken], time: Time | None = None, seconds: float = 0.0) -> None:
+    def __init__(self, samples: Iterable[float | RunTime], time: Time | None = None, seconds: float = 0.0) -> None:
         self._samples = iter(samples)
         self._time, self._seconds = time, seconds
         self.taken = 0
 
-    def __call__(self, count: int) -> Sequence[Taken]:
+    def __call__(self, count: int) -> Sequence[RunTime]:
         self.taken += count
         if self._time is not None:
             self._time.passes(count * self._seconds)
         samples = itertools.islice(self._samples, count)
-        return [sample if isinstance(sample, Taken) else Taken.exactly(sample) for sample in samples]
+        return [sample if isinstance(sample, RunTime) else RunTime.exactly(sample) for sample in samples]
 
 
 def noisy(seed: int, middle: float = 1.0, sigma: float = 0.01) -> Iterable[float]:
@@ -103,7 +103,7 @@ def test_the_first_run_counts_towards_the_soft_budget() -> None:
 
 
 def test_finalists_are_chosen_by_median_or_fastest_depending_on_the_clock() -> None:
-    samples = sampling.Samples(tuple(map(Taken.exactly, (1.0, 2.0, 1000.0))))
+    samples = sampling.Samples(tuple(map(RunTime.exactly, (1.0, 2.0, 1000.0))))
     assert (samples.level_ms(is_exact=True), samples.level_ms(is_exact=False)) == (2.0, 1.0)
 
 
@@ -153,12 +153,12 @@ def test_a_long_run_before_counts_and_two_that_agree_rule_out(
 
 
 def test_waits_for_a_cpu_rule_no_config_out() -> None:
-    waited = Taken(2.0, 1.8, 1.4)
+    waited = RunTime(2.0, 1.8, 1.4)
     samples = sampling.measure(Sampler(itertools.repeat(waited)), rep=9, best_median_ms=1.0, margin=1.5)
     assert not samples.is_ruled_out
     assert set(samples.samples_ms) == {2.0}
     assert (set(samples.cpu_ms), samples.level_ms(is_exact=False)) == ({1.8}, 1.8)
-    hardly = Sampler(itertools.repeat(Taken(2.0, 1.8, 1.6)))
+    hardly = Sampler(itertools.repeat(RunTime(2.0, 1.8, 1.6)))
     assert sampling.measure(hardly, rep=9, best_median_ms=1.0, margin=1.5).is_ruled_out
 
 
@@ -175,8 +175,8 @@ def test_one_sample_rules_a_config_out_only_by_an_exact_clock() -> None:
 
 def test_sampling_goes_on_while_every_run_is_disturbed() -> None:
     time = Time()
-    spinning = Taken(92.0, 30.0, 0.0)
-    take = Sampler([spinning] * 9 + [Taken.exactly(0.79)] * 30, time, 0.092)
+    spinning = RunTime(92.0, 30.0, 0.0)
+    take = Sampler([spinning] * 9 + [RunTime.exactly(0.79)] * 30, time, 0.092)
     samples = sampling.measure(take, rep=20, best_median_ms=1.0, margin=1.5, last_ms=0.0, clock=time)
     assert not samples.is_ruled_out
     assert samples.level_ms(is_exact=False) == 0.79
@@ -290,7 +290,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     return time
 
 
-def wholes(samples: Sequence[Taken]) -> list[float]:
+def wholes(samples: Sequence[RunTime]) -> list[float]:
     return [sample.whole for sample in samples]
 
 
@@ -427,11 +427,11 @@ def verdicts(
         taken = itertools.count()
         speeds = [1 + drift * generator.random() for _ in range(101)]
 
-        def contender(time_ms: float) -> Callable[[int], Sequence[Taken]]:
-            def take(count: int) -> Sequence[Taken]:
+        def contender(time_ms: float) -> Callable[[int], Sequence[RunTime]]:
+            def take(count: int) -> Sequence[RunTime]:
                 speed = speeds[next(taken) // len(times_ms)]
                 samples = time_ms * speed * (1 + sigma * generator.standard_normal(count))
-                return [Taken.exactly(float(sample)) for sample in samples]
+                return [RunTime.exactly(float(sample)) for sample in samples]
 
             return take
 
@@ -524,10 +524,10 @@ def test_a_round_takes_more_samples_of_short_runs() -> None:
 def test_contenders_are_timed_in_turn() -> None:
     turns: list[str] = []
 
-    def contender(name: str, time_ms: float) -> Callable[[int], Sequence[Taken]]:
-        def take(count: int) -> Sequence[Taken]:
+    def contender(name: str, time_ms: float) -> Callable[[int], Sequence[RunTime]]:
+        def take(count: int) -> Sequence[RunTime]:
             turns.append(name)
-            return [Taken.exactly(time_ms)] * count
+            return [RunTime.exactly(time_ms)] * count
 
         return take
 

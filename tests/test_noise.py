@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from quarantune.host.waits import Taken, fastest
+from quarantune.host.waits import RunTime, fastest
 from quarantune.measure import finals, sampling
 from quarantune.values.trial import Outcome, Trial
 
@@ -37,18 +37,18 @@ class Machine:
     def __call__(self) -> float:
         return self.now
 
-    def runs(self, time_ms: float) -> Callable[[int], Sequence[Taken]]:
+    def runs(self, time_ms: float) -> Callable[[int], Sequence[RunTime]]:
         """Returns what takes samples of a config."""
 
-        def sample() -> Taken:
+        def sample() -> RunTime:
             own_ms = time_ms * (1 + 0.01 * abs(self.generator.gauss(0, 1)))
             waited_ms = self.generator.uniform(*self.slice_ms) if self.generator.random() < self.share else 0.0
             whole_ms = own_ms + waited_ms
             self.now += 1e-3 * whole_ms
             if waited_ms < 0.1 * whole_ms:
-                return Taken.exactly(whole_ms)
+                return RunTime.exactly(whole_ms)
             estimated_ms = whole_ms - self.told * waited_ms
-            return Taken(whole_ms, estimated_ms, estimated_ms)
+            return RunTime(whole_ms, estimated_ms, estimated_ms)
 
         return lambda count: [sample() for _ in range(count)]
 
@@ -117,7 +117,7 @@ def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
     taken = []
     machine = Machine(random.Random(0), *MACHINES["quiet"])
 
-    def counted(count: int) -> Sequence[Taken]:
+    def counted(count: int) -> Sequence[RunTime]:
         taken.append(count)
         return machine.runs(1.0)(count)
 
@@ -175,11 +175,13 @@ def test_the_default_is_not_preferred_to_what_may_well_be_much_faster() -> None:
 
 
 def test_a_run_that_needed_no_estimating_is_believed_before_one_that_did() -> None:
-    estimated, clean = Taken(60.0, 0.5, 0.5), Taken.exactly(1.1)
-    assert fastest([estimated, clean, Taken.exactly(1.2)]) == clean
-    assert fastest([estimated, Taken(60.0, 0.7, 0.7)]) == estimated
+    estimated, clean = RunTime(60.0, 0.5, 0.5), RunTime.exactly(1.1)
+    assert fastest([estimated, clean, RunTime.exactly(1.2)]) == clean
+    assert fastest([estimated, RunTime(60.0, 0.7, 0.7)]) == estimated
     assert sampling.Samples((estimated, clean)).level_ms(is_exact=False) == 1.1
-    rounds = finals.play([lambda count: [estimated, clean], lambda count: [Taken.exactly(1.0)] * count], is_exact=False)
+    rounds = finals.play(
+        [lambda count: [estimated, clean], lambda count: [RunTime.exactly(1.0)] * count], is_exact=False
+    )
     assert [set(samples_ms) for samples_ms in rounds] == [{1.1}, {1.0}]
 
 
@@ -209,7 +211,7 @@ def test_so_many_runs_must_agree_that_all_are_hardly_ever_disturbed(samples: int
     noise = sampling.Noise()
     noise.add(samples, disturbed)
     assert noise.runs_needed() == needed
-    take = [Taken.exactly(9.0)] * 30
+    take = [RunTime.exactly(9.0)] * 30
     ruled_out = sampling.measure(lambda count: take[:count], rep=20, best_median_ms=1.0, margin=1.5, noise=noise)
     assert ruled_out.is_ruled_out
     assert 3 <= len(ruled_out.samples_ms) <= needed + 1
@@ -219,7 +221,7 @@ def test_a_config_whose_own_samples_scatter_is_not_ruled_out_by_a_few() -> None:
     scattered = [9.0, 2.6, 4.7, 2.8, 17.0, 30.0, 3.9, 0.14, 0.14]
     noise = sampling.Noise(samples=12)
     samples = sampling.measure(
-        lambda count: [Taken.exactly(scattered.pop(0)) for _ in range(count)],
+        lambda count: [RunTime.exactly(scattered.pop(0)) for _ in range(count)],
         rep=8,
         best_median_ms=1.0,
         margin=1.5,

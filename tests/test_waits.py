@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 from aftermath import eventually
 
-from quarantune.host.waits import Taken, ThreadTimes, Watch
+from quarantune.host.waits import RunTime, ThreadTimes, Watch
 
 MS = 1_000_000
 
@@ -46,7 +46,7 @@ def test_a_thread_that_shares_its_cpu_is_seen_to_wait_for_it() -> None:
             taken, _ = watch.time(lambda: spin(0.3))
     assert taken.whole > 0.4, "the rival took about half of the CPU"
     assert taken.is_disturbed
-    assert taken.own == pytest.approx(0.3, rel=0.2)
+    assert taken.cpu == pytest.approx(0.3, rel=0.2)
 
 
 def test_waits_of_threads_one_after_another_all_count() -> None:
@@ -78,8 +78,8 @@ def test_waits_of_threads_one_after_another_all_count() -> None:
         over.set()
     for thread in threads:
         thread.join()
-    assert taken.own == pytest.approx(0.3, rel=0.3), "the longest wait alone would leave most of the waiting in"
-    assert taken.own < 0.8 * taken.whole
+    assert taken.cpu == pytest.approx(0.3, rel=0.3), "the longest wait alone would leave most of the waiting in"
+    assert taken.cpu < 0.8 * taken.whole
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_cpu_time_excludes_waits_but_not_the_busiest_threads_work(
     expected: tuple[float, float, float],
 ) -> None:
     after = {name: ThreadTimes(ran * MS, waited * MS) for name, (ran, waited) in threads.items()}
-    assert Watch(spins=spins)._taken(0.020, {}, after, 0) == pytest.approx(Taken(*expected))
+    assert Watch(spins=spins)._taken(0.020, {}, after, 0) == pytest.approx(RunTime(*expected))
 
 
 def test_a_watch_leaves_no_descriptor_open() -> None:

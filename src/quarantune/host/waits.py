@@ -19,21 +19,21 @@ _DISTURBED = 0.25
 _Result = TypeVar("_Result")
 
 
-class Taken(NamedTuple):
+class RunTime(NamedTuple):
     """The time of a run, in milliseconds or any other unit.
 
     Attributes:
         whole: from its start to its end.
-        own: an estimate of the time without other processes on the CPUs.
+        cpu: an estimate of the time without other processes on the CPUs.
         least: a lower bound of that time; only this bound rules a config out.
     """
 
     whole: float
-    own: float
+    cpu: float
     least: float
 
     @classmethod
-    def exactly(cls, whole: float) -> Taken:
+    def exactly(cls, whole: float) -> RunTime:
         """Returns a run that never waited."""
         return cls(whole, whole, whole)
 
@@ -44,21 +44,21 @@ class Taken(NamedTuple):
 
     @property
     def is_clean(self) -> bool:
-        """Whether no wait was taken off, so that `own` is no estimate."""
-        return self.own == self.whole
+        """Whether no wait was taken off, so that `cpu` is no estimate."""
+        return self.cpu == self.whole
 
-    def scaled(self, factor: float) -> Taken:
+    def scaled(self, factor: float) -> RunTime:
         """Returns the times in another unit, or of one run among several."""
-        return Taken(factor * self.whole, factor * self.own, factor * self.least)
+        return RunTime(factor * self.whole, factor * self.cpu, factor * self.least)
 
 
-def fastest(samples: Sequence[Taken]) -> Taken:
+def fastest(samples: Sequence[RunTime]) -> RunTime:
     """Returns the fastest sample, among those without waits if there are any.
 
     For threads that wait at the same time, more is taken off than they cost, which would make slow runs of a busy
     moment the fastest.
     """
-    return min([sample for sample in samples if sample.is_clean] or samples, key=lambda sample: sample.own)
+    return min([sample for sample in samples if sample.is_clean] or samples, key=lambda sample: sample.cpu)
 
 
 class ThreadTimes(NamedTuple):
@@ -94,7 +94,7 @@ class Watch:
             os.close(fd)
         self._files.clear()
 
-    def time(self, work: Callable[[], _Result]) -> tuple[Taken, _Result]:
+    def time(self, work: Callable[[], _Result]) -> tuple[RunTime, _Result]:
         """Does work and returns its time, in seconds, and its result."""
         before = self.read()
         ran, started = time.thread_time_ns(), time.perf_counter()
@@ -128,18 +128,18 @@ class Watch:
 
     def _taken(
         self, whole_s: float, before: Mapping[str, ThreadTimes], after: Mapping[str, ThreadTimes], ran_ns: int
-    ) -> Taken:
+    ) -> RunTime:
         none = ThreadTimes(0, 0)
         waited_s = 1e-9 * sum(times.waited_ns - before.get(thread, none).waited_ns for thread, times in after.items())
         if waited_s < _NEGLIGIBLE * whole_s:
-            return Taken.exactly(whole_s)
+            return RunTime.exactly(whole_s)
         # The kernel's figure for a running thread, such as this one, is some milliseconds old.
         others = {thread: times for thread, times in after.items() if thread != self._me}
         ran = [ran_ns, *(times.ran_ns - before.get(thread, none).ran_ns for thread, times in others.items())]
         busiest_s = min(whole_s, 1e-9 * max(ran))
         least_s = max(0.0, whole_s - waited_s)
-        own_s = max(busiest_s, least_s)
-        return Taken(whole_s, own_s, least_s if self._spins else own_s)
+        cpu_s = max(busiest_s, least_s)
+        return RunTime(whole_s, cpu_s, least_s if self._spins else cpu_s)
 
 
 def _times(fd: int) -> ThreadTimes:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
-from quarantune.host.waits import Taken, Watch
+from quarantune.host.waits import RunTime, Watch
 
 _SAMPLE_TARGET_S = 200e-6
 """A wall-clock sample lasts at least this long: a thousand times the cost of reading the clock."""
@@ -30,7 +30,7 @@ class Clock(Protocol):
     margin: float
     is_exact: bool
 
-    def take(self, count: int) -> Sequence[Taken]:
+    def take(self, count: int) -> Sequence[RunTime]:
         """Returns `count` samples, in milliseconds."""
         ...
 
@@ -56,21 +56,21 @@ class WallClock:
         self._spins = spins
         self._inner = 0
 
-    def take(self, count: int) -> Sequence[Taken]:
+    def take(self, count: int) -> Sequence[RunTime]:
         """Returns `count` samples, in milliseconds."""
         with Watch(spins=self._spins) as watch:
             if self._prepare is not None or not self._inner:
                 first = self._once(watch)
-                self._inner = max(1, min(_MAX_INNER, round(1e3 * _SAMPLE_TARGET_S / max(first.own, 1e-9))))
+                self._inner = max(1, min(_MAX_INNER, round(1e3 * _SAMPLE_TARGET_S / max(first.cpu, 1e-9))))
                 return [first, *(self._once(watch) for _ in range(count - 1))]
             return [self._several(watch) for _ in range(count)]
 
-    def _once(self, watch: Watch) -> Taken:
+    def _once(self, watch: Watch) -> RunTime:
         if self._prepare is not None:
             self._prepare()
         return watch.time(self._run)[0].scaled(1e3)
 
-    def _several(self, watch: Watch) -> Taken:
+    def _several(self, watch: Watch) -> RunTime:
         def runs() -> None:
             for _ in range(self._inner):
                 self._run()
@@ -94,7 +94,7 @@ class QueuedClock:
         self._dispatch = dispatch
         self._inner = 1
 
-    def take(self, count: int) -> Sequence[Taken]:
+    def take(self, count: int) -> Sequence[RunTime]:
         """Returns `count` samples, in milliseconds."""
         samples = []
         for _ in range(count):
@@ -103,7 +103,7 @@ class QueuedClock:
                 outputs = self._dispatch()
             jax.block_until_ready(outputs)
             elapsed = time.perf_counter() - start
-            samples.append(Taken.exactly(1e3 * elapsed / self._inner))
+            samples.append(RunTime.exactly(1e3 * elapsed / self._inner))
             self._inner = max(self._inner, min(_MAX_INNER, round(_QUEUE_TARGET_S * self._inner / elapsed)))
         return samples
 
@@ -137,9 +137,9 @@ class DeviceClock:
         if len(_kernels(self._run, 1)[0]) <= self._own:
             raise NoDeviceClockError("the profiler saw no kernel")
 
-    def take(self, count: int) -> Sequence[Taken]:
+    def take(self, count: int) -> Sequence[RunTime]:
         """Returns `count` samples, in milliseconds."""
-        return [Taken.exactly(sum(ms for _, ms in kernels[self._own :])) for kernels in _kernels(self._run, count)]
+        return [RunTime.exactly(sum(ms for _, ms in kernels[self._own :])) for kernels in _kernels(self._run, count)]
 
 
 class Flush:

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from quarantune.host.waits import Taken, fastest
+from quarantune.host.waits import RunTime, fastest
 from quarantune.measure.sampling import standard_error
 from quarantune.values.trial import Outcome, Trial, is_plausible_ms
 
@@ -234,7 +234,7 @@ def conclude(trials: Mapping[int, Trial], final: Final, *, default: int | None) 
 
 
 def play(
-    contenders: Sequence[Callable[[int], Sequence[Taken]]],
+    contenders: Sequence[Callable[[int], Sequence[RunTime]]],
     *,
     floor: float = _NOISE_FLOOR,
     is_exact: bool = True,
@@ -254,19 +254,19 @@ def play(
     """
     warmed = [_plausible(take(1)) for take in contenders]  # the first sample is not counted
     rounds: dict[int, list[float]] = {index: [] for index in range(len(contenders))}
-    taken: dict[int, list[Taken]] = {index: [] for index in rounds}
+    taken: dict[int, list[RunTime]] = {index: [] for index in rounds}
     started = clock()
     for played in range(1, _MAX_ROUNDS + 1):
         for index, take in enumerate(contenders):
             # Instead of an implausible batch, the last round counts again, so that rounds stay aligned.
-            last = rounds[index][-1:] or [sample.own for sample in warmed[index]]
+            last = rounds[index][-1:] or [sample.cpu for sample in warmed[index]]
             samples = _plausible(take(_samples_for(last)))
-            samples = samples or [Taken.exactly(ms) for ms in last]
+            samples = samples or [RunTime.exactly(ms) for ms in last]
             if not samples:
                 raise ValueError("the clock gave no plausible sample")
             taken[index].append(fastest(samples))
-            cpu_ms = [sample.own for sample in samples]
-            rounds[index].append(statistics.median(cpu_ms) if is_exact else taken[index][-1].own)
+            cpu_ms = [sample.cpu for sample in samples]
+            rounds[index].append(statistics.median(cpu_ms) if is_exact else taken[index][-1].cpu)
         if not is_exact and any(map(_is_disturbed, taken.values())):
             passed_s = clock() - started
             folded = _folded(taken)
@@ -281,21 +281,21 @@ def play(
     return [rounds[index] for index in range(len(contenders))]
 
 
-def _plausible(samples: Sequence[Taken]) -> list[Taken]:
-    return [sample for sample in samples if is_plausible_ms(sample.whole) and is_plausible_ms(sample.own)]
+def _plausible(samples: Sequence[RunTime]) -> list[RunTime]:
+    return [sample for sample in samples if is_plausible_ms(sample.whole) and is_plausible_ms(sample.cpu)]
 
 
-def _is_disturbed(rounds: Sequence[Taken]) -> bool:
+def _is_disturbed(rounds: Sequence[RunTime]) -> bool:
     """Returns whether other processes disturbed one contender's rounds."""
-    own = [taken.own for taken in rounds]
+    cpu_ms = [taken.cpu for taken in rounds]
     waited = sum(taken.is_disturbed for taken in rounds)
-    return 2 * waited > len(rounds) or statistics.median(own) > _SCATTERED * min(own)
+    return 2 * waited > len(rounds) or statistics.median(cpu_ms) > _SCATTERED * min(cpu_ms)
 
 
-def _folded(rounds: Mapping[int, Sequence[Taken]]) -> dict[int, list[float]]:
+def _folded(rounds: Mapping[int, Sequence[RunTime]]) -> dict[int, list[float]]:
     """Returns fewer rounds, each the fastest of several from different times of the final."""
     return {
-        index: [fastest(taken[first::_FOLDED]).own for first in range(min(_FOLDED, len(taken)))]
+        index: [fastest(taken[first::_FOLDED]).cpu for first in range(min(_FOLDED, len(taken)))]
         for index, taken in rounds.items()
     }
 

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from quarantune.host.waits import Taken, fastest
+from quarantune.host.waits import RunTime, fastest
 from quarantune.values.trial import Trial, is_plausible_ms
 
 _FIRST_LOOK = 3
@@ -58,7 +58,7 @@ class Samples:
         is_ruled_out: whether sampling stopped because another config is faster beyond doubt.
     """
 
-    taken: tuple[Taken, ...]
+    taken: tuple[RunTime, ...]
     is_ruled_out: bool = False
 
     @property
@@ -69,7 +69,7 @@ class Samples:
     @property
     def cpu_ms(self) -> tuple[float, ...]:
         """The samples without the time that they waited for a CPU."""
-        return tuple(sample.own for sample in self.taken)
+        return tuple(sample.cpu for sample in self.taken)
 
     def level_ms(self, *, is_exact: bool) -> float:
         """Returns the time by which finalists are chosen: the median, or the fastest sample of an inexact clock.
@@ -78,7 +78,7 @@ class Samples:
             is_exact: whether samples are free of the effects of other processes. These only ever make a sample longer;
                 beside busy ones, half of all samples can be twenty times as long, so that the fastest counts.
         """
-        return statistics.median(self.cpu_ms) if is_exact else fastest(self.taken).own
+        return statistics.median(self.cpu_ms) if is_exact else fastest(self.taken).cpu
 
     def disturbed(self, *, is_exact: bool) -> int:
         """Returns how many samples other processes made much longer than the fastest."""
@@ -119,13 +119,13 @@ class Noise:
         """
         # With few samples, a low share of disturbed ones may be chance.
         share = (self.disturbed + 1) / (self.samples + 4)
-        if own := _disturbed(cpu_ms):
-            share = max(share, (own + 1) / (len(cpu_ms) + 4))
+        if disturbed := _disturbed(cpu_ms):
+            share = max(share, (disturbed + 1) / (len(cpu_ms) + 4))
         return max(_FEWEST_RUNS, round(math.log(_ALL_DISTURBED) / math.log(share)))
 
 
 def measure(
-    take: Callable[[int], Sequence[Taken]],
+    take: Callable[[int], Sequence[RunTime]],
     *,
     rep: int,
     best_median_ms: float | None = None,
@@ -203,7 +203,7 @@ class _Sampler:
         samples: the samples that count.
     """
 
-    take: Callable[[int], Sequence[Taken]]
+    take: Callable[[int], Sequence[RunTime]]
     rep: int
     limit_ms: float
     behind_ms: float
@@ -212,7 +212,7 @@ class _Sampler:
     started_s: float
     is_informed: bool
     least_ms: float = math.inf
-    samples: list[Taken] = dataclasses.field(default_factory=list)
+    samples: list[RunTime] = dataclasses.field(default_factory=list)
 
     def begin(self, *, may_be_cold: bool, last_ms: float | None) -> bool:
         """Takes the first samples.
@@ -250,7 +250,7 @@ class _Sampler:
         if self._is_slow:
             return False
         is_enough = len(self.samples) >= _MIN_SAMPLES and not self._all_disturbed
-        if is_enough and standard_error([sample.own for sample in self.samples]) < _STEADY:
+        if is_enough and standard_error([sample.cpu for sample in self.samples]) < _STEADY:
             return True
         if len(self.samples) < (2 if self.is_informed else _FIRST_LOOK):
             return False
@@ -274,13 +274,13 @@ class _Sampler:
         """Returns the samples taken, at most as many as allowed."""
         return Samples(tuple(self.samples[: self.rep]), is_ruled_out)
 
-    def _more(self, count: int) -> list[Taken]:
+    def _more(self, count: int) -> list[RunTime]:
         samples = [sample for sample in self.take(count) if is_plausible_ms(sample.whole)]
         self.least_ms = min([self.least_ms, *(sample.least for sample in samples)])
         return samples
 
     def _runs_needed(self) -> int:
-        return 1 if self.noise is None else self.noise.runs_needed([sample.own for sample in self.samples])
+        return 1 if self.noise is None else self.noise.runs_needed([sample.cpu for sample in self.samples])
 
     @property
     def _is_slow(self) -> bool:

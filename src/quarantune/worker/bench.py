@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from quarantune import jax_internals
-from quarantune.host.waits import Taken, Watch
+from quarantune.host.waits import RunTime, Watch
 from quarantune.measure import clocks, finals, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions, CompileTarget
@@ -93,7 +93,7 @@ class Bench:
             self._jitted = differentiation.with_gradient(call.fn)
         self.judge = Judge(call, self._arguments, options)
         self._flush: clocks.Flush | None = None
-        self._last_run: Taken | None = None
+        self._last_run: RunTime | None = None
         # XLA's threads sleep until there is work for them; those of other libraries may spin.
         self._spins = self.is_plain
         if options.platform == "cpu":
@@ -283,7 +283,7 @@ class Bench:
             is_slow=samples.is_ruled_out,
         )
 
-    def informative_first_run(self, program: Program) -> Taken | None:
+    def informative_first_run(self, program: Program) -> RunTime | None:
         """Returns the time of the first run where that was long enough to be informative; else None."""
         is_informative = (
             not self.is_plain
