@@ -34,7 +34,7 @@ HASTE = {"timeout": 0.7, "compile_timeout": 0.7}
 ENDS = {
     "fail": (("error", "ArithmeticError: this config is no good"), ("error", "this config is no good")),
     "fail_unspeakably": (
-        ("error", "UnspeakableError.*cannot be had"),
+        ("error", "UnspeakableError.*cannot be printed"),
         ("crashed|error", "SIGABRT|UnspeakableError|no words|CpuCallback"),
     ),
     "exit_politely": (("error", "SystemExit: that is enough"), ("error", "SystemExit")),

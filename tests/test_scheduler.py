@@ -55,12 +55,12 @@ class Clock:
 
 
 Step = tuple[float, pool.Event]
-"""Something that happens, so many seconds after what happened before it."""
+"""An event, and the seconds between the one before it and this one."""
 
 
 @dataclasses.dataclass(eq=False)
 class FakeWorker:
-    """What the fake sandbox knows of one worker, and what scripts are told."""
+    """One worker, as the fake sandbox and the scripts see it."""
 
     number: int
     device: str
@@ -70,7 +70,7 @@ class FakeWorker:
     task: Any = None
     measured: int = 0
     starts: int = 0
-    """How many workers this config was given to before, for the same thing."""
+    """The number of workers that got this config for the same task before."""
     ended: bool = False
     doomed: bool = False
     immortal: bool = False
@@ -86,7 +86,7 @@ class FakeWorker:
 
 
 Act = Callable[[FakeWorker], "Sequence[Step] | None"]
-"""What a worker does with the task it was just given; None for what a good one does."""
+"""Returns the steps of a worker after a new task; None for those of a good worker."""
 
 
 def compiles(worker: FakeWorker, compile_s: float = 1.0, modules: Sequence[str] = (), program: str = "") -> list[Step]:
@@ -141,7 +141,7 @@ def behaves(worker: FakeWorker) -> list[Step]:
 
 
 class FakeSandbox:
-    """Workers that follow a script on a clock of their own, and a witness of what goes on at the same time."""
+    """Workers that follow a script on a clock of their own; it counts those that are active at the same time."""
 
     def __init__(self, clock: Clock, act: Act, *, kill_s: float = 0.02) -> None:
         self.clock = clock
@@ -326,7 +326,7 @@ def run(
     on_tick: Callable[[], None] = lambda: None,
     reference: Reference | None = None,
 ) -> Result:
-    """Runs configs `{"id": 0}` and so on, and checks what must hold of every sweep."""
+    """Runs configs `{"id": 0}` and so on, and checks the invariants of every sweep."""
     clock = clock or Clock()
     sandbox = sandbox or FakeSandbox(clock, act)
     trials: dict[int, Trial] = {}
@@ -364,7 +364,7 @@ def run(
 
 
 def for_config(index: int, *acts: Act) -> Act:
-    """Lets one config's workers act as told, one after another the last of them for good, and all others well."""
+    """Gives the workers of one config an act each, the last act for all further ones; others behave."""
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.trial != index:
@@ -380,7 +380,7 @@ def when(do: str, act: Callable[[FakeWorker], Sequence[Step]]) -> Act:
 
 @pytest.fixture(autouse=True)
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """What each fake process holds: fake workers' process ids are their numbers."""
+    """The memory that each fake process holds; the process ids of fake workers are their numbers."""
     held: dict[int, int] = {}
     monkeypatch.setattr(machine, "resident_bytes", lambda pid: (held.get(pid, 0), 0))
     monkeypatch.setattr(memory_module, "shared_bytes", lambda family, *, since, foreign: 0)
@@ -396,11 +396,11 @@ EVERY_WAY = pytest.mark.parametrize(
 )
 
 
-# --- slots, devices, turns ----------------------------------------------------------------------------------
+# --- slots, devices, bursts ---------------------------------------------------------------------------------
 
 
 @EVERY_WAY
-def test_every_config_is_measured_and_all_slots_but_no_more_are_used(route: Route, exclusive: bool) -> None:
+def test_every_config_is_measured_and_exactly_all_slots_are_used(route: Route, exclusive: bool) -> None:
     result = run(plan_for(route, exclusive=exclusive), 12)
     assert result.outcomes == ["ok"] * 12
     assert result.sandbox.most_compiling == SLOTS
@@ -414,7 +414,7 @@ def test_every_config_is_measured_and_all_slots_but_no_more_are_used(route: Rout
         assert trial.log_tail.startswith("log of ")
 
 
-def test_no_configs_are_done_at_once() -> None:
+def test_a_run_without_configs_ends_at_once() -> None:
     assert run(plan_for(Route.APART), 0).seconds == 0
 
 
@@ -424,14 +424,14 @@ def test_configs_start_in_the_order_they_are_given(route: Route) -> None:
     assert [worker.trial for worker in result.given("Compile")] == list(range(8))
 
 
-def test_where_the_halves_are_apart_compiling_goes_on_while_measuring() -> None:
+def test_on_the_route_apart_compiling_goes_on_while_measuring() -> None:
     result = run(plan_for(Route.APART, slots=2), 10)
     assert result.sandbox.compiled_while_measuring
     assert result.seconds < 10 / 2 * 1.3 + 2  # measuring is hidden behind compiling
 
 
 @ROUTES
-def test_on_an_exclusive_device_bursts_of_compiling_and_measuring_alternate(route: Route) -> None:
+def test_on_an_exclusive_device_compile_and_measure_bursts_alternate(route: Route) -> None:
     result = run(plan_for(route, exclusive=True, parked=4, slots=2), 8)
     turns = [(turn, len(list(group))) for turn, group in itertools.groupby(result.sandbox.turns)]
     assert turns == [("compile", 4), ("measure", 4), ("compile", 4), ("measure", 4)]
@@ -447,7 +447,7 @@ def test_two_devices_share_the_configs(route: Route) -> None:
     assert min(used.values()) >= 5
 
 
-def test_workers_that_take_one_config_each_are_made_ready_ahead() -> None:
+def test_standby_workers_for_one_config_each_are_made_ready_ahead() -> None:
     plan = plan_for(Route.APART, configs_per_worker=1)
     result = run(plan, 8, when("Prepare", lambda worker: [(2.0, worker.says("Ready", "load", modules=[]))]))
     assert result.outcomes == ["ok"] * 8
@@ -467,7 +467,7 @@ def test_a_worker_for_the_next_config_is_made_ready_while_one_compiles(slots: in
 
 
 @pytest.mark.parametrize("after_s", [0.05, 1.1], ids=["with no config", "with a config"])
-def test_a_worker_that_dies_as_it_is_made_ready_ahead_costs_no_config_anything(after_s: float) -> None:
+def test_a_spare_worker_that_dies_costs_no_config_anything(after_s: float) -> None:
     spares: list[int] = []
 
     def act(worker: FakeWorker) -> list[Step] | None:
@@ -481,7 +481,7 @@ def test_a_worker_that_dies_as_it_is_made_ready_ahead_costs_no_config_anything(a
     assert len(spares) == 1
 
 
-def test_no_config_is_lost_for_good_though_every_worker_hangs_that_is_made_ready_ahead() -> None:
+def test_no_config_is_lost_for_good_where_every_spare_worker_hangs() -> None:
     spares: list[int] = []
 
     def act(worker: FakeWorker) -> list[Step] | None:
@@ -494,7 +494,7 @@ def test_no_config_is_lost_for_good_though_every_worker_hangs_that_is_made_ready
     assert len(spares) == 2
 
 
-def test_a_worker_that_hangs_as_it_is_made_ready_ahead_loses_its_config_once() -> None:
+def test_a_spare_worker_that_hangs_loses_its_config_once() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         return [] if worker.number == 2 else None
 
@@ -503,7 +503,7 @@ def test_a_worker_that_hangs_as_it_is_made_ready_ahead_loses_its_config_once() -
     assert result.sandbox.killed.count(2) == 1
 
 
-def test_what_waits_compiled_is_measured_early_where_it_holds_much_memory(memory: dict[int, int]) -> None:
+def test_parked_configs_are_measured_early_where_they_hold_much_memory(memory: dict[int, int]) -> None:
     def takes(worker: FakeWorker) -> None:
         memory[worker.number] = GB // 2
 
@@ -513,7 +513,7 @@ def test_what_waits_compiled_is_measured_early_where_it_holds_much_memory(memory
     assert turns == ["compile"] * 4 + ["measure"] * 4
 
 
-def test_the_heir_of_a_measuring_worker_is_made_ready_while_that_still_measures() -> None:
+def test_the_next_measuring_worker_is_made_ready_while_one_measures() -> None:
     plan = plan_for(Route.APART, configs_per_worker=5)
     result = run(plan, 8, when("Prepare", lambda worker: [(1.4, worker.says("Ready", "load", modules=[]))]))
     assert result.outcomes == ["ok"] * 8
@@ -521,7 +521,7 @@ def test_the_heir_of_a_measuring_worker_is_made_ready_while_that_still_measures(
     assert result.seconds < 1.4 + 8 * 0.3 + 1.4
 
 
-def test_a_measuring_worker_is_started_before_anything_is_compiled() -> None:
+def test_a_measuring_worker_is_started_before_any_compile_worker() -> None:
     result = run(plan_for(Route.APART, configs_per_worker=100), 3)
     assert result.sandbox.given[0].do == "Prepare"
 
@@ -535,7 +535,7 @@ def test_a_measuring_worker_takes_as_many_configs_as_it_may(configs_per_worker: 
 
 
 @pytest.mark.parametrize(("configs_per_worker", "shared"), [(1, ["jax.numpy"]), (100, [])])
-def test_modules_that_measuring_workers_need_are_shared_where_there_will_be_many(
+def test_modules_of_measuring_workers_are_shared_where_there_are_many(
     configs_per_worker: int, shared: list[str]
 ) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
@@ -585,7 +585,7 @@ def test_waiting_for_a_device_that_another_tuner_holds_never_counts(route: Route
 
 
 @ROUTES
-def test_a_compile_is_killed_at_its_deadline_counted_from_the_first_phase_frame(route: Route) -> None:
+def test_the_compile_deadline_counts_from_the_first_phase_frame(route: Route) -> None:
     def hangs(worker: FakeWorker) -> list[Step]:
         return [(50.0, worker.says("PhaseEntered", "load")), (1.0, worker.says("PhaseEntered", "compile"))]
 
@@ -607,7 +607,7 @@ def test_repeated_phase_frames_do_not_put_a_deadline_off(route: Route) -> None:
 
 
 @EVERY_WAY
-def test_checking_and_measuring_have_one_deadline_from_when_the_device_is_held(route: Route, exclusive: bool) -> None:
+def test_checking_and_measuring_share_a_deadline_that_begins_with_the_device(route: Route, exclusive: bool) -> None:
     def slow(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Measure":
             return None
@@ -621,7 +621,7 @@ def test_checking_and_measuring_have_one_deadline_from_when_the_device_is_held(r
 
 
 @pytest.mark.parametrize("disturbed", [0, 5], ids=["quiet", "busy"])
-def test_one_first_run_rules_out_who_is_far_behind_on_a_quiet_machine_only(disturbed: int) -> None:
+def test_an_informative_first_run_rules_configs_out_on_a_quiet_machine_only(disturbed: int) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         run_ms = 100.0 if worker.trial else 40.0
         if worker.do != "Measure":
@@ -662,7 +662,7 @@ class Stopping(FakeSandbox):
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["alone", "with its workers"])
 @EVERY_WAY
-def test_a_caller_that_was_stopped_first_reads_what_has_come_and_extends_all_deadlines(
+def test_a_stopped_caller_first_reads_messages_and_extends_all_deadlines(
     route: Route, exclusive: bool, frozen: bool
 ) -> None:
     plain = run(plan_for(route, exclusive=exclusive), 4)
@@ -684,7 +684,7 @@ def test_a_hang_is_still_a_timeout_after_the_caller_was_stopped() -> None:
 
 
 @ROUTES
-def test_a_worker_that_does_not_come_up_is_lost_and_its_config_tried_once_more(route: Route) -> None:
+def test_the_config_of_a_worker_that_does_not_come_up_is_tried_once_more(route: Route) -> None:
     silent = when("Compile", lambda worker: [] if worker.starts == 0 else compiles(worker))
     result = run(plan_for(route), 1, silent)
     assert result.outcomes == ["ok"]
@@ -696,11 +696,11 @@ def test_a_worker_that_does_not_come_up_is_lost_and_its_config_tried_once_more(r
     assert f"not up within {STARTUP_DEADLINE_S:g} s" in result.trials[0].message
 
 
-# --- what workers say ---------------------------------------------------------------------------------------
+# --- replies ------------------------------------------------------------------------------------------------
 
 
 @ROUTES
-def test_what_is_said_of_another_trial_is_dropped(route: Route) -> None:
+def test_messages_about_another_trial_are_dropped(route: Route) -> None:
     def confused(worker: FakeWorker) -> list[Step]:
         steps = behaves(worker)
         if worker.trial is None:
@@ -783,7 +783,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "PhaseEntered": {},
 }
 """Fields of replies that the scheduler accepts."""
-SENSELESS: list[tuple[object, dict[str, Any]]] = [
+IMPLAUSIBLE: list[tuple[object, dict[str, Any]]] = [
     # Three dots stand for a field that is missing.
     ("Measured", {"samples_ms": ...}),
     ("Measured", {"samples_ms": []}),
@@ -820,8 +820,8 @@ SENSELESS: list[tuple[object, dict[str, Any]]] = [
 
 
 @ROUTES
-@pytest.mark.parametrize(("kind", "changes"), SENSELESS, ids=lambda part: str(part)[:60])
-def test_a_forged_frame_that_makes_no_sense_ends_its_sender_and_nobody_else(
+@pytest.mark.parametrize(("kind", "changes"), IMPLAUSIBLE, ids=lambda part: str(part)[:60])
+def test_a_forged_frame_that_makes_no_sense_ends_only_its_sender(
     route: Route, kind: object, changes: dict[str, Any]
 ) -> None:
     def forges(worker: FakeWorker) -> list[Step] | None:
@@ -849,7 +849,7 @@ def test_a_forged_frame_that_makes_no_sense_ends_its_sender_and_nobody_else(
     ],
     ids=lambda forged: str(forged)[:60],
 )
-def test_a_forged_compile_result_condemns_its_sender_and_nobody_else(route: Route, forged: dict[str, Any]) -> None:
+def test_a_forged_compile_result_ends_only_its_sender(route: Route, forged: dict[str, Any]) -> None:
     def forges(worker: FakeWorker) -> list[Step]:
         return [(0.1, worker.says("Compiled", "compile", **forged)), *compiles(worker)]
 
@@ -885,7 +885,7 @@ def test_configs_that_lower_to_the_same_program_are_run_once(route: Route, exclu
 
 
 @EVERY_WAY
-def test_what_becomes_of_a_program_becomes_of_all_its_configs(route: Route, exclusive: bool) -> None:
+def test_configs_with_the_same_program_share_its_outcome(route: Route, exclusive: bool) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do == "Measure" and worker.trial is not None and worker.trial % 2:
             return [(0.1, worker.ends(-int(signal.SIGSEGV)))]
@@ -897,9 +897,7 @@ def test_what_becomes_of_a_program_becomes_of_all_its_configs(route: Route, excl
 
 @EVERY_WAY
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
-def test_what_the_machinery_lost_says_nothing_of_configs_with_the_same_program(
-    route: Route, exclusive: bool, do: str
-) -> None:
+def test_a_lost_config_does_not_count_for_the_same_program(route: Route, exclusive: bool, do: str) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.trial == 0 and worker.do == do:
             steps = shares_a_program(worker) or []
@@ -918,7 +916,7 @@ def lowers(worker: FakeWorker, program: str, *then: Step) -> list[Step]:
     ]
 
 
-def test_who_waits_for_a_config_that_is_lost_and_left_to_the_other_route_is_left_too() -> None:
+def test_configs_that_wait_for_an_unfit_config_are_left_over_with_it() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or (worker.trial == 0 and worker.starts):
             return None
@@ -931,7 +929,7 @@ def test_who_waits_for_a_config_that_is_lost_and_left_to_the_other_route_is_left
     assert set(result.trials) | set(result.leftovers.unfit) == {0, 1, 2}
 
 
-def test_a_lost_config_that_lowers_to_another_program_leaves_those_that_waited_for_it_to_themselves() -> None:
+def test_a_lost_config_that_then_lowers_differently_releases_those_that_waited() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile":
             return None
@@ -942,9 +940,9 @@ def test_a_lost_config_that_lowers_to_another_program_leaves_those_that_waited_f
     assert run(plan_for(Route.APART, slots=3), 3, act).outcomes == ["ok"] * 3
 
 
-@pytest.mark.parametrize(("lowering_s", "becomes_of_its_twin"), [(4.0, "ok"), (1.0, "timeout")])
-def test_a_deadline_that_tracing_used_up_says_nothing_of_configs_with_the_same_program(
-    lowering_s: float, becomes_of_its_twin: str
+@pytest.mark.parametrize(("lowering_s", "outcome_of_same_program"), [(4.0, "ok"), (1.0, "timeout")])
+def test_a_deadline_used_up_by_tracing_does_not_count_for_the_same_program(
+    lowering_s: float, outcome_of_same_program: str
 ) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile" or worker.trial != 0:
@@ -953,10 +951,10 @@ def test_a_deadline_that_tracing_used_up_says_nothing_of_configs_with_the_same_p
         return [(0.1, worker.says("PhaseEntered", "compile")), lowered]  # and compiles for ever
 
     result = run(plan_for(Route.APART, slots=1), 2, act)
-    assert result.outcomes == ["timeout", becomes_of_its_twin]
+    assert result.outcomes == ["timeout", outcome_of_same_program]
 
 
-def test_configs_with_the_same_program_hold_no_descriptors_while_they_wait() -> None:
+def test_configs_that_wait_for_the_same_program_hold_no_descriptors() -> None:
     most, before = 0, len(os.listdir("/proc/self/fd"))
 
     def count() -> None:
@@ -977,7 +975,7 @@ def test_a_program_that_cannot_be_loaded_is_left_to_the_other_route() -> None:
     assert result.outcomes == ["ok"] * 2
 
 
-def test_a_program_that_a_used_worker_cannot_load_is_loaded_by_a_fresh_one_first() -> None:
+def test_a_program_that_a_used_worker_cannot_load_is_given_to_a_fresh_one() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         return [(0.1, worker.raises("load", "unfit"))] if worker.do == "Measure" and worker.measured else None
 
@@ -986,7 +984,7 @@ def test_a_program_that_a_used_worker_cannot_load_is_loaded_by_a_fresh_one_first
 
 
 @ROUTES
-def test_when_the_last_device_goes_configs_with_the_same_program_end_too(route: Route) -> None:
+def test_configs_with_the_same_program_end_with_the_last_device(route: Route) -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         return immortal(worker) if worker.do == "Measure" else shares_a_program(worker)
 
@@ -994,7 +992,7 @@ def test_when_the_last_device_goes_configs_with_the_same_program_end_too(route: 
     assert set(result.outcomes) == {"timeout", "lost"} or set(result.outcomes) == {"timeout"}
 
 
-def test_a_program_that_turns_out_unfit_leaves_nobody_waiting_for_it() -> None:
+def test_no_config_goes_on_waiting_for_an_unfit_program() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile":
             return None
@@ -1008,24 +1006,24 @@ def test_a_program_that_turns_out_unfit_leaves_nobody_waiting_for_it() -> None:
 
 
 @ROUTES
-def test_each_config_is_told_how_fast_the_fastest_so_far_was_and_may_be_slow(route: Route) -> None:
-    bars: list[float | None] = []
+def test_each_config_gets_the_best_time_so_far_and_may_be_slow(route: Route) -> None:
+    best_ms: list[float | None] = []
 
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Measure":
             return None
-        bar_ms = worker.task.best_median_ms
-        bars.append(bar_ms)
+        best_median_ms = worker.task.best_median_ms
+        best_ms.append(best_median_ms)
         samples_ms = [5.0, 3.0, 9.0, 2.0][worker.trial or 0]
-        return [(0.1, measured(worker, samples_ms, is_slow=bar_ms is not None and samples_ms > bar_ms))]
+        return [(0.1, measured(worker, samples_ms, is_slow=best_median_ms is not None and samples_ms > best_median_ms))]
 
     result = run(plan_for(route, slots=1), 4, act)
-    assert bars == [None, 5.0, 3.0, 3.0]
+    assert best_ms == [None, 5.0, 3.0, 3.0]
     assert result.outcomes == ["ok", "ok", "slow", "ok"]
     assert "another config takes 3" in result.trials[2].message
 
 
-def test_a_worker_let_go_because_its_program_was_known_may_take_its_time_to_die() -> None:
+def test_a_worker_retired_for_a_known_program_may_die_slowly() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do == "Measure":
             return measures(worker, seconds=8.0)
@@ -1129,9 +1127,7 @@ def test_a_comparison_that_makes_no_sense_is_none(rounds_ms: object, forged: str
         (lambda w: [(0.1, Damaged(w.number, "garbage"))], "crashed: .*garbage", 2),
     ],
 )
-def test_a_reference_that_cannot_be_had_says_why(
-    steps: Callable[[FakeWorker], list[Step]], complaint: str, tries: int
-) -> None:
+def test_a_reference_that_fails_says_why(steps: Callable[[FakeWorker], list[Step]], complaint: str, tries: int) -> None:
     clock = Clock()
     sandbox = FakeSandbox(clock, steps)
     plan = plan_for(Route.APART)
@@ -1145,7 +1141,7 @@ def test_a_reference_that_cannot_be_had_says_why(
     lease.release()
 
 
-def test_a_comparison_that_hangs_comes_to_an_end() -> None:
+def test_a_comparison_that_hangs_ends_at_its_deadline() -> None:
     compared, sandbox, _ = compare(lambda worker: [] if worker.do == "Compare" else None)
     assert compared == Final()
     assert sandbox.killed
@@ -1192,7 +1188,7 @@ def test_a_compiled_config_whose_worker_dies_while_it_waits_has_crashed() -> Non
     assert result.outcomes == ["crashed", "ok", "ok"]
 
 
-def test_a_compile_worker_that_does_not_end_after_its_result_is_killed_and_does_its_config_no_harm() -> None:
+def test_a_compile_worker_that_lingers_is_killed_and_its_result_counts() -> None:
     def stays(worker: FakeWorker) -> list[Step] | None:
         return compiles(worker)[:-1] if worker.do == "Compile" else None
 
@@ -1222,7 +1218,7 @@ def test_sigkill_with_a_risen_counter_of_oom_kills_is_oom(
     assert result.outcomes == ["ok", outcome, "ok"]
 
 
-def test_who_took_the_memory_is_oom_and_not_whom_the_kernel_killed_for_it(
+def test_the_worker_that_took_the_memory_is_oom_and_not_the_killed_one(
     memory: dict[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kills = itertools.count()
@@ -1263,7 +1259,7 @@ def test_one_oom_kill_does_not_explain_two_deaths(monkeypatch: pytest.MonkeyPatc
 
 @ROUTES
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
-def test_what_the_machinery_lost_is_tried_once_more_and_then_counts(route: Route, do: str) -> None:
+def test_a_lost_config_is_tried_once_more_and_then_counts(route: Route, do: str) -> None:
     def is_lost(worker: FakeWorker) -> list[Step] | None:
         return [(0.1, worker.ends(None))] if worker.do == do else None
 
@@ -1277,7 +1273,7 @@ def test_what_the_machinery_lost_is_tried_once_more_and_then_counts(route: Route
     assert len(ever.given(do, 1)) == 2
 
 
-def test_a_config_lost_while_it_was_measured_is_not_compiled_again_where_its_executable_is_kept() -> None:
+def test_a_config_lost_while_measured_is_not_compiled_again() -> None:
     def is_lost(worker: FakeWorker) -> list[Step] | None:
         return [(0.1, worker.ends(None))] if worker.do == "Measure" else None
 
@@ -1299,7 +1295,7 @@ TROUBLES: dict[str, Callable[[FakeWorker], list[Step]]] = {
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("exclusive", [True, False])
-def test_a_failure_in_a_used_worker_counts_only_when_a_fresh_one_repeats_it(
+def test_a_failure_in_a_used_worker_counts_only_if_a_fresh_one_repeats_it(
     trouble: str, devices: int, exclusive: bool
 ) -> None:
     """Configs 2 and 5 fail in any process that has measured something; 7 fails everywhere."""
@@ -1326,7 +1322,7 @@ def test_any_trouble_retires_a_measuring_worker(trouble: str) -> None:
     assert troubled not in others
 
 
-def test_a_used_worker_that_dies_between_two_configs_is_replaced_and_no_blame_falls_on_its_device() -> None:
+def test_a_used_worker_that_dies_while_idle_is_replaced_without_blaming_its_device() -> None:
     def dies_afterwards(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Measure":
             return None
@@ -1365,7 +1361,7 @@ def test_a_worker_over_its_memory_limit_is_oom_with_the_figure(route: Route, do:
     assert result.trials[1].peak_memory_bytes == 3 * GB
 
 
-def test_what_the_template_had_does_not_count_against_a_worker(memory: dict[int, int]) -> None:
+def test_memory_of_the_template_does_not_count_against_a_worker(memory: dict[int, int]) -> None:
     clock = Clock()
 
     def takes(worker: FakeWorker) -> None:
@@ -1390,7 +1386,7 @@ def test_the_memory_of_descendants_counts(memory: dict[int, int], monkeypatch: p
 
 
 @pytest.mark.parametrize(("more_mb", "end"), [(0, "ok"), (300, "oom")])
-def test_when_the_machine_runs_short_the_largest_goes_and_is_tried_again_alone(
+def test_at_a_shortage_the_largest_worker_is_killed_and_tried_again_alone(
     memory: dict[int, int], more_mb: int, end: str
 ) -> None:
     sandbox_of: list[FakeSandbox] = []
@@ -1414,7 +1410,7 @@ def test_when_the_machine_runs_short_the_largest_goes_and_is_tried_again_alone(
 
 @EVERY_WAY
 @pytest.mark.parametrize(("free", "end"), [(4 * GB, "ok"), (2 * GB, "oom")])
-def test_a_config_over_a_limit_that_nobody_set_is_tried_once_more_alone(
+def test_a_config_over_a_default_limit_is_tried_once_more_alone(
     route: Route, exclusive: bool, free: int, end: str, memory: dict[int, int]
 ) -> None:
     beside: list[int] = []
@@ -1434,7 +1430,7 @@ def test_a_config_over_a_limit_that_nobody_set_is_tried_once_more_alone(
     assert beside == []
     if end == "oom":
         assert "it held 2.15 GB alone, over its memory_limit of 1.93 GB" in result.trials[1].message
-    assert result.seconds < 30, "nobody waits for anything but the one that runs alone"
+    assert result.seconds < 30, "configs wait only for the one that runs alone"
 
 
 # --- devices and processes that fail ------------------------------------------------------------------------
@@ -1446,7 +1442,7 @@ def immortal(worker: FakeWorker) -> list[Step]:
 
 
 @ROUTES
-def test_a_worker_that_sigkill_does_not_end_costs_its_device_and_the_sweep_goes_on_elsewhere(
+def test_an_unkillable_worker_costs_its_device_and_the_sweep_goes_on_elsewhere(
     route: Route,
 ) -> None:
     plan = plan_for(route, devices=fake_devices(2), parked=8)
@@ -1469,7 +1465,7 @@ def test_when_the_last_device_is_withdrawn_every_config_still_ends(route: Route)
     assert result.seconds < KILL_DEADLINE_S + 30
 
 
-def test_a_compile_worker_without_a_device_that_does_not_die_costs_nothing_but_its_config() -> None:
+def test_an_unkillable_compile_worker_costs_only_its_config() -> None:
     result = run(plan_for(Route.APART, slots=2), 6, for_config(1, when("Compile", immortal)))
     assert result.outcomes == ["ok", "timeout", "ok", "ok", "ok", "ok"]
     assert "does not die" in result.trials[1].message
@@ -1494,7 +1490,7 @@ def test_a_device_on_which_no_worker_gets_ready_is_withdrawn(configs_per_worker:
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize(("status", "outcome"), [(-int(signal.SIGSEGV), "crashed"), (None, "lost")])
-def test_when_no_worker_gets_ready_on_the_last_device_every_config_ends_with_the_reason(
+def test_without_a_ready_worker_on_the_last_device_every_config_says_why(
     configs_per_worker: int, exclusive: bool, status: int | None, outcome: str
 ) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker, exclusive=exclusive)
@@ -1508,7 +1504,7 @@ def out_of_memory(worker: FakeWorker) -> list[Step]:
 
 
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
-def test_a_config_that_lacked_memory_beside_workers_made_ready_ahead_is_tried_again_without_them(
+def test_a_config_that_lacked_memory_beside_standby_workers_is_tried_again(
     configs_per_worker: int,
 ) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
@@ -1522,14 +1518,14 @@ def test_a_config_that_lacked_memory_beside_workers_made_ready_ahead_is_tried_ag
 
 
 @pytest.mark.parametrize("configs_per_worker", [1, 4])
-def test_a_config_that_lacks_memory_without_them_too_has_run_out_of_it(configs_per_worker: int) -> None:
+def test_a_config_that_lacks_device_memory_alone_too_is_device_oom(configs_per_worker: int) -> None:
     plan = plan_for(Route.APART, configs_per_worker=configs_per_worker)
     result = run(plan, 6, for_config(1, when("Measure", out_of_memory)))
     assert result.outcomes == ["ok", "device_oom", "ok", "ok", "ok", "ok"]
     assert len(result.given("Measure", 1)) == 2
 
 
-def test_workers_made_ready_ahead_that_lack_memory_are_no_reason_to_withdraw_a_device() -> None:
+def test_standby_workers_that_lack_memory_do_not_withdraw_a_device() -> None:
     starts = itertools.count()
 
     def act(worker: FakeWorker) -> list[Step] | None:
@@ -1538,12 +1534,12 @@ def test_workers_made_ready_ahead_that_lack_memory_are_no_reason_to_withdraw_a_d
     assert run(plan_for(Route.APART, configs_per_worker=1), 6, act).outcomes == ["ok"] * 6
 
 
-def test_a_device_without_memory_for_a_single_worker_is_withdrawn() -> None:
+def test_a_device_without_memory_for_one_worker_is_withdrawn() -> None:
     result = run(plan_for(Route.APART, configs_per_worker=1), 6, when("Prepare", out_of_memory))
     assert result.outcomes == ["device_oom"] * 6
 
 
-def test_a_worker_that_did_not_get_ready_once_is_no_reason_to_withdraw_a_device() -> None:
+def test_one_failed_standby_worker_does_not_withdraw_a_device() -> None:
     starts = itertools.count()
 
     def act(worker: FakeWorker) -> list[Step] | None:
@@ -1572,10 +1568,10 @@ def test_an_exception_in_the_caller_ends_the_sweep_and_frees_its_devices() -> No
     lease.release()
 
 
-# --- what another route must settle -------------------------------------------------------------------------
+# --- leftovers for another route ---------------------------------------------------------------------------
 
 
-def test_a_program_that_needs_its_device_is_left_over_and_so_are_those_not_yet_begun() -> None:
+def test_an_unfit_program_is_left_over_with_those_not_yet_begun() -> None:
     def unfit(worker: FakeWorker) -> list[Step]:
         return [
             (0.1, worker.says("PhaseEntered", "compile")),
@@ -1611,7 +1607,7 @@ def test_an_error_raised_on_the_device_needs_no_confirmation() -> None:
 
 
 def anything(generator: random.Random) -> Act:
-    """Workers that mostly behave and sometimes do whatever there is to do."""
+    """Workers that mostly behave and sometimes do anything that a worker can do."""
 
     def forged(worker: FakeWorker) -> Said:
         phases = ["load", "compile", "check", "measure", "measure", "lunch"]
@@ -1732,7 +1728,7 @@ def test_a_worker_refuses_an_illegal_move(state: WorkerState, other: WorkerState
     assert worker.state is state
 
 
-# --- what outputs are compared with -------------------------------------------------------------------------
+# --- references --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1748,7 +1744,7 @@ def agrees(worker: FakeWorker) -> list[Step]:
 
 
 @EVERY_WAY
-def test_the_defaults_are_measured_before_all_that_are_compared_with_them(
+def test_the_defaults_are_measured_before_all_other_configs(
     route: Route, exclusive: bool, reference: Reference
 ) -> None:
     result = run(plan_for(route, exclusive=exclusive), 8, when("Measure", agrees), reference=reference)
@@ -1775,7 +1771,7 @@ def test_a_worker_that_dies_after_its_sweep_leaves_no_output_file_open(reference
 
 
 @EVERY_WAY
-def test_defaults_that_are_lost_come_first_again_however_many_wait(
+def test_lost_defaults_come_first_again_however_many_configs_wait(
     route: Route, exclusive: bool, reference: Reference
 ) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
@@ -1791,7 +1787,7 @@ def test_defaults_that_are_lost_come_first_again_however_many_wait(
 
 @ROUTES
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
-def test_where_the_defaults_fail_outputs_are_compared_one_after_another(
+def test_where_the_defaults_fail_outputs_are_compared_one_at_a_time(
     route: Route, do: str, reference: Reference
 ) -> None:
     clock = Clock()
@@ -1814,7 +1810,7 @@ def test_where_the_defaults_fail_outputs_are_compared_one_after_another(
     assert {task.best_median_ms for task in tasks} == {None}, "the fastest may be wrong"
 
 
-def test_others_go_on_without_defaults_that_need_another_route(reference: Reference) -> None:
+def test_other_configs_go_on_without_defaults_that_are_unfit(reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do == "Compile" and worker.trial == 5:
             return [(3.0, worker.raises("compile", outcome="unfit", message="its dots"))]
@@ -1825,7 +1821,7 @@ def test_others_go_on_without_defaults_that_need_another_route(reference: Refere
     assert set(result.outcomes) == {"ok"}
 
 
-def test_a_config_of_the_same_program_runs_first_in_the_place_of_the_defaults(reference: Reference) -> None:
+def test_a_config_with_the_defaults_program_runs_first_in_their_place(reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do == "Compile" and worker.trial in (0, 5):
             return compiles(worker, 2.0 if worker.trial == 5 else 1.0, program="theirs")
@@ -1838,7 +1834,7 @@ def test_a_config_of_the_same_program_runs_first_in_the_place_of_the_defaults(re
 
 
 @pytest.mark.parametrize("group", [7, -3, "0", 0.0, [0]])
-def test_a_config_that_claims_to_agree_with_nothing_there_is_has_crashed(group: object, reference: Reference) -> None:
+def test_a_config_that_claims_to_agree_with_a_missing_output_has_crashed(group: object, reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do != "Measure":
             return None

@@ -1,8 +1,8 @@
-"""What the outputs of one sweep's configs are compared with, and which of them agree. Knows nothing of JAX.
+"""The outputs that those of one sweep's configs are compared with, and the groups of configs that agree.
 
-Where `ref_fn` is a function, it says what is right. Where it is left at "defaults", the function's own defaults do:
-they run first, as a config like any other, and their output is kept. Where they fail, or where there are none, outputs
-are compared with each other as they come, and the largest group of those that agree is taken to be right.
+Where `ref_fn` is a function, its output is right. Where it is left at "defaults", the output of the function's own
+defaults is: they run first, as a config like any other, and their output is kept. Where they fail, or where there are
+none, outputs are compared with each other as they arrive, and the largest group of those that agree counts as right.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from quarantune.values.trial import INCOMPARABLE, Config, Outcome, Phase, Trial
 UNTUNED = -1
 """The index under which the function's own defaults run where they are not one of the configs."""
 _MOST_GROUPS = 8
-"""How many different outputs are kept where it is not known which is right."""
+"""The number of different outputs that are kept while it is not known which is right."""
 _MOST_WRONG_GROUPS = 3
-"""How many are where it is known: only a message needs them."""
+"""The number of wrong outputs that are kept once it is known; only a warning needs them."""
 _SHOWN = 3
 
 Finish = Callable[[int, Trial, str], None]
@@ -53,9 +53,9 @@ class Reference:
         """Sets up a reference.
 
         Args:
-            compares: whether the configs' own outputs are compared; else only with what `give` gives.
-            default: the index under which the function's defaults run; None where it has none.
-            is_first: whether all others wait for the defaults; if not, they are compared with each other until then.
+            compares: whether the configs' outputs are compared with each other, and not only with the one of `give`.
+            default: the index under which the function's defaults run; None where the function has none.
+            is_first: whether all other configs wait for the defaults, and are not compared with each other until then.
         """
         self.fds: list[int] = []
         self.default_time_ms: float | None = None
@@ -71,7 +71,7 @@ class Reference:
         self._configs: dict[int, Config] = {}
 
     def give(self, fd: int) -> None:
-        """Takes what `ref_fn` returned, from a file."""
+        """Takes the file that holds the output of `ref_fn`."""
         self.fds.append(spool.protect(fd))
         self._is_given = True
 
@@ -83,7 +83,7 @@ class Reference:
     # While configs run
 
     def begin(self, indices: Collection[int]) -> None:
-        """Hears which configs are about to run: nobody is compared before the defaults, if they are among them."""
+        """Prepares for the configs that are about to run; all wait for the defaults if these are among them."""
         is_here = not self._defaults.isdisjoint(indices)
         self._awaited = self._compares and self._is_first and is_here and not self.fds
 
@@ -102,7 +102,7 @@ class Reference:
         return index in self._defaults
 
     def offer(self) -> Offer:
-        """Returns what a worker is given to compare an output with; the descriptors of `fds` go with it."""
+        """Returns the description of `fds`, which a worker gets to compare an output with."""
         most = _MOST_GROUPS if self._standard() is None else 1 + _MOST_WRONG_GROUPS
         return Offer(
             references=len(self.fds),
@@ -111,17 +111,17 @@ class Reference:
         )
 
     def note(self, index: int, group: int | None, *, offered: int, fd: int) -> None:
-        """Notes with which output a config's agrees.
+        """Records the output that a config's own agrees with.
 
         Args:
-            index: of the config.
-            group: what its worker said: a position in `fds`, `offered` for an output that was kept, `INCOMPARABLE`, or
-                None for one that is like none and was not kept.
-            offered: how many outputs it was compared with.
-            fd: the file in which its output was to be kept; -1 for none.
+            index: the config's.
+            group: the reply of its worker: a position in `fds`, `offered` for an output that was kept, `INCOMPARABLE`,
+                or None for one that differs from all and was not kept.
+            offered: the number of outputs that it was compared with.
+            fd: the file for its own output; -1 for none.
 
         Raises:
-            ValueError: a worker cannot have said this.
+            ValueError: no worker can have replied so.
         """
         if not self._compares:
             return
@@ -136,27 +136,27 @@ class Reference:
             self._compares = group != INCOMPARABLE
 
     def join(self, index: int, first: int) -> None:
-        """Notes that a config's program is that of another, which runs in its place."""
+        """Records that another config, with the same program, runs in the place of a config."""
         if first in self._group_of:
             self._group_of[index] = self._group_of[first]
         if index in self._defaults:
             self._defaults.add(first)
 
     def ended(self, index: int, end: str = "") -> None:
-        """Hears that a config will not say any more in this round; without an output of the defaults, all go on."""
+        """Records that a config has ended; if it was the defaults and left no output, the others wait no longer."""
         if index in self._defaults and index not in self._group_of:
             self._awaited = False
             self._default_end = end or self._default_end
 
     def _standard(self) -> int | None:
-        """Returns which group is right, as far as the defaults say."""
+        """Returns the group of the defaults, which is right; None where they have none."""
         groups = [self._group_of[index] for index in self._defaults if index in self._group_of]
         return next((group for group in groups if group not in (None, INCOMPARABLE)), None)
 
     # In the end
 
     def hold(self, finish: Finish) -> Finish:
-        """Returns what takes trials in place of `finish`, and keeps back those that `settle` must judge."""
+        """Returns a function to call instead of `finish`; it holds the trials that `settle` must judge."""
 
         def take(index: int, trial: Trial, log: str) -> None:
             self._configs[index] = trial.config
@@ -175,7 +175,7 @@ class Reference:
         return take
 
     def settle(self, finish: Finish) -> None:
-        """Judges the trials that were kept back, now that all outputs are known."""
+        """Judges the trials that were held, now that all outputs are known."""
         right = self._right()
         for index, (trial, log) in self._held.items():
             group = self._group_of.get(index)
@@ -198,7 +198,7 @@ class Reference:
         self._held.clear()
 
     def complaint(self) -> str:
-        """Returns what the author should know of how outputs disagreed; empty where there is nothing to say."""
+        """Returns the warning for the author on how outputs disagree; empty where they do not."""
         groups = {index: group for index, group in sorted(self._group_of.items()) if index != UNTUNED}
         right, standard = self._right(), self._standard()
         if not self._compares or right is None or not groups:

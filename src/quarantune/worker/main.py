@@ -1,7 +1,6 @@
-"""A worker's main: takes tasks from the scheduler, runs them, and says what happened, phase by phase.
+"""A worker's main: runs the scheduler's tasks, and replies phase by phase.
 
-It ends with its first failure, because a process in which something went wrong is not to be trusted with another
-config.
+It ends with its first failure, because a process in which something went wrong cannot be trusted with another config.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def main(connection: Connection, shared: Shared, task: Frame, fds: list[int]) ->
     try:
         Worker(connection, shared).run(task, fds)
     except wire.WireClosedError:
-        pass  # the scheduler closed the connection: there is no more to do
+        pass  # the scheduler closed the connection: nothing is left to do
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -295,7 +294,7 @@ def describe_error(error: BaseException) -> ErrorDescription:
     try:
         text = str(error)
     except BaseException as broken:
-        text = f"(its message cannot be had: {type(broken).__name__})"
+        text = f"(its message cannot be printed: {type(broken).__name__})"
     try:
         lines = traceback.format_exception(type(error), error, error.__traceback__)
         trace = "".join(lines)
@@ -311,7 +310,7 @@ def describe_error(error: BaseException) -> ErrorDescription:
 
 
 def _shorten(text: str) -> str:
-    """Returns a long text without its middle: a callback's error begins with where it was and ends with what it was."""
+    """Returns a long text without its middle, since a callback's error has its reason at the end."""
     if len(text) <= _MESSAGE_CHARS:
         return text
     half = _MESSAGE_CHARS // 2
