@@ -206,7 +206,7 @@ def test_arguments_that_cannot_travel_are_named_before_any_process() -> None:
         with lock:
             return x * n
 
-    with pytest.raises(TypeError, match=r"closure variable 'lock' of 'test_what.*cannot be sent to a worker"):
+    with pytest.raises(TypeError, match=r"closure variable 'lock' of 'test_arguments.*cannot be sent to a worker"):
         guarded(X)
 
 
