@@ -26,9 +26,11 @@ import pytest
 
 import quarantune
 from quarantune.host import machine
-from quarantune.sandbox import codec, pool, spool, template, template_watch
+from quarantune.sandbox import codec, spool, template, template_watch
+from quarantune.sandbox.events import Damaged, Event, Said, describe_status
 from quarantune.sandbox.messages import Compile, Measure
-from quarantune.sandbox.pool import Damaged, Event, LoadError, Said, Sandbox
+from quarantune.sandbox.pool import Sandbox
+from quarantune.sandbox.template_link import LoadError
 from quarantune.sweep import routes
 from quarantune.transport import payload
 from quarantune.values.options import Options
@@ -682,6 +684,7 @@ from quarantune.sweep import routes
 from quarantune.values.options import Options
 from quarantune.sandbox.messages import Compile
 from quarantune.sandbox import codec, pool, spool, template
+from quarantune.sandbox.events import Ended
 import workload
 
 TASK = Compile(trial=0, config={}, options=routes.worker_options("cpu", Options()), last=True)
@@ -689,7 +692,7 @@ TASK = Compile(trial=0, config={}, options=routes.worker_options("cpu", Options(
 def one_sweep(sandbox):
     number = sandbox.start(codec.encode(TASK))
     said = []
-    while not any(isinstance(event, pool.Ended) for event in said):
+    while not any(isinstance(event, Ended) for event in said):
         said += sandbox.poll(5)
     assert [event.message["message"] for event in said[:-1]] == ["PhaseEntered", "Compiled"], said
     sandbox.forget(number)
@@ -805,6 +808,6 @@ def test_configs_compile_from_both_ends_of_their_list_and_doubtful_ones_last() -
 
 def test_exit_statuses_are_described_in_words() -> None:
     assert not template.is_inside()
-    assert pool.describe_status(-11) == "was killed by SIGSEGV"
-    assert pool.describe_status(-200) == "was killed by signal 200"
-    assert pool.describe_status(3) == "exited with code 3"
+    assert describe_status(-11) == "was killed by SIGSEGV"
+    assert describe_status(-200) == "was killed by signal 200"
+    assert describe_status(3) == "exited with code 3"

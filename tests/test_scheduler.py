@@ -21,9 +21,9 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.host import memory as memory_module
 from quarantune.measure.finals import Final
-from quarantune.sandbox import codec, messages, pool
+from quarantune.sandbox import codec, messages
+from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.messages import BenchOptions, CompileTarget, Raised, Task
-from quarantune.sandbox.pool import Damaged, Ended, Said
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Leftovers, Plan
 from quarantune.scheduler.reference import Reference
@@ -54,7 +54,7 @@ class Clock:
         return self.now
 
 
-Step = tuple[float, pool.Event]
+Step = tuple[float, Event]
 """An event, and the seconds between the one before it and this one."""
 
 
@@ -160,7 +160,7 @@ class FakeSandbox:
         self.patience = 40_000
         self._numbers = itertools.count(1)
         self._order = itertools.count()
-        self._agenda: list[tuple[float, int, pool.Event]] = []
+        self._agenda: list[tuple[float, int, Event]] = []
         self._starts: collections.Counter[tuple[str, Any]] = collections.Counter()
         self._compiling: set[int] = set()
         self._measuring: set[int] = set()
@@ -206,7 +206,7 @@ class FakeSandbox:
     def share_modules(self, names: Sequence[str]) -> None:
         self.shared += names
 
-    def poll(self, timeout_s: float) -> list[pool.Event]:
+    def poll(self, timeout_s: float) -> list[Event]:
         self.patience -= 1
         assert self.patience > 0, "the scheduler does not come to an end"
         assert timeout_s >= 0
@@ -253,7 +253,7 @@ class FakeSandbox:
             event = worker.ends(status)
             heapq.heappush(self._agenda, (self.clock.now + delay_s, next(self._order), event))
 
-    def _witness(self, worker: FakeWorker, event: pool.Event) -> None:
+    def _witness(self, worker: FakeWorker, event: Event) -> None:
         if isinstance(event, Ended):
             worker.ended = True
             self._over(worker)
@@ -650,7 +650,7 @@ class Stopping(FakeSandbox):
         super().__init__(clock, act)
         self.nth, self.seconds, self.frozen = nth, seconds, frozen
 
-    def poll(self, timeout_s: float) -> list[pool.Event]:
+    def poll(self, timeout_s: float) -> list[Event]:
         self.nth -= 1
         if self.nth:
             return super().poll(timeout_s)
@@ -1648,7 +1648,7 @@ def anything(generator: random.Random) -> Act:
         if generator.random() < 0.5:
             del steps[generator.randrange(len(steps)) :]
         if generator.random() < 0.5:
-            end: pool.Event = worker.ends(generator.choice([0, 1, -9, -11, None]))
+            end: Event = worker.ends(generator.choice([0, 1, -9, -11, None]))
             if generator.random() < 0.3:
                 end = Damaged(worker.number, "garbage")
             steps.append((generator.random() * 3, end))

@@ -13,6 +13,7 @@ import jax
 from quarantune import jax_internals
 from quarantune.devices.device import Backend, Device, cpu_device, describe_jax_devices, grouped, visible_devices
 from quarantune.sandbox import codec, template
+from quarantune.sandbox.events import Said
 from quarantune.sandbox.messages import CompileTarget, Failed, PhaseEntered, Probe, Probed, Reply
 from quarantune.values.settings import Settings
 from quarantune.values.trial import SandboxError
@@ -121,7 +122,7 @@ def _probe(_: tuple[str | None, ...]) -> Backend:
         reply: Reply | None = None
         while (left_s := deadline - time.monotonic()) > 0:
             for event in sandbox.poll(left_s):
-                if isinstance(event, pool.Said):
+                if isinstance(event, Said):
                     reply = _decode(event.message)
                 elif event.number == number:
                     if isinstance(reply, Probed):

@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from quarantune.host import machine, memory
 from quarantune.sandbox import spool, wire
 from quarantune.sandbox.codec import Frame
-from quarantune.sandbox.events import Damaged, Ended, Event, Said, describe_status
-from quarantune.sandbox.template_link import SWEEP, LinkState, LoadError, TemplateLink
+from quarantune.sandbox.events import Event, Said
+from quarantune.sandbox.template_link import SWEEP, LinkState, TemplateLink
 from quarantune.sandbox.template_messages import Exited, Kill, Started, StartWorker
 from quarantune.sandbox.wire import Connection
 from quarantune.sandbox.worker_table import WorkerTable
 from quarantune.values.trial import SandboxError
-
-__all__ = ["Damaged", "Ended", "Event", "LoadError", "Said", "Sandbox", "describe_status"]
 
 _CHECK_S = 0.1
 

@@ -14,7 +14,7 @@ from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine, stops
 from quarantune.measure import finals
-from quarantune.sandbox import pool
+from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.messages import PhaseEntered
 from quarantune.scheduler.apart import Apart
 from quarantune.scheduler.bursts import Bursts
@@ -180,19 +180,19 @@ class Scheduler:
         self._watch()
         return not events or not all(map(_is_progress, events))
 
-    def _handle(self, event: pool.Event) -> None:
+    def _handle(self, event: Event) -> None:
         worker = self._run.workers.get(event.number)
         if worker is None:
-            if isinstance(event, pool.Ended):
+            if isinstance(event, Ended):
                 self._sandbox.forget(event.number)
             return
         match event:
-            case pool.Said():
+            case Said():
                 self._replies.on_message(worker, event.message)
-            case pool.Damaged():
+            case Damaged():
                 verdict = Verdict(Outcome.CRASHED, f"it damaged its own connection: {event.reason}")
                 self._run.workers.kill_with_verdict(worker, verdict)
-            case pool.Ended():
+            case Ended():
                 self._on_exit(worker, event.status)
 
     def _on_exit(self, worker: Worker, status: int | None) -> None:
@@ -240,6 +240,6 @@ class Scheduler:
                 worker.given_up_at += lost_s
 
 
-def _is_progress(event: pool.Event) -> bool:
+def _is_progress(event: Event) -> bool:
     """Returns whether an event only announces a phase, so that nothing can start for it."""
-    return isinstance(event, pool.Said) and event.message.get("message") == PhaseEntered.__name__
+    return isinstance(event, Said) and event.message.get("message") == PhaseEntered.__name__

@@ -11,7 +11,8 @@ from typing import Protocol
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import memory
-from quarantune.sandbox import codec, pool, spool
+from quarantune.sandbox import codec, spool
+from quarantune.sandbox.events import Event
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.scheduler.plan import KILL_DEADLINE_S, STARTUP_DEADLINE_S
 from quarantune.values.trial import Config, Outcome, Phase
@@ -36,7 +37,7 @@ class SandboxLike(Protocol):
     def log(self, number: int) -> str: ...
     def trim_logs(self) -> None: ...
     def share_modules(self, names: Sequence[str]) -> None: ...
-    def poll(self, timeout_s: float) -> list[pool.Event]: ...
+    def poll(self, timeout_s: float) -> list[Event]: ...
 
 
 class WorkerState(enum.Enum):

@@ -19,6 +19,7 @@ from quarantune.host import machine
 from quarantune.measure import finals
 from quarantune.sandbox import pool, spool
 from quarantune.sandbox.messages import BenchOptions
+from quarantune.sandbox.template_link import LoadError
 from quarantune.sandbox.template_messages import LoadFailed
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import MEMORY_SHARE, Leftovers, Plan
@@ -112,7 +113,7 @@ class Routes:
         """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
         try:
             self._sandbox.open(load_timeout_s=self._limits.compile_timeout_s)
-        except pool.LoadError as error:
+        except LoadError as error:
             self._fail_all(configs, error.report)
             return False
         return True
