@@ -89,38 +89,43 @@ class Probe(Task):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepare(Task):
-    """Take the device and make the arguments; answered by `Ready`.
+class BenchTask(Task):
+    """A task for which a worker needs its bench, made for the first one.
 
-    Its descriptors are the outputs to compare with.
+    Attributes:
+        options: the options of the bench.
     """
 
     options: BenchOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Warm(Task):
-    """Make the arguments for a config to come; there is no answer."""
+class Prepare(BenchTask):
+    """Take the device and make the arguments; answered by `Ready`.
 
-    options: BenchOptions
+    Its descriptors are the outputs to compare with.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compile(Task):
+class Warm(BenchTask):
+    """Make the arguments for a config to come; there is no answer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compile(BenchTask):
     """Compile one config; answered by `Lowered` and `Compiled`.
 
     Its descriptor, where there is one, is the file for the executable, which another worker runs.
 
     Attributes:
         config: the config.
-        options: the sweep's.
         target: the device to compile for; None for the worker's own.
         must_save: whether a program that cannot be saved is a failure.
         as_data: whether the executable is for the caller, who runs no code of a worker to load it.
     """
 
     config: EncodedConfig
-    options: BenchOptions
     target: CompileTarget | None = None
     must_save: bool = False
     as_data: bool = False
@@ -159,20 +164,16 @@ class Measure(Task):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ComputeReference(Task):
+class ComputeReference(BenchTask):
     """Write what `ref_fn` returns to the descriptor; answered by `ReferenceComputed`."""
-
-    options: BenchOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckShapes(Task):
+class CheckShapes(BenchTask):
     """Compare the shapes of the function's output with the reference; answered by `ShapesChecked`.
 
     Its descriptor is the file that `ComputeReference` wrote.
     """
-
-    options: BenchOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,10 +190,9 @@ class Finalist:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compare(Task):
+class Compare(BenchTask):
     """Time configs in turn; answered by `Compared`. Its descriptors are the executables of those that are saved."""
 
-    options: BenchOptions
     entries: tuple[Finalist, ...]
 
 

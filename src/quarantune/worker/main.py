@@ -99,7 +99,7 @@ class Worker:
             return messages.Probed(**self._heading(), devices=found.devices, config_text=found.config_text)
         if isinstance(task, messages.Measure):
             return self._measure(self._bench, task, fds)
-        assert isinstance(task, _WITH_OPTIONS)
+        assert isinstance(task, messages.BenchTask)
         bench = self._bench_for(task.options)
         match task:
             case messages.Prepare():
@@ -121,6 +121,7 @@ class Worker:
                 return messages.ReferenceComputed(**self._heading())
             case messages.Compare():
                 return self._compare(bench, task, fds)
+        raise AssertionError(f"no worker does a {type(task).__name__}")
 
     def _bench_for(self, options: messages.BenchOptions) -> Bench:
         """Returns the worker's bench, made when the first task needs it."""
@@ -268,16 +269,6 @@ class Worker:
         names = sorted(sys.modules.keys() - self._modules)
         self._modules = set(sys.modules)
         return tuple(names)
-
-
-_WITH_OPTIONS = (
-    messages.Prepare,
-    messages.Warm,
-    messages.Compile,
-    messages.ComputeReference,
-    messages.CheckShapes,
-    messages.Compare,
-)
 
 
 def load_call(payload_fd: int, cwd: str | None) -> Call:
