@@ -383,7 +383,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     """The memory that each fake process holds; the process ids of fake workers are their numbers."""
     held: dict[int, int] = {}
     monkeypatch.setattr(machine, "resident_bytes", lambda pid: (held.get(pid, 0), 0))
-    monkeypatch.setattr(memory_module, "shared_bytes", lambda family, *, since, foreign: 0)
+    monkeypatch.setattr(memory_module, "shared_bytes", lambda family, *, since, foreign, thorough: 0)
     monkeypatch.setattr(memory_module, "proportional_bytes", lambda family: None)
     monkeypatch.setattr(machine, "descendants", lambda pid: [])
     monkeypatch.setattr(machine, "oom_kills", lambda: 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import stat
 import time
@@ -17,6 +18,10 @@ FileId: TypeAlias = tuple[int, int]
 _NOTABLE_BYTES = 16 << 20
 """Growth of mapped memory, or memory of forks, from which on an exact measurement is worth its milliseconds."""
 _BLOCK_BYTES = 512
+_FEW_BYTES = 1 << 20
+"""Resident shared memory below which the list of a process's maps is not worth the 1.5 ms that reading it takes."""
+_THOROUGH_S = 2.0
+"""Time between measurements that read the maps in any case: mapped memory need not be resident."""
 
 
 class MemoryMeter:
@@ -28,6 +33,7 @@ class MemoryMeter:
 
     def __init__(self) -> None:
         self._began = time.time()
+        self._next_thorough = time.monotonic() + _THOROUGH_S
         self._mapped = 0
         self._shared = 0
         self._counted_again = 0
@@ -58,7 +64,10 @@ class MemoryMeter:
         suspicious = private - self._counted_again + self._shared > limit_bytes
         if exactly or suspicious or mapped > self._mapped + _NOTABLE_BYTES:
             self._mapped = mapped
-            self._shared = shared_bytes(family, since=self._began, foreign=foreign())
+            thorough = suspicious or time.monotonic() >= self._next_thorough
+            if thorough:
+                self._next_thorough = time.monotonic() + _THOROUGH_S
+            self._shared = shared_bytes(family, since=self._began, foreign=foreign(), thorough=thorough)
             self._counted_again = _counted_again(family, private, pages[0][0] - baseline_bytes, baseline_bytes)
         return max(0, private - self._counted_again) + self._shared
 
@@ -81,7 +90,7 @@ def proportional_bytes(family: Sequence[int]) -> int | None:
     return total or None
 
 
-def shared_bytes(family: Sequence[int], *, since: float, foreign: Collection[FileId]) -> int:
+def shared_bytes(family: Sequence[int], *, since: float, foreign: Collection[FileId], thorough: bool = True) -> int:
     """Returns the memory of files in memory that processes have open or mapped, each file counted once.
 
     These are all kinds of shared memory: anonymous maps, memfd, System V's, and files of a tmpfs such as /dev/shm.
@@ -90,6 +99,7 @@ def shared_bytes(family: Sequence[int], *, since: float, foreign: Collection[Fil
         family: the processes.
         since: a time in seconds; files with a name that have not changed since then existed before the processes.
         foreign: files that do not count.
+        thorough: whether to look at the maps of processes with little resident shared memory, too.
     """
     held: dict[FileId, int] = {}
     pages: dict[FileId, int] = {}
@@ -97,6 +107,8 @@ def shared_bytes(family: Sequence[int], *, since: float, foreign: Collection[Fil
         for about in _open_files(pid):
             held[about.st_dev, about.st_ino] = _bytes_of(about, since)
     for pid in family:
+        if not thorough and _resident_shared_bytes(pid) < _FEW_BYTES:
+            continue
         unknown = set()
         for identity, place, path in _mapped_files(pid):
             if identity in held or identity in foreign or identity in unknown:
@@ -136,6 +148,12 @@ def _devices_in_memory() -> frozenset[int]:
             major, _, minor = fields.split()[2].partition(":")
             found.add(os.makedev(int(major), int(minor)))
     return frozenset(found)
+
+
+def _resident_shared_bytes(pid: int) -> float:
+    """Returns the shared memory that a process has mapped and touched; infinity if the system does not say."""
+    _, found, rest = _read(f"/proc/{pid}/status").partition(b"\nRssShmem:")
+    return int(rest.split(maxsplit=1)[0]) << 10 if found else math.inf
 
 
 def _open_files(pid: int) -> Iterator[os.stat_result]:
