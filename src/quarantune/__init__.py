@@ -11,6 +11,7 @@ from quarantune.results.contextual_result import ContextualResult, KernelChoice
 from quarantune.results.result import SavedResultError, TuningResult
 from quarantune.sweep.sweep_inputs import set_autotune_inputs
 from quarantune.values.config_space import grid
+from quarantune.values.search_choice import Search
 from quarantune.values.settings import settings
 from quarantune.values.trial import (
     CacheMissError,
@@ -57,6 +58,7 @@ __all__ = [
     "Route",
     "SandboxError",
     "SavedResultError",
+    "Search",
     "Trial",
     "TuningCache",
     "TuningFailedError",

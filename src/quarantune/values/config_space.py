@@ -18,7 +18,7 @@ from quarantune.values.trial import Config, ConfigValue
 Configs: TypeAlias = "Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]"
 
 
-_MOST_CONFIGS = 1_000_000
+MOST_CONFIGS = 1_000_000
 """More are considered a mistake: an endless generator, or a grid of far too many values."""
 _MOST_NESTED = 32
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -191,8 +191,53 @@ def check_keywords(configs: Sequence[Config], *, parameters: inspect.Signature, 
             )
 
 
-def _combinations(lists: Mapping[str, Iterable[Any]], fn_name: str) -> list[dict[str, Any]]:
-    sizes = []
+def axes(lists: Mapping[str, Iterable[Any]], *, fn_name: str) -> dict[str, list[ConfigValue]]:
+    """Returns the values of each tunable of a grid, checked and each once, without making the grid.
+
+    Args:
+        lists: the values of each tunable.
+        fn_name: the function being tuned, for error messages.
+
+    Raises:
+        TypeError: something is no list of config values.
+        ValueError: there is no name, or a name without values.
+    """
+    if not lists:
+        raise ValueError(f"{fn_name}: configs is empty; there is nothing to choose from, as in {{'BM': [32, 64]}}.")
+    _check_lists(lists, fn_name)
+    checked: dict[str, list[ConfigValue]] = {}
+    for raw, values in lists.items():
+        key = _key(raw, f"{fn_name}: configs")
+        unique = {text_of(value): value for value in (_value(item, f"configs[{key!r}]", ()) for item in values)}
+        checked[key] = list(unique.values())
+    _check_classes([{key: value} for key, values in checked.items() for value in values], fn_name)
+    return checked
+
+
+def extended(config: Any, *, index: int, keys: Config, fn_name: str, parameters: inspect.Signature | None) -> Config:
+    """Returns one more config of a space whose first configs are known, checked and completed.
+
+    Args:
+        config: the config as the user's generator yields it.
+        index: its position, for error messages.
+        keys: the keys of the configs before it, each with an example.
+        fn_name: the function being tuned, for error messages.
+        parameters: as for `expand`.
+
+    Raises:
+        TypeError: it is no config.
+        ValueError: it has a key that those before it lack.
+    """
+    checked = _normalised(config, f"{fn_name}: configs[{index}]")
+    if new := [key for key in checked if key not in keys]:
+        raise ValueError(
+            f"{fn_name}: configs[{index}] has the key {new[0]!r}, which earlier ones lack; "
+            "give every config the same keys."
+        )
+    return _completed([keys, checked], parameters, fn_name)[1]
+
+
+def _check_lists(lists: Mapping[str, Iterable[Any]], fn_name: str) -> None:
     for key, values in lists.items():
         # A set has no order of its own, and a string is one value, not a list of letters.
         if not isinstance(values, (list, tuple, range, np.ndarray)):
@@ -202,10 +247,13 @@ def _combinations(lists: Mapping[str, Iterable[Any]], fn_name: str) -> list[dict
             )
         if not len(values):
             raise ValueError(f"{fn_name}: configs[{key!r}] is empty; list at least one value to try.")
-        sizes.append(len(values))
-    if (size := math.prod(sizes)) > _MOST_CONFIGS:
+
+
+def _combinations(lists: Mapping[str, Any], fn_name: str) -> list[dict[str, Any]]:
+    _check_lists(lists, fn_name)
+    if (size := math.prod(map(len, lists.values()))) > MOST_CONFIGS:
         raise ValueError(
-            f"{fn_name}: configs is a grid of {size:,} configs, more than {_MOST_CONFIGS:,}; leave out values, "
+            f"{fn_name}: configs is a grid of {size:,} configs, more than {MOST_CONFIGS:,}; leave out values, "
             "or give a function that makes the configs of one call."
         )
     return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
@@ -213,10 +261,10 @@ def _combinations(lists: Mapping[str, Iterable[Any]], fn_name: str) -> list[dict
 
 def _listed(configs: Iterable[Any], source: str) -> list[Any]:
     """Returns the configs as a list, because a generator can be walked once only."""
-    listed = list(itertools.islice(configs, _MOST_CONFIGS + 1))
-    if len(listed) > _MOST_CONFIGS:
+    listed = list(itertools.islice(configs, MOST_CONFIGS + 1))
+    if len(listed) > MOST_CONFIGS:
         raise ValueError(
-            f"{source}: there are more than {_MOST_CONFIGS:,} configs; a generator has to end, as with "
+            f"{source}: there are more than {MOST_CONFIGS:,} configs; a generator has to end, as with "
             "itertools.islice(..., 100)."
         )
     return listed
@@ -226,16 +274,19 @@ def _validate(configs: Iterable[Mapping[str, Any]], *, fn_name: str) -> list[Con
     """Returns the configs normalised."""
     checked: list[Config] = []
     for index, raw in enumerate(configs):
-        where = f"{fn_name}: configs[{index}]"
-        if not isinstance(raw, Mapping):
-            raise TypeError(f"{where} is {shown(raw)}; every config is a dict such as {{'BM': 32}}.")
-        checked.append({_key(key, where): _value(value, f"{where}[{key!r}]", ()) for key, value in raw.items()})
+        checked.append(_normalised(raw, f"{fn_name}: configs[{index}]"))
     if not any(checked):
         problem = "the configs have no keys" if checked else "configs is empty"
         raise ValueError(
             f"{fn_name}: {problem}; there is nothing to choose from: give at least one, as in [{{'BM': 32}}]."
         )
     return checked
+
+
+def _normalised(raw: Any, where: str) -> Config:
+    if not isinstance(raw, Mapping):
+        raise TypeError(f"{where} is {shown(raw)}; every config is a dict such as {{'BM': 32}}.")
+    return {_key(key, where): _value(value, f"{where}[{key!r}]", ()) for key, value in raw.items()}
 
 
 def _completed(configs: list[Config], parameters: inspect.Signature | None, fn_name: str) -> list[Config]:

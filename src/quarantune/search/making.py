@@ -1,0 +1,61 @@
+"""Makes a search from its name, or from an object of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from quarantune.search.space import Space
+from quarantune.values.search_choice import AUTO, AUTO_EXHAUSTIVE_MOST, EXHAUSTIVE, RANDOM, SURROGATE, check_search
+from quarantune.values.trial import Config
+
+if TYPE_CHECKING:
+    from quarantune.values.search_choice import Search
+
+
+def chosen(search: str | Search, space: Space) -> str | Search:
+    """Returns the search that `auto` stands for in a space; any other one as it is."""
+    if search != AUTO:
+        return search
+    return SURROGATE if space.has_more_than(AUTO_EXHAUSTIVE_MOST) else EXHAUSTIVE
+
+
+def make(
+    search: str | Search,
+    space: Space,
+    *,
+    defaults: Config | None = None,
+    seed: int = 0,
+    starts: Iterable[Config] = (),
+) -> Search:
+    """Returns a search that begins with the defaults and the starts, and asks for no config twice.
+
+    Args:
+        search: a name, or an object with the methods of `Search`.
+        space: the configs.
+        defaults: the config of the function's own defaults, which is tried first if it is in the space.
+        seed: the same seed and the same trials give the same search; an object of the user's has its own.
+        starts: configs to try next, such as the best ones of similar problems; those outside the space are left out.
+
+    Raises:
+        TypeError: `search` is neither a name nor such an object.
+        ValueError: no search has this name.
+        ImportError: the search needs an extra that is not installed.
+    """
+    check_search(search)
+    search = chosen(search, space)
+    first = [*([] if defaults is None else [defaults]), *starts]
+    # Imported where they are used: scipy and optuna take time.
+    if search == EXHAUSTIVE:
+        from quarantune.search.unguided import Exhaustive
+
+        return Exhaustive(space, first)
+    if search == RANDOM:
+        from quarantune.search.unguided import Random
+
+        return Random(space, seed, first)
+    if isinstance(search, str):
+        raise ValueError(f"search={search!r} is not valid here")
+    from quarantune.search.users import UsersSearch
+
+    return UsersSearch(search, space, first)

@@ -1,0 +1,191 @@
+"""Searches: lazy spaces, the protocol, and the rules that all searches share."""
+
+from __future__ import annotations
+
+import itertools
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import quarantune
+from quarantune import Outcome, Trial, search
+from quarantune.search import Space
+from quarantune.values.search_choice import check_search
+from quarantune.values.trial import Config
+
+GRID = {"BM": [16, 32, 64], "BN": [16, 32], "fast": [True, False]}
+
+
+def ok(config: Config, time_ms: float = 1.0) -> Trial:
+    return Trial(config=config, outcome=Outcome.OK, time_ms=time_ms)
+
+
+def drained(made: quarantune.Search, n: int = 5) -> list[Config]:
+    """Returns all that a search asks, each told as `ok` at once."""
+    asked: list[Config] = []
+    while batch := made.ask(n):
+        assert len(batch) <= n
+        for config in batch:
+            made.tell(config, ok(config, 1.0 + len(asked)))
+        asked += batch
+    return asked
+
+
+def endless() -> Iterator[Config]:
+    return ({"BM": size} for size in itertools.count(1))
+
+
+@pytest.mark.parametrize("form", ["grid", "list", "generator"])
+def test_a_space_has_the_same_configs_in_every_form(form: str) -> None:
+    listed = quarantune.grid(**GRID)
+    space = Space({"grid": GRID, "list": listed, "generator": iter(listed)}[form])
+    assert list(space) == listed
+    assert (space.size, space.whole(), space[7]) == (12, 12, listed[7])
+    assert [space.find(config) for config in listed] == list(range(12))
+    assert space.find({"BM": 16, "BN": 16, "fast": 1}) is None  # 1 is not True
+    assert space.positions_of(space.codes([3, 5])) == [3, 5]
+
+
+def test_a_generator_is_run_only_as_far_as_needed() -> None:
+    yielded = []
+
+    def configs() -> Iterator[Config]:
+        for size in range(5000):
+            yielded.append(size)
+            yield {"BM": size}
+
+    space = Space(configs())
+    made = search.make("exhaustive", space)
+    assert [config["BM"] for config in made.ask(400)] == list(range(400))
+    assert len(yielded) == 400
+    assert space.size is None
+    assert len({config["BM"] for config in search.make("random", space).ask(10)}) == 10
+    assert space.size == len(yielded) == 5000
+
+
+def test_an_endless_generator_is_refused_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quarantune.search.space.MOST_CONFIGS", 2000)
+    with pytest.raises(ValueError, match=r"matmul: the generator of configs has yielded 2,000 and not ended: end it"):
+        search.make("random", Space(endless(), fn_name="matmul"))
+    assert len(search.make("exhaustive", Space(endless())).ask(1500)) == 1500
+
+
+def test_a_generators_later_configs_are_checked_too() -> None:
+    def configs(last: Any) -> Iterator[Any]:
+        yield from ({"BM": size} for size in range(400))
+        yield last
+
+    with pytest.raises(ValueError, match=r"matmul: configs\[400\] has the key 'BN', which earlier ones lack"):
+        Space(configs({"BM": 1, "BN": 2}), fn_name="matmul").whole()
+    with pytest.raises(TypeError, match=r"matmul: configs\[400\] is 7; every config is a dict"):
+        Space(configs(7), fn_name="matmul").whole()
+
+
+def test_a_predicate_sees_only_the_configs_looked_at() -> None:
+    seen = []
+
+    def keep(config: Config) -> bool:
+        seen.append(config)
+        return bool(config["BM"] % 2)
+
+    space = Space({"BM": list(range(1000)), "BN": list(range(1000))}).where(keep)
+    assert space.has_more_than(300)
+    assert len(seen) <= 1301
+    assert all(config["BM"] % 2 for config in search.make("random", space).ask(50))
+    assert len(seen) < 2000
+    assert space.dropped > 0
+
+
+def test_a_huge_grid_takes_no_memory_until_it_is_asked() -> None:
+    tracemalloc.start()
+    try:
+        space = Space({name: list(range(100)) for name in "abcdef"})  # 10^12 configs
+        made = search.make("random", space)
+        assert len(made.ask(100)) == 100
+        assert tracemalloc.get_traced_memory()[1] < 5e6
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(ValueError, match=r"f: configs is a grid of 100,000,000,000,000 configs, more than"):
+        Space({name: list(range(100)) for name in "abcdefg"}, fn_name="f")
+
+
+@pytest.mark.parametrize("name", ["exhaustive", "random"])
+def test_starts_come_first_and_nothing_is_asked_twice(name: str) -> None:
+    space = Space(GRID, keep=lambda config: config["BN"] == 16 or config["BM"] == 64)
+    defaults, start = {"BM": 64, "BN": 32, "fast": False}, {"BM": 32, "BN": 16, "fast": True}
+    elsewhere, dropped = {"BM": 128, "BN": 16, "fast": True}, {"BM": 16, "BN": 32, "fast": True}
+    made = search.make(name, space, defaults=defaults, seed=3, starts=[elsewhere, dropped, start, defaults])
+    known = {"BM": 16, "BN": 16, "fast": True}
+    made.tell(known, ok(known))  # from a journal
+    made.tell(elsewhere, ok(elsewhere))
+    asked = drained(made)
+    assert asked[:2] == [defaults, start]
+    assert sorted(map(str, asked)) == sorted(str(config) for config in space if config != known)
+
+
+@pytest.mark.parametrize("name", ["random"])
+def test_the_same_seed_asks_the_same(name: str) -> None:
+    first, again, other = (drained(search.make(name, Space(GRID), seed=seed)) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_auto_tries_a_small_space_whole_after_pruning() -> None:
+    grid = {"BM": list(range(40)), "BN": list(range(20))}
+    assert search.chosen("auto", Space(grid)) == "surrogate"
+    assert search.chosen("auto", Space(grid, keep=lambda config: config["BN"] < 7)) == "exhaustive"
+
+
+class Backwards:
+    """A user's search: from the last to the first, asking the last two again each time."""
+
+    def __init__(self, configs: list[Config]) -> None:
+        self.left = list(configs)
+        self.told: list[tuple[Config, float | None]] = []
+        self.last = configs[-2:]
+
+    def ask(self, n: int) -> list[Config]:
+        fresh = min(max(n - len(self.last), 0), len(self.left))
+        return [*self.last[:n], *(self.left.pop() for _ in range(fresh))]
+
+    def tell(self, config: Config, trial: Trial) -> None:
+        self.told.append((config, trial.time_ms))
+        if len(self.told) == 20:
+            self.last = []
+
+
+def test_an_object_of_the_users_searches_and_repeats_nothing() -> None:
+    listed = quarantune.grid(**GRID)
+    mine = Backwards(listed)
+    assert isinstance(mine, quarantune.Search)
+    asked = drained(search.make(mine, Space(GRID), defaults=listed[0]))
+    assert asked[0] == listed[0]
+    assert len(asked) == 12
+    assert sorted(map(str, asked)) == sorted(map(str, listed))
+    assert len(mine.told) > 12  # repeated configs are answered with the known trial
+
+
+def test_an_object_of_the_users_that_asks_nonsense_is_told_so() -> None:
+    class Odd(Backwards):
+        def ask(self, n: int) -> list[Config]:
+            return [self.answer] * n
+
+    odd = Odd(quarantune.grid(**GRID))
+    odd.answer = {"BM": 17, "BN": 16, "fast": True}
+    with pytest.raises(ValueError, match=r"Odd.ask returned \{'BM': 17.*which is none of the configs"):
+        search.make(odd, Space(GRID)).ask(1)
+    odd.answer = 7
+    with pytest.raises(TypeError, match=r"Odd.ask returned 7 among the configs; every config is a dict"):
+        search.make(odd, Space(GRID)).ask(1)
+
+
+def test_a_wrong_choice_of_search_is_refused_with_the_choices() -> None:
+    for name in ("auto", "exhaustive", "random", "surrogate", "optuna:tpe"):
+        check_search(name)
+    with pytest.raises(ValueError, match=r"search='surogate' is not valid. Did you mean 'surrogate'\? Give 'auto', "):
+        check_search("surogate")
+    with pytest.raises(TypeError, match=r"is no search: give 'auto', .*, or an object with the methods ask\(n\)"):
+        check_search(7)
+    with pytest.raises(TypeError, match=r"is no search"):
+        check_search(Backwards)  # the class instead of an object
