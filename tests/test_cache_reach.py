@@ -78,9 +78,26 @@ FILES = {
         def each(x):
             return x * 43
         each.defjvps(lambda t, out, x: t * 47)
+        @jax.custom_batching.custom_vmap
+        def batched(x):
+            return x * 67
+        @batched.def_vmap
+        def batched_vmap(size, is_batched, x):
+            return scaled(x) * 71, True
+        """,
+    "parts.py": """
+        from jax.experimental.custom_partitioning import custom_partitioning
+        FACTOR = 5.0
+        def body(x):
+            return x * 73 * FACTOR
+        def partition(mesh, args, result):
+            return mesh, len, result.sharding, (79,)
+        split = custom_partitioning(body)
+        split.def_partition(partition, infer_sharding_from_operands=lambda *_: 83, sharding_rule="i j -> j i")
         """,
     "main_module.py": """
         import jax
+        import parts
         import rules
         import functools
         import deep as renamed
@@ -126,6 +143,11 @@ FILES = {
         run = Tuned.run
         def trained(x):
             return rules.op(x) + rules.whole(x, 3) + rules.each(x)
+        def mapped(x):
+            return rules.batched(x)
+        def divided(x):
+            return parts.split(x)
+        jitted_split = jax.jit(parts.split)
         jitted = jax.jit(rules.op)
         @jax.jit
         @jax.custom_vjp
@@ -197,6 +219,15 @@ def change(tmp_path: Path, name: str, patch: pytest.MonkeyPatch, module: str, ol
         ("trained", "rules", "* 41", "* 42", "rule:whole.jvp"),
         ("trained", "rules", "t * 47", "t * 48", "rule:each.jvp0"),
         ("jitted", "rules", "* 31", "* 32", "rule:op.bwd"),
+        ("mapped", "rules", "x * 67", "x * 68", "global:rules.batched"),
+        ("mapped", "rules", "* 71", "* 72", "rule:batched.vmap_rule"),
+        ("mapped", "rules", "FACTOR = 2.0", "FACTOR = 3.0", "global:rules.FACTOR"),
+        ("divided", "parts", "x * 73", "x * 74", "rule:body.fun"),
+        ("divided", "parts", "FACTOR = 5.0", "FACTOR = 6.0", "global:parts.FACTOR"),
+        ("divided", "parts", "(79,)", "(80,)", "rule:body.partition"),
+        ("divided", "parts", "*_: 83", "*_: 84", "rule:body.infer_sharding_from_operands"),
+        ("divided", "parts", "-> j i", "-> i j", "rule:body.sharding_rule"),
+        ("jitted_split", "parts", "(79,)", "(80,)", "rule:body.partition"),
         ("own", "main_module", "x * 59", "x * 60", "rule:own.fwd"),
         ("own", "main_module", "g * 61", "g * 62", "rule:own.bwd"),
     ],
@@ -224,7 +255,7 @@ def test_an_edit_of_unreached_code_changes_nothing(
     assert change(tmp_path, name, monkeypatch, module, old, new) == []
 
 
-def test_derivative_rules_of_libraries_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_of_libraries_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(part.startswith("rule:") for part in fingerprint_of(tmp_path, "library", monkeypatch).parts)
 
 

@@ -43,11 +43,11 @@ def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = N
 
     It covers the function's code, its defaults and closure by value, and, transitively, the functions, classes
     and constants of the user's own modules that its code names: as globals, as attributes of modules
-    (`kernels.body`), and as methods. The derivative rules of `jax.custom_vjp` and `jax.custom_jvp` functions are
-    covered too. An installed package, or a module imported inside the function, counts by name only; the versions of
-    packages are recorded beside the fingerprint. Comments, docstrings, whitespace, the decorators of `fn` itself and
-    its place in the file do not count. The fingerprint is the same in every process. Values count as they are at the
-    time: take the fingerprint once, before the function has run.
+    (`kernels.body`), and as methods. The rules of `jax.custom_vjp`, `jax.custom_jvp`, `custom_vmap` and
+    `custom_partitioning` functions are covered too. An installed package, or a module imported inside the function,
+    counts by name only; the versions of packages are recorded beside the fingerprint. Comments, docstrings, whitespace,
+    the decorators of `fn` itself and its place in the file do not count. The fingerprint is the same in every process.
+    Values count as they are at the time: take the fingerprint once, before the function has run.
 
     Args:
         fn: the function or other callable, wrapped or not.
@@ -183,14 +183,16 @@ class _Walk:
             self._visit_chain("class", value, ("__call__",), function)
 
     def _visit_rules(self, value: Any) -> None:
-        """Visits the user's own derivative rules of a function, in whatever is wrapped around it."""
+        """Visits the user's own rules of a function, such as its derivative, in whatever is wrapped around it."""
         for _ in range(described.MOST_LAYERS):
-            rules = {} if id(value) in self._seen else jax_internals.derivative_rules(value)
+            rules = {} if id(value) in self._seen else jax_internals.custom_rules(value)
+            owner = ""
             if rules:
                 self._seen.add(id(value))
+                owner = getattr(value, "__qualname__", getattr(rules.get("fun"), "__qualname__", ""))
             for name, rule in rules.items():
-                if _is_users(rule):
-                    part = f"rule:{getattr(value, '__qualname__', '')}.{name}"
+                if _is_users(rule) or (isinstance(rule, dict) and any(map(_is_users, rules.values()))):
+                    part = f"rule:{owner}.{name}"
                     same = sum(other.partition("#")[0] == part for other in self.parts)
                     self.parts[f"{part}#{same}" if same else part] = _hash(described.describe(rule))
                     self._follow(rule)

@@ -23,7 +23,7 @@ from quarantune.jax_internals.configuration import (
     trace_context_names,
     user_contexts,
 )
-from quarantune.jax_internals.custom_rules import custom_rule_types, derivative_rules
+from quarantune.jax_internals.custom_rules import custom_rule_types, custom_rules
 from quarantune.jax_internals.executables import (
     ExecutableParts,
     executable_from_parts,
@@ -75,7 +75,7 @@ __all__ = [
     "config_values",
     "contexts",
     "custom_rule_types",
-    "derivative_rules",
+    "custom_rules",
     "executable_from_parts",
     "executable_parts",
     "inner_jaxprs",

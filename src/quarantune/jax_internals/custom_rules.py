@@ -1,4 +1,4 @@
-"""Functions with custom rules, such as `jax.custom_vjp`: their classes, and the derivative rules they were given."""
+"""Functions with custom rules, such as `jax.custom_vjp`: their classes, and the rules they were given."""
 
 from __future__ import annotations
 
@@ -22,17 +22,37 @@ def custom_rule_types() -> tuple[type, ...]:
     return (jax.custom_vjp, jax.custom_jvp, *custom_api_util._custom_wrapper_types)
 
 
-def derivative_rules(fn: object) -> Mapping[str, Any]:
-    """Returns the derivative rules of a `jax.custom_vjp` or `jax.custom_jvp` function by name; empty for any other.
+def custom_rules(fn: object) -> Mapping[str, Any]:
+    """Returns the rules of a function of one of these classes, such as its derivative, by name; empty for any other.
 
-    Private because JAX has no public way to read the rules back. `defjvps` combines one rule for each argument into a
-    function of JAX's, whose closure keeps them.
+    Private because JAX has no public way to read the rules back. A rule is a callable, or a dict of plain values for
+    a sharding rule that was given as text. `fun` is the function itself, where `__wrapped__` does not lead to it.
 
     Args:
         fn: any object.
     """
-    if not issubclass(type(fn), (jax.custom_vjp, jax.custom_jvp)):
+    from jax._src import custom_api_util
+
+    kind = type(fn)
+    if issubclass(kind, (jax.custom_vjp, jax.custom_jvp)):
+        return _derivative_rules(fn)
+    if not issubclass(kind, tuple(custom_api_util._custom_wrapper_types)):
         return {}
+    # `custom_vmap`, `custom_partitioning` and the like keep each rule, and the function itself, in an attribute.
+    state = dict(vars(fn))
+    if state.pop("__wrapped__", None) is not None:
+        state.pop("fun", None)
+    text_rule = state.get("sharding_rule")
+    if text_rule is not None and not callable(text_rule):
+        state["sharding_rule"] = vars(text_rule)
+    return {name: rule for name, rule in state.items() if callable(rule) or isinstance(rule, dict)}
+
+
+def _derivative_rules(fn: object) -> Mapping[str, Any]:
+    """Returns the rules of a `jax.custom_vjp` or `jax.custom_jvp` function.
+
+    `defjvps` combines one rule for each argument into a function of JAX's, whose closure keeps them.
+    """
     rules = {name: getattr(fn, name, None) for name in ("fwd", "bwd", "jvp")}
     jvp = rules["jvp"]
     if inspect.isfunction(jvp) and "jvps" in jvp.__code__.co_freevars and jvp.__module__.startswith("jax."):
