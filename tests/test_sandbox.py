@@ -479,6 +479,11 @@ def test_a_worker_that_cannot_start_is_lost_and_its_template_survives(
 
 # --- loading the payload ------------------------------------------------------------------------------------
 
+SCRIBBLE = """for fd in range(3, 64):
+        if "socket:" in os.path.realpath(f"/proc/self/fd/{fd}"):
+            os.write(fd, bytes(64))
+    time.sleep(600)"""
+
 LOAD_TROUBLES = {
     "raise ValueError('not here')": ("error", "not here"),
     "raise SystemExit(3)": ("error", "3"),
@@ -486,6 +491,7 @@ LOAD_TROUBLES = {
     "os.abort()": ("crashed", "was killed by SIGABRT while it loaded"),
     "os._exit(0)": ("crashed", "exited with code 0 while it loaded"),
     "ctypes.PyDLL(None).pause()": ("timeout", "took longer than 0.5 s"),
+    SCRIBBLE: ("crashed", "damaged its own connection while it loaded"),
 }
 
 

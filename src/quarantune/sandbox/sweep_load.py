@@ -33,11 +33,13 @@ class LoadState(enum.Enum):
     STARTING: the process's template starts up or forks; the start-up deadline runs.
     LOADING: the sweep's template runs; the caller's deadline runs.
     KILLED: the caller's deadline has passed, and the exit of the sweep's template is awaited.
+    DAMAGED: the sweep's template was killed because its connection is damaged, and its exit is awaited.
     """
 
     STARTING = "starting"
     LOADING = "loading"
     KILLED = "killed"
+    DAMAGED = "damaged"
 
 
 class SweepLoad:
@@ -65,6 +67,10 @@ class SweepLoad:
         self._state = LoadState.STARTING
         self._deadline = time.monotonic() + _STARTUP_DEADLINE_S
         self._report: LoadReport | None = None
+        self._is_link_broken = False
+        self._selector = selectors.DefaultSelector()
+        for link in (sweep_link, process_link):
+            self._selector.register(link, selectors.EVENT_READ)
 
     def wait(self) -> LoadReport:
         """Returns how the load went; kills the sweep's template at the deadline.
@@ -72,9 +78,7 @@ class SweepLoad:
         Raises:
             SandboxError: the process's template died or does not answer.
         """
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._sweep_link, selectors.EVENT_READ)
-            selector.register(self._process_link, selectors.EVENT_READ)
+        with self._selector as selector:
             stopped = stops.Stops(time.monotonic)
             while True:
                 selector.select(max(0.0, min(_POLL_S, self._deadline - time.monotonic())))
@@ -95,24 +99,34 @@ class SweepLoad:
                     self._on_deadline()
 
     def _read_report(self) -> None:
-        """Reads the report, if it has arrived; where the connection is broken, `Exited` follows."""
+        """Reads the report, if it has arrived.
+
+        A link that was closed is followed by `Exited`. The process at the other end of a damaged link is killed.
+        """
+        if self._is_link_broken:
+            return
         try:
             for report, fds in self._sweep_link.receive_messages(*LOAD_REPORTS):
                 wire.close_all(fds)
                 self._report = self._report or report
-        except wire.WireError:
-            pass
+        except wire.WireError as error:
+            self._is_link_broken = True
+            self._selector.unregister(self._sweep_link)  # it would stay readable and keep this process busy
+            self._sweep_link.hang_up()
+            if self._report is None and not isinstance(error, wire.WireClosedError):
+                self._kill(LoadState.DAMAGED)
 
     def _read_child_events(self) -> list[ChildEvent]:
         try:
             return [event for event, _ in self._process_link.receive_messages(*CHILD_EVENTS)]
         except wire.WireError as error:
-            self._template.await_end()
-            raise SandboxError(f"the template process died while it started:\n{self._template.log()}") from error
+            raise self._template_died() from error
 
     def _on_started(self, event: Started) -> None:
-        self.pid, self._state = event.pid, LoadState.LOADING
-        self._deadline = time.monotonic() + self._timeout_s
+        self.pid = event.pid
+        if self._state is LoadState.STARTING:
+            self._state = LoadState.LOADING
+            self._deadline = time.monotonic() + self._timeout_s
 
     def _on_exit(self, event: Exited) -> LoadReport:
         self._read_report()
@@ -120,12 +134,24 @@ class SweepLoad:
             return self._report
         if self._state is LoadState.KILLED:
             return LoadFailed(f"loading the function took longer than {self._timeout_s:g} s", Outcome.TIMEOUT)
+        if self._state is LoadState.DAMAGED:
+            return LoadFailed("the process damaged its own connection while it loaded the function", Outcome.CRASHED)
         ending = describe_status(event.status)
         return LoadFailed(f"the process {ending} while it loaded the function", Outcome.CRASHED)
 
     def _on_deadline(self) -> None:
         if self._state is not LoadState.LOADING:
             raise SandboxError("the template process does not answer")
-        self._state = LoadState.KILLED
+        self._kill(LoadState.KILLED)
+
+    def _kill(self, state: LoadState) -> None:
+        self._state = state
         self._deadline = time.monotonic() + _STARTUP_DEADLINE_S
-        self._process_link.send_message(Kill(self._number))
+        try:
+            self._process_link.send_message(Kill(self._number))
+        except wire.WireError as error:
+            raise self._template_died() from error
+
+    def _template_died(self) -> SandboxError:
+        self._template.await_end()
+        return SandboxError(f"the template process died while it started:\n{self._template.log()}")
