@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quarantune.sandbox.codec import DamageError, decode, encode
+from quarantune.sandbox.codec import DamageError, decode, encode, prepare
 
 
 class Color(enum.Enum):
@@ -88,3 +88,13 @@ def test_a_frame_that_does_not_fit_is_damage(frame: Any, said: str) -> None:
 def test_a_message_that_is_not_expected_here_is_damage() -> None:
     with pytest.raises(DamageError, match="'Drawn' arrived where one of these was expected: Ended"):
         decode(sent(MESSAGE), Ended)
+
+
+def test_a_message_class_with_a_field_named_message_is_refused() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Told:
+        message: str
+
+    for use in (prepare, lambda kind: encode(kind("x")), lambda kind: decode({"message": "Told"}, kind)):
+        with pytest.raises(TypeError, match=r"rename Told\.message"):
+            use(Told)

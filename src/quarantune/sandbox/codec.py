@@ -32,7 +32,7 @@ def encode(message: Any) -> Frame:
         message: a dataclass instance whose fields `decode` supports.
     """
     kind: Any = type(message)
-    frame = {name: _plain(getattr(message, name)) for name in _field_names(kind)}
+    frame = {name: _plain(getattr(message, name)) for name in _fields(kind)}
     frame[_KIND] = kind.__name__
     return frame
 
@@ -58,7 +58,11 @@ def decode(frame: object, *expected: type[_Message]) -> _Message:
 
 
 def prepare(*message_types: type) -> None:
-    """Compiles the checks of messages, so that forks of this process have them."""
+    """Compiles the checks of messages, so that forks of this process have them.
+
+    Raises:
+        TypeError: a message has a field that a frame cannot hold.
+    """
     for message_type in message_types:
         _checks(message_type)
 
@@ -70,7 +74,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {name: _plain(getattr(value, name)) for name in _field_names(type(value))}
+        return {name: _plain(getattr(value, name)) for name in _fields(type(value))}
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
@@ -82,8 +86,11 @@ _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 @functools.cache
-def _field_names(message_type: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(message_type))
+def _fields(message_type: Any) -> dict[str, dataclasses.Field[Any]]:
+    fields = {field.name: field for field in dataclasses.fields(message_type)}
+    if _KIND in fields:
+        raise TypeError(f"rename {message_type.__name__}.{_KIND}: in a frame, {_KIND!r} holds the name of the class")
+    return fields
 
 
 @functools.cache
@@ -91,11 +98,11 @@ def _checks(message_type: Any) -> dict[str, tuple[_Check, bool]]:
     """Returns a check for each field of a dataclass, and whether the field may be missing."""
     hints = typing.get_type_hints(message_type)
     return {
-        field.name: (
-            _check_for(hints[field.name]),
+        name: (
+            _check_for(hints[name]),
             field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING,
         )
-        for field in dataclasses.fields(message_type)
+        for name, field in _fields(message_type).items()
     }
 
 

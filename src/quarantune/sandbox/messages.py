@@ -241,6 +241,29 @@ class Reply:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Judged(Reply):
+    """An answer that tells how a config's output was judged.
+
+    Attributes:
+        agreement: the result of comparing the output with those of others; None where it was not compared, or where
+            an earlier answer told it.
+    """
+
+    agreement: Agreement | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Imported(Reply):
+    """An answer that tells which modules the worker had to import.
+
+    Attributes:
+        modules: their names.
+    """
+
+    modules: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Probed(Reply):
     """The devices of a backend.
 
@@ -276,14 +299,8 @@ class PhaseEntered(Reply):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ready(Reply):
-    """The worker has its device and waits for a config.
-
-    Attributes:
-        modules: names of the modules that it had to import.
-    """
-
-    modules: tuple[str, ...]
+class Ready(Imported):
+    """The worker has its device and waits for a config."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,37 +315,33 @@ class Lowered(Reply):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compiled(Reply):
+class Compiled(Imported):
     """The config was compiled.
 
     Attributes:
         compile_s: seconds spent tracing, lowering and compiling it.
-        modules: names of the modules that the worker had to import.
     """
 
     compile_s: float
-    modules: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Checked(Reply):
+class Checked(Judged):
     """The config was checked, and its first run was long enough to be informative.
 
     Attributes:
         run_ms: milliseconds that the run took.
         cpu_ms: the same without its waits for a CPU.
         is_disturbed: whether it waited too long for its time to count.
-        agreement: the result of comparing its output.
     """
 
     run_ms: float
     cpu_ms: float
     is_disturbed: bool
-    agreement: Agreement | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Measured(Reply):
+class Measured(Judged):
     """The config was timed.
 
     Attributes:
@@ -337,7 +350,6 @@ class Measured(Reply):
         disturbed: how many samples were disturbed.
         is_slow: whether sampling stopped because another config is faster beyond doubt.
         clock: `device`, `queued` or `wall`.
-        agreement: the result of comparing its output; None where `Checked` told it before.
     """
 
     samples_ms: tuple[float, ...]
@@ -345,7 +357,6 @@ class Measured(Reply):
     disturbed: int
     is_slow: bool
     clock: str
-    agreement: Agreement | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -378,7 +389,7 @@ class Compared(Reply):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Failed(Reply):
+class Failed(Judged):
     """The task raised an exception, and the worker ends.
 
     Attributes:
@@ -386,14 +397,12 @@ class Failed(Reply):
         error: the exception's type.
         text: its message.
         traceback: the last lines of its traceback.
-        agreement: with which wrong output the config's own agrees; None where it was not compared.
     """
 
     outcome: Raised
     error: str
     text: str
     traceback: str = ""
-    agreement: Agreement | None = None
 
 
 REPLIES = (
