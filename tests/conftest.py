@@ -86,3 +86,24 @@ def no_process() -> Iterator[None]:
     template.close_shared()
     yield
     assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.fixture
+def compiles() -> Iterator[list[str]]:
+    """Notes everything that JAX compiles in this process."""
+    import jax
+
+    noted: list[str] = []
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if "compile" in event:
+            noted.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax.jit(lambda x: x * 3.25)(2.0)
+        assert noted, "the listener hears no compiles"
+        noted.clear()
+        yield noted
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

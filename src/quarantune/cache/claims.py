@@ -191,11 +191,8 @@ class Claim:
         except OSError:
             return None
 
-    def is_stale(self) -> bool:
-        """Returns whether the claim's holder is dead or has been silent for too long."""
-        return self._is_stale(lock_is_free=False)
-
     def _is_stale(self, *, lock_is_free: bool) -> bool:
+        """Returns whether the claim's holder is dead or has been silent for too long."""
         silent_s = self.silent_s()
         if silent_s is None:
             return False

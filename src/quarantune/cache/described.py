@@ -220,8 +220,7 @@ def nested_code(code: types.CodeType) -> list[types.CodeType]:
 
 
 def code_text(function: types.FunctionType, *, with_decorators: bool = True) -> str:
-    (
-        """Returns the code of a function as text.
+    """Returns the code of a function as text.
 
     That is the normalised source, the same in all versions of Python, if it compiles to the code that is loaded.
     Otherwise (the file was edited since, or the lines hold several lambdas) it is the compiled code.
@@ -230,8 +229,6 @@ def code_text(function: types.FunctionType, *, with_decorators: bool = True) -> 
         function: the function.
         with_decorators: whether its decorators are part of the text.
     """
-        ""
-    )
     with contextlib.suppress(Exception):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
         if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_source_of(definition, function):
