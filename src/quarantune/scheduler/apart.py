@@ -78,7 +78,8 @@ class Apart:
     def _unmeasured(self) -> int:
         """Returns how many jobs have yet to be given to a measuring worker."""
         run = self._run
-        return len(run.jobs.ready) + len(run.jobs.pending) + run.workers.compiling()
+        to_come = run.plan.slots if run.jobs.may_grow else 0
+        return len(run.jobs.ready) + len(run.jobs.pending) + run.workers.compiling() + to_come
 
     def _start_standby(self, device: DeviceState) -> None:
         run = self._run

@@ -40,12 +40,14 @@ class Bursts:
         if self._is_measuring:
             self._is_measuring = bool(waiting) or run.workers.measuring() > 0
         elif waiting and not run.workers.compiling():
-            self._is_measuring = not run.jobs.pending or not self.has_room()
+            self._is_measuring = not (self.has_room() and self._is_any_pending())
 
     def may_compile(self) -> bool:
         """Whether one more config may begin to compile now."""
         run, pending, workers = self._run, self._run.jobs.pending, self._run.workers
-        if not pending or self._is_measuring or not run.devices or workers.compiling() >= run.plan.slots:
+        if self._is_measuring or not run.devices or workers.compiling() >= run.plan.slots:
+            return False
+        if not self._is_any_pending():
             return False
         if self._suspect_runs() or (pending[0].was_lost and (workers.compiling() or workers.measuring())):
             return False
@@ -54,6 +56,21 @@ class Bursts:
         if run.plan.exclusive:
             return not workers.measuring() and self.has_room()
         return len(run.jobs.ready) < _MAX_READY or run.jobs.default_is_pending()
+
+    def _is_any_pending(self) -> bool:
+        """Returns whether a config is pending; the source is asked for no more than could begin now.
+
+        The later a search is asked, the more trials it has learnt from.
+        """
+        run = self._run
+        if run.jobs.pending or not run.jobs.may_grow:
+            return bool(run.jobs.pending)
+        compiling = run.workers.compiling()
+        places = run.plan.parked - len(self._route.waiting()) - (compiling if run.plan.exclusive else 0)
+        room = min(run.plan.slots - compiling, places)
+        if room <= 0 or (run.plan.exclusive and (run.workers.measuring() or not self.has_room())):
+            return False
+        return run.jobs.refill(room)
 
     def may_measure(self, device: DeviceState) -> bool:
         """Whether a device may be assigned now; if not, and configs compile, its lease is released."""

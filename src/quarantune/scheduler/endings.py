@@ -47,6 +47,14 @@ class Endings:
             message = f"{device.device.name} is held by a process that does not die"
             self._withdraw(device, Verdict(Outcome.LOST, message))
 
+    def stop(self, reason: str) -> None:
+        """Ends all jobs but those that are being measured."""
+        run, verdict = self._run, Verdict(Outcome.NOT_RUN, reason)
+        run.jobs.not_run(reason)
+        for worker in run.workers:
+            if worker.job is not None and worker.state in (WorkerState.COMPILING, WorkerState.PARKED):
+                run.workers.kill_with_verdict(worker, verdict)
+
     def _settle(self, job: Job, worker: Worker, verdict: Verdict) -> None:
         """Ends a job, or has it tried again where its worker's end may not be its own doing."""
         run, outcome = self._run, verdict.outcome

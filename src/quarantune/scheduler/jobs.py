@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from quarantune.scheduler.plan import Leftovers, Plan
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.same_program import SamePrograms
+from quarantune.scheduler.source import ConfigSource
 from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker
 from quarantune.values.trial import Config, Outcome, Phase, Trial
 
@@ -34,6 +35,7 @@ class Jobs:
         unfinished: how many have no outcome yet.
         leftovers: those that another route must settle.
         programs: the programs that they lowered to.
+        begun: all jobs so far.
     """
 
     def __init__(
@@ -43,26 +45,46 @@ class Jobs:
         devices: Sequence[DeviceState],
         on_trial: Callable[[int, Trial, str], None],
         log_of: Callable[[Worker], str],
+        source: ConfigSource,
     ) -> None:
         self.pending: collections.deque[Job] = collections.deque()
         self.ready: collections.deque[Job] = collections.deque()
         self.unfinished = 0
         self.leftovers = Leftovers({}, {})
         self.programs = SamePrograms()
+        self.begun: list[Job] = []
+        self._source = source
+        self._source_waits = False
+        self._is_left = False
         self._plan = plan
         self._reference = reference
         self._devices = devices
         self._on_trial = on_trial
         self._log_of = log_of
 
-    def begin(self, configs: Mapping[int, Config]) -> list[Job]:
+    def begin(self, configs: Mapping[int, Config]) -> None:
         """Makes a job of each config; the function's defaults come first where others wait for them."""
         jobs = [Job(index, config) for index, config in configs.items()]
         reference = self._reference
         jobs.sort(key=lambda job: not (reference.is_awaited and reference.is_default(job.index)))
-        self.pending.extend(jobs)
-        self.unfinished = len(jobs)
-        return jobs
+        self._add(jobs)
+
+    @property
+    def may_grow(self) -> bool:
+        """Whether the source may have further configs now."""
+        return not (self._source.is_closed or self._source_waits or self._is_left) and bool(self._devices)
+
+    def refill(self, room: int) -> bool:
+        """Takes configs from the source where none is pending; returns whether any is pending now.
+
+        Args:
+            room: how many more configs may begin to compile.
+        """
+        if not self.pending and self.may_grow:
+            taken = self._source.take(room)
+            self._source_waits = len(taken) < room
+            self._add([Job(index, config) for index, config in taken.items()])
+        return bool(self.pending)
 
     def default_is_pending(self) -> bool:
         """Whether the config that all others are compared with must yet be compiled, perhaps again."""
@@ -135,6 +157,7 @@ class Jobs:
 
     def leave_unfit(self, job: Job, reason: str) -> None:
         """Leaves a job to the other route, with those not yet begun: their programs are of the same kind."""
+        self._is_left = True
         unfits = [job, *job.same_program, *self.pending]
         self.programs.forget(unfits)
         for unfit in unfits:
@@ -150,11 +173,24 @@ class Jobs:
         self.ready.clear()
         self.pending.clear()
 
+    def not_run(self, reason: str) -> None:
+        """Ends all jobs that no worker has, because of the reason that the source gives to stop."""
+        waiting = [*self.ready, *self.pending]
+        self.ready.clear()
+        self.pending.clear()
+        for job in waiting:
+            self.finish(job, None, Verdict(Outcome.NOT_RUN, reason), None)
+
     def release_same_program(self, job: Job) -> None:
         """Has the jobs that wait for a job's outcome run by themselves."""
         self.programs.forget([job])
         self.pending.extend(job.same_program)
         job.same_program = []
+
+    def _add(self, jobs: Sequence[Job]) -> None:
+        self.begun.extend(jobs)
+        self.pending.extend(jobs)
+        self.unfinished += len(jobs)
 
     def _finish_as(self, job: Job, first: Job) -> None:
         trial, log = self.programs.copy_end(job, first)
@@ -164,6 +200,8 @@ class Jobs:
     def _settle_as(self, job: Job, trial: Trial, log: str) -> None:
         self.unfinished -= 1
         self._reference.ended(job.index)
+        self._source_waits = False
+        self._source.ended(job.index, trial)
         if self._plan.target is not None and trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE:
             self.leftovers.unconfirmed[job.index] = (trial, log)
         else:

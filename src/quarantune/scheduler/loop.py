@@ -27,6 +27,7 @@ from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.replies import Replies
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.side_tasks import SideTasks
+from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.scheduler.together import Together
 from quarantune.scheduler.verdicts import Exits, overdue
 from quarantune.scheduler.workers import DeviceState, SandboxLike, Verdict, Worker, Workers
@@ -47,6 +48,7 @@ class Scheduler:
         on_tick: Callable[[], None] = lambda: None,
         on_phase: Callable[[int, str], None] = lambda index, phase: None,
         reference: Reference | None = None,
+        source: ConfigSource = NOTHING_MORE,
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = machine.available_memory_bytes,
         lease_on: Callable[[Device], Lease] = Lease,
@@ -60,12 +62,14 @@ class Scheduler:
             on_tick: called many times a second while the sweep lives.
             on_phase: called with the index of a config and the phase that it enters.
             reference: the outputs to compare with, in this run and others of the sweep; None for none.
+            source: gives further configs, in addition to those that `run` is given.
             clock: seconds.
             available_memory: bytes of memory that are free now.
             lease_on: makes the lease on a device, or returns the one that the sweep has.
         """
         self._sandbox = sandbox
         self._on_tick = on_tick
+        self._source = source
         self._clock = clock
         self._next_tick = 0.0
         self._stops = stops.Stops(clock)
@@ -76,7 +80,7 @@ class Scheduler:
             plan=plan,
             devices=devices,
             workers=workers,
-            jobs=Jobs(plan, reference, devices, on_trial, workers.log),
+            jobs=Jobs(plan, reference, devices, on_trial, workers.log, source),
             race=Race(),
             reference=reference,
             memory=MemoryWatch(sandbox, plan, workers, reference, available_memory),
@@ -92,7 +96,7 @@ class Scheduler:
         self._side_tasks = SideTasks(run, self._stops, self._step)
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
-        """Runs every config to its outcome.
+        """Runs every config, and those of the source, to its outcome.
 
         Args:
             configs: the configs by index; they start in this order, after the function's defaults where others are
@@ -103,20 +107,20 @@ class Scheduler:
         """
         run = self._run
         run.reference.begin(configs.keys())
-        jobs = run.jobs.begin(configs)
+        run.jobs.begin(configs)
         self._stops.begin()
         try:
             is_news = True
-            while run.jobs.unfinished:
+            while run.jobs.unfinished or run.jobs.may_grow:
                 if is_news:
                     self._start_workers()
-                    if not run.jobs.unfinished:
+                    if not run.jobs.unfinished and not run.jobs.may_grow:
                         break
                 is_news = self._step()
         finally:
             for device in run.devices:
                 device.lease.release()
-            for job in jobs:
+            for job in run.jobs.begun:
                 job.close_executable()
             for worker in run.workers:  # a retired one may take its time to die
                 worker.close_output()
@@ -226,6 +230,8 @@ class Scheduler:
             self._next_tick = now + TICK_S
             self._on_tick()
             self._sandbox.trim_logs()
+            if reason := self._source.reason_to_stop():
+                self._endings.stop(reason)
             for worker, verdict in self._run.memory.over(now):
                 workers.kill_with_verdict(worker, verdict)
 

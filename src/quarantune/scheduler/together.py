@@ -40,7 +40,7 @@ class Together:
     def warm_spare(self, has_room: Callable[[], bool]) -> None:
         """Starts a worker for the next config while another one compiles."""
         run = self._run
-        if not self._makes_spares or not run.jobs.pending or not run.workers.compiling():
+        if not self._makes_spares or not (run.jobs.pending or run.jobs.may_grow) or not run.workers.compiling():
             return
         if self._spare() is None and has_room():
             run.workers.start(Warm(options=run.plan.options), WorkerState.SPARE, device=run.least_used_device())
