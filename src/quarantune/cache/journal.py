@@ -102,8 +102,16 @@ def problem_hash(device: str, key: str) -> str:
     return short_hash(canonical_json([device, key]))
 
 
+def compile_failures(directory: Path, name: str, device: str, key: str) -> Journal:
+    """Returns the journal of the configs of one problem that failed to compile for a kind of device.
+
+    It outlives the journal of a sweep, which starts over now and then.
+    """
+    return Journal(directory, name, device, canonical_json(["failed to compile", key]))
+
+
 def discard_all(directory: Path, name: str) -> None:
-    """Removes all journals of a function, troublesome configs included.
+    """Removes all journals of a function, those of troublesome configs and of failed compilations included.
 
     Raises:
         CacheWriteError: one could not be removed; the message says why.

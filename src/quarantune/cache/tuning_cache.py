@@ -135,7 +135,7 @@ class TuningCache:
             report_once(f"the config for {key.kernel_type!r} is kept in memory only: {error}")
 
     def delete(self, kernel_type: str, problem_size: Any, device: str) -> bool:
-        """Removes a config.
+        """Removes a config, with the trials and the failed compilations that are remembered for its problem.
 
         Returns:
             Whether there was one.
@@ -146,7 +146,12 @@ class TuningCache:
         key = _key(kernel_type, problem_size, device)
         with self._lock:
             known = self._configs.pop(key, None) is not None
-        on_disk = self._store is not None and self._store.delete(key.kernel_type, key.device, key.problem_size)
+        if self._store is None:
+            return known
+        problem = key.kernel_type, key.device, key.problem_size
+        on_disk = self._store.delete(*problem)
+        journal.Journal(self.directory, *problem).discard()
+        journal.compile_failures(self.directory, *problem).discard()
         return known or on_disk
 
     def keys(self) -> list[CacheKey]:

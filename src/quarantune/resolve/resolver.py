@@ -11,6 +11,7 @@ from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall, keyed, keyed_to_tune
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.compilation_seeds import CompilationSeeds
+from quarantune.resolve.compile_failures import CompileFailures, note_check
 from quarantune.resolve.entries import space_of
 from quarantune.resolve.key_locks import KeyLocks
 from quarantune.resolve.known_results import KnownResults
@@ -111,7 +112,7 @@ class Resolver:
         return None if known is None else known.config
 
     def compile(self, call: BoundCall, *, num_workers: int | None) -> list[tuple[Trial, bytes | None]]:
-        """Compiles the configs of a call in workers; neither runs nor remembers them.
+        """Compiles the configs of a call in workers; runs none, and remembers those that fail.
 
         Args:
             call: the call.
@@ -123,16 +124,19 @@ class Resolver:
         self._check_outside()
         described = keyed_to_tune(call)
         settings, options = environment.current(), self.function.options
+        limits = SweepLimits.of(options, settings, num_workers=num_workers)
         trials: dict[int, Trial] = {}
         swept = sweep.run(
             described.problem(),
             dict(enumerate(call.configs)),
             options=options,
             settings=settings,
-            limits=SweepLimits.of(options, settings, num_workers=num_workers),
+            limits=limits,
             events=SweepEvents(on_trial=trials.__setitem__),
             compile_only=True,
         )
+        if not settings.disable_cache:
+            note_check(CompileFailures(described, settings.cache_dir, limits), trials.values())
         return [(trials[index], swept.executables.get(index)) for index in range(len(call.configs))]
 
     def seeding_compilation(self) -> contextlib.AbstractContextManager[None]:

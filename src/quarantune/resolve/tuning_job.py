@@ -16,6 +16,7 @@ from quarantune.measure import finals, sampling
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.compilation_seeds import CompilationSeeds
+from quarantune.resolve.compile_failures import CompileFailures
 from quarantune.resolve.entries import Times, find_config, open_store, space_of, times_of
 from quarantune.resolve.known_results import KnownResults
 from quarantune.results import report
@@ -81,9 +82,11 @@ class TuningJob:
         self._start_over = start_over
         self._trials: dict[int, Trial] = {}
         self._troubled: set[int] = set()
+        self._not_compiling: set[int] = set()
         self._unsaved: CacheWriteError | None = None
         self._directory: Path | None = None if settings.disable_cache else settings.cache_dir
         self._journal = Journal(settings.cache_dir, self._name, self._key.device, self._key.text)
+        self._compile_failures = CompileFailures(keyed, settings.cache_dir, self._limits)
         self._claim: Claim | None = None
         self._next_heartbeat = 0.0
 
@@ -102,6 +105,8 @@ class TuningJob:
                     return self._result_of(answer)
                 self._read_journal()
             self._prune(progress)
+            if self._directory is not None:
+                self._recall_compile_failures()
             return self._conclude(self._sweep(progress))
 
     # The claim
@@ -209,6 +214,8 @@ class TuningJob:
             return
         self._refresh_claim()
         with self._saving():
+            if self._call.function.is_jitted:
+                self._compile_failures.note(trial, source="a sweep")
             self._journal.append(
                 {"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": versions.versions()}
             )
@@ -229,6 +236,28 @@ class TuningJob:
         # One report is enough: of the result if it could not be saved, else of some trials.
         if self._unsaved is not None:
             cache.report_once(str(self._unsaved))
+
+    def _recall_compile_failures(self) -> None:
+        """Takes over the trials of configs that are known not to compile, unless no other config is left.
+
+        If everything is known to fail, something around the configs may have been wrong, and all are tried.
+        """
+        known = self._compile_failures.known(start_over=self._start_over)
+        left = [index for index in range(len(self._configs)) if index not in self._trials]
+        failed = [index for index in left if text_of(self._configs[index]) in known]
+        some_work = any(trial.outcome is Outcome.OK for trial in self._trials.values())
+        if not failed or (len(failed) == len(left) and not some_work):
+            return
+        for index in failed:
+            config = self._configs[index]
+            self._trials[index] = dataclasses.replace(known[text_of(config)], config=config)
+        self._not_compiling = set(failed)
+        _logger.info(
+            "%s: %d configs are known not to compile for %s, and are not compiled again",
+            self._name,
+            len(failed),
+            self._key.device,
+        )
 
     # The sweep
 
@@ -253,8 +282,11 @@ class TuningJob:
             self._record(index, trial)
             progress.step(trial)
 
+        problem = self._keyed.problem()
+        if self._call.default_index in self._not_compiling:
+            problem = dataclasses.replace(problem, untuned=None)  # the defaults are not compiled again either
         return sweep.run(
-            self._keyed.problem(),
+            problem,
             {index: left[index] for index in ordered},
             options=self._options,
             settings=self._settings,

@@ -1,0 +1,226 @@
+"""Configs that failed to compile for a kind of device, remembered as data for the sweeps that follow."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import datetime
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from quarantune import cache
+from quarantune.cache import journal
+from quarantune.resolve.call_key import KeyedCall
+from quarantune.sweep.limits import SweepLimits
+from quarantune.values import versions
+from quarantune.values.config_values import text_of
+from quarantune.values.json_object import JsonObject
+from quarantune.values.trial import Outcome, Phase, Route, Trial
+
+_UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
+_TRANSIENT = (OSError, ImportError, MemoryError, EOFError, KeyboardInterrupt, SystemExit, GeneratorExit)
+"""Exceptions that tell something about the machine rather than about the config."""
+_AT_COMPILE_TIME = frozenset({Outcome.ERROR, Outcome.DEVICE_OOM, Outcome.TIMEOUT, Outcome.OOM, Outcome.CRASHED})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Failure:
+    """A failed compilation, and the conditions under which it counts.
+
+    Attributes:
+        trial: the trial that failed.
+        source: how it was found, for messages: `a sweep` or `a compile check`.
+        found: when, in UTC as ISO text.
+        compilers: the versions and flags of the compilers.
+        compile_timeout_s: the deadline that it ran under.
+        memory_limit_bytes: the memory limit that it ran under; None for a share of the memory that was free.
+    """
+
+    trial: Trial
+    source: str
+    found: str
+    compilers: Mapping[str, object]
+    compile_timeout_s: float
+    memory_limit_bytes: int | None
+
+    @classmethod
+    def from_json(cls, record: JsonObject) -> _Failure:
+        """Returns the failure that a record describes.
+
+        Raises:
+            KeyError, TypeError, ValueError: it describes none.
+        """
+        limit, source, found = record["memory_limit_bytes"], record["source"], record["found"]
+        if not isinstance(source, str) or not isinstance(found, str) or not isinstance(record["compilers"], dict):
+            raise TypeError("it lacks its source, its time or its versions")
+        datetime.datetime.fromisoformat(found)
+        return cls(
+            trial=Trial.from_json(record["trial"]),
+            source=source,
+            found=found,
+            compilers=record["compilers"],
+            compile_timeout_s=float(record["compile_timeout_s"]),
+            memory_limit_bytes=None if limit is None else int(limit),
+        )
+
+    def to_json(self) -> JsonObject:
+        """Returns the failure as JSON-able data."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"trial": self.trial.to_json()}
+
+    def counts(self, limits: SweepLimits, *, start_over: bool) -> bool:
+        """Returns whether a config that failed like this need not be compiled again.
+
+        An error of the compiler counts always. How much time and memory there is depends on the machine: such a
+        failure counts only under limits that are no more generous, and not where the sweep starts over.
+        """
+        match self.trial.outcome:
+            case Outcome.ERROR | Outcome.DEVICE_OOM:
+                return True
+            case Outcome.TIMEOUT:
+                return not start_over and self.compile_timeout_s >= limits.compile_timeout_s
+            case Outcome.OOM:
+                return not start_over and self._had_as_much_memory(limits)
+            case Outcome.CRASHED:
+                same = self.memory_limit_bytes == limits.memory_limit_bytes
+                return not start_over and (same or self._had_as_much_memory(limits))
+        return False
+
+    def _had_as_much_memory(self, limits: SweepLimits) -> bool:
+        then, now = self.memory_limit_bytes, limits.memory_limit_bytes
+        return then is not None and now is not None and then >= now
+
+
+class CompileFailures:
+    """The failed compilations of one call on one kind of device, whether or not such a device was there."""
+
+    def __init__(self, keyed: KeyedCall, directory: Path, limits: SweepLimits, *, also: Iterable[Path] = ()) -> None:
+        """Names the failures of a call; nothing is read.
+
+        Args:
+            keyed: the call, with the key of the device that configs are compiled for.
+            directory: the cache directory.
+            limits: the limits of the sweep.
+            also: further directories in which failures are looked up.
+        """
+        self._name, self._key = keyed.call.name, keyed.key
+        self._journal = self._journal_in(directory)
+        self._others = [self._journal_in(other) for other in also]
+        self._limits = limits
+        self._compilers = versions.compilers(keyed.platform)
+        self._known: dict[str, _Failure] | None = None
+
+    def known(self, *, start_over: bool = False) -> dict[str, Trial]:
+        """Returns the trials of configs that need not be compiled again, by the text of the config.
+
+        Args:
+            start_over: whether failures that depend on the machine do not count.
+        """
+        found = self._read()
+        return {text: self._retold(it) for text, it in found.items() if it.counts(self._limits, start_over=start_over)}
+
+    def note(self, trial: Trial, *, source: str) -> None:
+        """Remembers a trial that failed to compile, and forgets the failure of a config that now compiles.
+
+        Args:
+            trial: the trial.
+            source: how it was found: `a sweep` or `a compile check`.
+
+        Raises:
+            CacheWriteError: it cannot be remembered; the message says why.
+        """
+        is_failure = _failed_to_compile(trial)
+        if not is_failure and (not self._read() or not _compiled(trial)):
+            return
+        text = text_of(trial.config)
+        before = self._read().get(text)
+        if not is_failure and before is None:
+            return
+        failure = _Failure(
+            trial=dataclasses.replace(trial, samples_ms=()),
+            source=source,
+            found=datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+            compilers=self._compilers,
+            compile_timeout_s=self._limits.compile_timeout_s,
+            memory_limit_bytes=self._limits.memory_limit_bytes,
+        )
+        if before is not None and _is_same(before, failure):
+            return
+        self._journal.append(failure.to_json())
+        if is_failure:
+            self._read()[text] = failure
+        else:
+            self._read().pop(text, None)
+
+    def _journal_in(self, directory: Path) -> cache.Journal:
+        return journal.compile_failures(directory, self._name, self._key.device, self._key.text)
+
+    def _read(self) -> dict[str, _Failure]:
+        """Returns the last failure of each config under the present versions, unless the config compiled later."""
+        if self._known is not None:
+            return self._known
+        last: dict[str, _Failure] = {}
+        refused = 0
+        for record in (record for source in [*self._others, self._journal] for record in source.records()):
+            try:
+                failure = _Failure.from_json(record)
+                text = cache.canonical_json(failure.trial.config)
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                refused += 1
+                continue
+            if failure.compilers == self._compilers and (text not in last or last[text].found <= failure.found):
+                last[text] = failure
+        if refused:
+            cache.report_once(
+                f"{refused} records of failed compilations in {str(self._journal.directory)!r} cannot be understood: "
+                "their configs are compiled again"
+            )
+        self._known = {text: failure for text, failure in last.items() if _failed_to_compile(failure.trial)}
+        return self._known
+
+    def _retold(self, failure: _Failure) -> Trial:
+        trial = failure.trial
+        origin = f"known since {failure.found[:10]}: failed to compile for {self._key.device} in {failure.source}"
+        return dataclasses.replace(trial, message=f"{origin}: {trial.message}" if trial.message else origin)
+
+
+def note_check(failures: CompileFailures, trials: Iterable[Trial]) -> None:
+    """Remembers the failures of a compile check; warns where that is not possible."""
+    try:
+        for trial in trials:
+            failures.note(trial, source="a compile check")
+    except cache.CacheWriteError as error:
+        cache.report_once(f"the failures of a compile check are not remembered: {error}")
+
+
+def _failed_to_compile(trial: Trial) -> bool:
+    """Returns whether a trial shows that its config does not compile, rather than that something went wrong around it.
+
+    A compiler without a device, or one that names a memory space, has computed that the device's memory is too small.
+    In a worker that holds the device, other programs may have taken the memory.
+    """
+    if trial.phase is not Phase.COMPILE or trial.outcome not in _AT_COMPILE_TIME:
+        return False
+    if trial.outcome is Outcome.DEVICE_OOM:
+        return trial.route is Route.APART or "memory space" in trial.message
+    return trial.outcome is not Outcome.ERROR or not _is_transient(trial.message)
+
+
+def _compiled(trial: Trial) -> bool:
+    if trial.outcome is Outcome.OK:
+        return True
+    return trial.outcome not in _UNSETTLED and trial.phase in (Phase.CHECK, Phase.MEASURE)
+
+
+def _is_transient(message: str) -> bool:
+    kind = getattr(builtins, message.partition(":")[0].strip(), None)
+    return isinstance(kind, type) and issubclass(kind, _TRANSIENT)
+
+
+def _is_same(before: _Failure, after: _Failure) -> bool:
+    """Returns whether a failure adds nothing to what is known."""
+    return (
+        (before.trial.outcome, before.trial.message) == (after.trial.outcome, after.trial.message)
+        and before.compile_timeout_s >= after.compile_timeout_s
+        and before.memory_limit_bytes == after.memory_limit_bytes
+    )

@@ -1,0 +1,222 @@
+"""A config that failed to compile for a kind of device is not compiled again for it, by whichever job."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import quarantune
+from quarantune.cache import CacheWarning, TuningCache
+from quarantune.resolve.call_key import CallKey
+from quarantune.resolve.compile_failures import CompileFailures
+from quarantune.sandbox import template
+from quarantune.sweep.limits import SweepLimits
+from quarantune.values import versions
+from quarantune.values.trial import Outcome, Phase, Route, Trial
+
+LIMITS = SweepLimits(
+    compile_timeout_s=10.0, timeout_s=5.0, memory_limit_bytes=10**9, compile_slots=1, configs_per_worker=None
+)
+KIND = "NVIDIA H200"
+X = np.arange(4, dtype=np.float32)
+
+
+def failures(directory: Path, *, kind: str = KIND, text: str = "key", **limits: Any) -> CompileFailures:
+    keyed: Any = SimpleNamespace(call=SimpleNamespace(name="f"), key=CallKey(kind, text), platform="cuda")
+    return CompileFailures(keyed, directory, dataclasses.replace(LIMITS, **limits))
+
+
+def failed(outcome: Outcome = Outcome.ERROR, message: str = "ValueError: no", **fields: Any) -> Trial:
+    about: dict[str, Any] = {"phase": Phase.COMPILE, "route": Route.APART} | fields
+    return Trial(config={"n": 1}, outcome=outcome, message=message, **about)
+
+
+def remembered(directory: Path, trial: Trial) -> bool:
+    before = len(failures(directory).known())
+    failures(directory).note(trial, source="a sweep")
+    return len(failures(directory).known()) > before
+
+
+def test_a_failure_is_known_to_later_jobs_with_its_date_and_source(tmp_path: Path) -> None:
+    failures(tmp_path).note(failed(), source="a compile check")
+    ((text, trial),) = failures(tmp_path).known(start_over=True).items()
+    assert (json.loads(text), trial.outcome, trial.phase) == ({"n": 1}, "error", "compile")
+    origin, _, reason = trial.message.partition(f": failed to compile for {KIND} in a compile check: ")
+    assert origin.startswith("known since 20")
+    assert reason == "ValueError: no"
+
+
+@pytest.mark.parametrize(
+    "trial",
+    [
+        failed(phase=Phase.LOAD),
+        failed(phase=Phase.CHECK),
+        failed(message="FileNotFoundError: no tables.npy"),
+        failed(message="ModuleNotFoundError: no module named 'kernels'"),
+        failed(Outcome.DEVICE_OOM, "RESOURCE_EXHAUSTED: Out of memory", route=Route.TOGETHER),
+        failed(Outcome.LOST),
+        failed(Outcome.NOT_RUN),
+        failed(Outcome.WRONG, phase=Phase.CHECK),
+    ],
+    ids=lambda trial: f"{trial.outcome}-{trial.phase}-{trial.message.partition(':')[0]}",
+)
+def test_a_failure_that_says_nothing_about_the_config_is_not_remembered(tmp_path: Path, trial: Trial) -> None:
+    assert not remembered(tmp_path, trial)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_that_finds_too_little_device_memory_is_believed(tmp_path: Path) -> None:
+    vmem = "RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 20M of 16M"
+    assert remembered(tmp_path / "apart", failed(Outcome.DEVICE_OOM, "RESOURCE_EXHAUSTED: out of memory"))
+    assert remembered(tmp_path / "vmem", failed(Outcome.DEVICE_OOM, vmem, route=Route.TOGETHER))
+
+
+def test_failures_count_only_for_the_same_device_call_and_compilers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures(tmp_path).note(failed(), source="a sweep")
+    assert failures(tmp_path).known()
+    assert not failures(tmp_path, kind="NVIDIA A100").known()
+    assert not failures(tmp_path, text="another shape, or other code").known()
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+        assert not failures(tmp_path).known()
+    changed = versions.compilers("cuda") | {"jaxlib": "99.0"}
+    monkeypatch.setattr(versions, "compilers", lambda platform: changed)
+    assert not failures(tmp_path).known()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "more", "less"),
+    [
+        (Outcome.TIMEOUT, {"compile_timeout_s": 10.1}, {"compile_timeout_s": 9.0}),
+        (Outcome.OOM, {"memory_limit_bytes": 2 * 10**9}, {"memory_limit_bytes": 10**8}),
+        (Outcome.OOM, {"memory_limit_bytes": None}, {}),
+        (Outcome.CRASHED, {"memory_limit_bytes": 2 * 10**9}, {}),
+    ],
+)
+def test_a_failure_for_want_of_time_or_memory_counts_under_no_larger_limits(
+    tmp_path: Path, outcome: Outcome, more: dict[str, Any], less: dict[str, Any]
+) -> None:
+    failures(tmp_path).note(failed(outcome), source="a sweep")
+    assert failures(tmp_path).known()
+    assert failures(tmp_path, **less).known()
+    assert not failures(tmp_path, **more).known()
+    assert not failures(tmp_path).known(start_over=True), "another try may find the machine in a better state"
+
+
+def test_a_config_that_compiles_at_last_is_no_failure_any_more(tmp_path: Path) -> None:
+    assert remembered(tmp_path, failed())
+    failures(tmp_path).note(failed(Outcome.LOST), source="a sweep")
+    assert failures(tmp_path).known()
+    failures(tmp_path).note(failed(Outcome.WRONG, phase=Phase.CHECK), source="a sweep")
+    assert not failures(tmp_path).known()
+    assert remembered(tmp_path, failed())
+
+
+def test_the_same_failure_is_written_once(tmp_path: Path) -> None:
+    for _ in range(3):
+        failures(tmp_path).note(failed(), source="a sweep")
+    (file,) = tmp_path.glob("f.trials/*.jsonl")
+    assert len(file.read_text().splitlines()) == 1
+
+
+def test_records_that_anybody_could_have_written_are_checked(tmp_path: Path) -> None:
+    job = failures(tmp_path)
+    job.note(failed(), source="a sweep")
+    (good,) = job._journal.records()
+    nonsense: list[dict[str, Any]] = [{}, {"trial": 3}, good | {"found": "soon"}, good | {"compilers": "all"}]
+    for record in [*nonsense, good | {"trial": good["trial"] | {"config": {"n": 2}, "outcome": "ok", "time_ms": 1.0}}]:
+        job._journal.append(record)
+    with pytest.warns(CacheWarning, match="4 records of failed compilations .* compiled again"):
+        assert list(failures(tmp_path).known()) == ['{"n":1}']
+
+
+def test_deleting_a_problem_forgets_its_failures(tmp_path: Path) -> None:
+    failures(tmp_path).note(failed(), source="a sweep")
+    failures(tmp_path, text="other").note(failed(), source="a sweep")
+    TuningCache(tmp_path).delete("f", "key", KIND)
+    assert not failures(tmp_path).known()
+    assert failures(tmp_path, text="other").known()
+    TuningCache(tmp_path).clear("f")
+    assert not failures(tmp_path, text="other").known()
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    return tmp_path / "notes"
+
+
+def kernel(notes: Path, configs: list[int], *, factor: int = 1) -> quarantune.Autotuned:
+    """Returns a function that notes in a file which n it is traced with in a worker; odd n do not compile."""
+    file = str(notes)
+
+    @quarantune.autotune({"n": configs}, rep=1, name="kernel")
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def scale(x: Any, n: int = 1) -> Any:
+        if template.is_inside():
+            with open(file, "a") as opened:
+                opened.write(f"{n} ")
+        if n % 2:
+            raise NotImplementedError(f"n={n} is odd")
+        return x * factor + 0 * n
+
+    return scale
+
+
+def traced(notes: Path) -> set[str]:
+    """Returns the configs that were traced since the last call."""
+    found = set(notes.read_text().split()) if notes.exists() else set()
+    notes.unlink(missing_ok=True)
+    return found
+
+
+@pytest.mark.slow
+def test_what_failed_to_compile_is_not_compiled_by_another_sweep(
+    notes: Path, cache_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel(notes, [1, 2, 3])(X)
+    assert traced(notes) == {"1", "2", "3"}
+    caplog.set_level("INFO", logger="quarantune")
+    again = kernel(notes, [1, 2, 3, 4]).tune(X)
+    assert traced(notes) == {"2", "4"}, "neither the configs nor the defaults, which equal one of them"
+    assert again.failures["error"] == 2
+    assert "known since" in again.trials[0].message
+    assert "NotImplementedError: n=1 is odd" in again.trials[2].message.replace("n=3", "n=1")
+    assert "2 configs are known not to compile" in caplog.text
+    changed = kernel(notes, [1, 2], factor=2).tune(X)
+    assert traced(notes) == {"1", "2"}, "other code"
+    assert "known since" not in changed.trials[0].message
+    with pytest.raises(quarantune.TuningFailedError):
+        kernel(notes, [1, 3]).tune(X)
+    assert traced(notes) == {"1", "3"}, "where nothing else is left, the set-up may have been wrong"
+    for record in TuningCache():
+        TuningCache().delete(*record.key)
+    assert "known since" not in kernel(notes, [1, 2]).tune(X).trials[0].message
+    with quarantune.settings(disable_cache=True):
+        kernel(notes, [1, 2]).tune(X)
+    assert "1" in traced(notes)
+
+
+@pytest.mark.slow
+def test_a_sweep_knows_what_a_compile_check_found() -> None:
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def plain(x: Any, n: int = 2) -> Any:
+        if n == 1:
+            raise NotImplementedError("n=1 is odd")
+        return x
+
+    with pytest.warns(UserWarning, match="did not compile"):
+        quarantune.compile_configs(plain, {"n": [1, 2]}, jax.ShapeDtypeStruct(X.shape, X.dtype))
+    result = quarantune.AutoTuner(plain, {"n": [1, 2]}, rep=1).run(X)
+    assert "known since" in result.trials[0].message
+    assert "in a compile check: NotImplementedError: n=1 is odd" in result.trials[0].message
+    assert result.best_config == {"n": 2}
