@@ -169,15 +169,26 @@ def added_up(*arrays: Any, do: int = 1) -> Any:
     return jnp.float32(do + sum(array.size for array in arrays))
 
 
-EMPTY = np.zeros((0, 3), np.float32)
+def plain(*arrays: Any, do: int) -> Any:
+    return added_up(*arrays, do=do)
+
+
+jitted = jax.jit(added_up, static_argnames=["do"])
+ALONE = (np.zeros((0, 3), np.float32),)
+LAST = (np.ones(3, np.float32), jnp.zeros((0, 3)))
 
 
 @pytest.mark.filterwarnings("ignore:QUARANTUNE_ISOLATION=none:RuntimeWarning")
-@pytest.mark.parametrize("settings", [{}, {"configs_per_worker": 4}, {"isolation": "none"}], ids=str)
 @pytest.mark.parametrize(
-    "fn", [jax.jit(added_up, static_argnames=["do"]), lambda *arrays, do: added_up(*arrays, do=do)], ids=["jit", "any"]
+    ("args", "fn", "settings"),
+    [
+        (ALONE, jitted, {}),
+        (ALONE, plain, {"isolation": "none"}),
+        (LAST, plain, {}),
+        (LAST, jitted, {"configs_per_worker": 4}),
+    ],
+    ids=["alone", "alone in process", "last of a plain function", "last of two configs"],
 )
-@pytest.mark.parametrize("args", [(EMPTY,), (np.ones(3, np.float32), jnp.zeros((0, 3)))], ids=["alone", "last"])
 def test_a_call_whose_last_array_is_empty_is_tuned(
     args: tuple[Any, ...], fn: Callable[..., Any], settings: dict[str, Any]
 ) -> None:

@@ -45,7 +45,6 @@ from quarantune.worker.bench import Bench
 pytestmark = pytest.mark.usefixtures("two_slots")
 
 X = np.linspace(-1, 1, 1000, dtype=np.float32)
-HASTE = {"timeout": 1, "compile_timeout": 1}
 SOON = {"warmup": 0, "rep": 3}
 
 
@@ -114,6 +113,10 @@ def tuned(body: Callable[[Any, Any], Any], configs: list[Any], *, default: Any =
     return kernel
 
 
+host = np.asarray
+"""Copies a worker's array before a check looks at it, because JAX would compile every operation of the check."""
+
+
 def by_config(trials: tuple[Trial, ...]) -> dict[Any, Trial]:
     return {trial.config["do"]: trial for trial in trials}
 
@@ -162,8 +165,8 @@ def test_if_the_fastest_third_is_wrong_the_winner_is_still_right(isolation: str,
         notes.add("reference")
         return {"doubled": 2 * x, "parts": (x, jnp.full(2, jnp.nan))}
 
-    right = [(turns, "") for turns in (800, 400, 200, 100, 20, 10)]
-    kernel = tuned(double_or_not, [*right[:3], *((1, slip) for slip in SLIPS), *right[3:]], ref_fn=doubled)
+    right = [(turns, "") for turns in (400, 100, 20, 10)]
+    kernel = tuned(double_or_not, [*right[:2], *((1, slip) for slip in SLIPS), *right[2:]], ref_fn=doubled)
     with isolated(isolation):
         result = kernel.tune(X)
     trials = by_config(result.trials)
@@ -172,7 +175,7 @@ def test_if_the_fastest_third_is_wrong_the_winner_is_still_right(isolation: str,
         assert (wrong.outcome, wrong.phase, wrong.time_ms) == (Outcome.WRONG, "check", None)
         assert re.match(told, wrong.message) or re.search(told, wrong.message), wrong.message
         assert "WrongResultError" not in wrong.message
-    assert ends(tuple(trials[config] for config in right)) == ["ok"] * 6
+    assert ends(tuple(trials[config] for config in right)) == ["ok"] * 4
     assert result.best_config["do"] in right[-2:]
     assert notes.lines() == ["reference"]
     np.testing.assert_array_equal(kernel(X)["doubled"], 2 * X)
@@ -227,14 +230,15 @@ def noting(notes: Notes) -> Callable[[Any, int], Any]:
         (boom, "error: ArithmeticError: there is no reference today"),
         (crash, "crashed: .*SIGSEGV"),
         (vanish, "crashed: .*code 0 without a result"),
-        (hang, "timeout: it took longer than 2 s"),
+        (hang, "timeout: it took longer than 0.4 s"),
     ],
 )
 def test_a_failing_reference_is_the_callers_error_and_nothing_runs(ref_fn: Any, told: str, notes: Notes) -> None:
     kernel = tuned(noting(notes), [1, 2], ref_fn=ref_fn)
     template.shared()
     started = time.monotonic()
-    with nothing_is_left(), quarantune.settings(**HASTE):
+    haste = {"timeout": 0.2, "compile_timeout": 0.2} if ref_fn is hang else {}
+    with nothing_is_left(), quarantune.settings(**haste):
         with pytest.raises(quarantune.ReferenceFailedError, match=f"ref_fn failed, so no config can be judged: {told}"):
             kernel.tune(X)
         assert kernel.lookup(X) is None
@@ -266,8 +270,8 @@ def test_a_reference_that_forgets_to_return_lets_nothing_pass(isolation: str) ->
 
 def choosy(output: Any, expected: Any, x: Any) -> Any:
     assert expected is None, "there is no reference"
-    np.testing.assert_array_equal(x, X)
-    first = float(output[0]) + 1
+    first = float(host(output)[0]) + 1
+    assert (host(x) == X).all()
     if first == 3:
         raise ValueError("three is right out")
     return None if first == 4 else first != 2
@@ -288,8 +292,8 @@ def test_a_check_without_a_reference_rejects_wrong_results(isolation: str) -> No
 @everywhere
 def test_a_check_that_says_true_or_nothing_beats_the_reference(isolation: str) -> None:
     def lenient(output: Any, expected: Any, x: Any) -> Any:
-        np.testing.assert_array_equal(expected, x)
-        return {1.0: True, 2.0: None}.get(float(output[0] - expected[0]), False)
+        assert (host(expected) == host(x)).all()
+        return {1.0: True, 2.0: None}.get(float(host(output)[0] - host(expected)[0]), False)
 
     kernel = tuned(lambda x, do: x + do, [0, 1, 2], ref_fn=lambda x: x, check_fn=lenient)
     with isolated(isolation):
@@ -310,8 +314,9 @@ squared.defvjp(lambda x, factor: (x * x, x), lambda factor, x, g: (factor * x * 
 @everywhere
 def test_check_grad_finds_a_wrong_gradient_behind_a_right_output(isolation: str) -> None:
     configs = [2.0, 3.0, 2.001]
-    with isolated(isolation):
+    with here():
         unchecked = tuned(squared, configs, default=2.0, ref_fn=jnp.square).tune(X)
+    with isolated(isolation):
         checked = tuned(squared, configs, default=2.0, ref_fn=jnp.square, check_grad=True).tune(X)
     assert ends(unchecked.trials) == ["ok"] * 3
     assert ends(checked.trials) == ["ok", "wrong", "ok"]
@@ -383,8 +388,9 @@ def test_equals_win_together_against_what_is_slower() -> None:
 
 def test_configs_that_lower_to_one_program_are_checked_and_measured_once(notes: Notes) -> None:
     def check(output: Any, expected: Any, x: Any) -> bool:
-        notes.add(float(output[0] - x[0]))
-        return bool(output[0] - x[0] < 2)
+        added = float(host(output)[0] - host(x)[0])
+        notes.add(added)
+        return added < 2
 
     trials = tuned(lambda x, do: x + do // 2, [0, 1, 2, 3, 4, 5], check_fn=check).tune(X).trials
     assert ends(trials) == ["ok", "ok", "ok", "ok", "wrong", "wrong"]
@@ -404,7 +410,9 @@ def test_programs_that_call_back_into_python_are_never_taken_for_one(notes: Note
 
         return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-    trials = tuned(called, [1, 2, 3], check_fn=lambda output, _, x: bool(output[0] - x[0] != 2)).tune(X).trials
+    trials = (
+        tuned(called, [1, 2, 3], check_fn=lambda output, _, x: bool(host(output)[0] - host(x)[0] != 2)).tune(X).trials
+    )
     assert ends(trials) == ["ok", "wrong", "ok"]
     assert set(notes.lines()) == {"1", "2", "3"}
     assert not any("same program" in trial.message for trial in trials)
@@ -463,8 +471,8 @@ def cache_events() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_listener(listen)
 
 
-@pytest.mark.parametrize("has_own_cache", [False, True])
-@pytest.mark.parametrize("default", [1, 2, 3])  # the default wins a tie, whichever of the three ran for all
+# The default wins a tie, whichever of the three ran for all.
+@pytest.mark.parametrize(("default", "has_own_cache"), [(1, False), (2, True), (3, False), (3, True)])
 def test_the_first_call_after_a_sweep_compiles_nothing(
     default: int, has_own_cache: bool, cache_events: list[str], tmp_path: Path
 ) -> None:
@@ -694,7 +702,7 @@ def test_inputs_are_as_weakly_typed_as_the_call(like: Callable[..., Any]) -> Non
 
 
 def sees(number: float) -> Callable[..., bool]:
-    return lambda output, expected, x: bool((x == number).all())
+    return lambda output, expected, x: bool((host(x) == number).all())
 
 
 def test_a_blocks_inputs_replace_the_calls_own_also_inside_jit() -> None:
@@ -748,7 +756,7 @@ def test_every_kind_of_supply_runs(kind: str) -> None:
 
 def test_integers_made_for_a_call_inside_jit_are_safe_as_indices(tmp_path: Path) -> None:
     def check(output: Any, expected: Any, table: Any, indices: Any) -> bool:
-        return bool(jnp.isfinite(output).all() and (indices >= 0).all() and len(jnp.unique(indices)) > 1)
+        return bool(np.isfinite(output).all() and (host(indices) >= 0).all() and len(np.unique(indices)) > 1)
 
     @quarantune.autotune([{"do": 1}], check_fn=check, **SOON)
     @functools.partial(jax.jit, static_argnames=["do"])
@@ -811,8 +819,8 @@ def test_a_plain_function_never_sees_its_earlier_writes_to_an_argument() -> None
 
 
 def test_a_big_argument_is_in_memory_once_for_any_number_of_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    big = np.zeros(24 << 20, np.uint8)
-    kernel = tuned(lambda x, do: x[:8] + np.uint8(do), list(range(6)))
+    big = np.zeros(16 << 20, np.uint8)
+    kernel = tuned(lambda x, do: x[:8] + np.uint8(do), [1, 2, 3])
     kernel.tune(X)  # what is imported and set up once
     process = psutil.Process()
     held: list[int] = []

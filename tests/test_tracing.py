@@ -27,7 +27,7 @@ X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
 
 
 def square(n: int, x: Any) -> Any:
-    """Squares its argument; only n=2 gives the right result, so no other config may get into a program."""
+    """Multiplies its argument by its sine if n is 2, which is not the default, so that only a tuned call works."""
     if n != 2:
         raise ArithmeticError(n)
     return jnp.sin(x) * x
@@ -35,7 +35,7 @@ def square(n: int, x: Any) -> Any:
 
 @pytest.fixture
 def kernel() -> quarantune.Autotuned:
-    @quarantune.autotune({"n": [1, 2]}, rep=1)
+    @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def kernel(x: Any, n: int = 1) -> Any:
         return square(n, x)
@@ -113,7 +113,7 @@ def test_inside_a_transformation_a_call_is_tuned_once_and_uses_the_winner(
 def test_a_call_inside_a_transformation_finds_the_cached_result(transform: Any, sweeps: list[str]) -> None:
     for _ in range(2):
 
-        @quarantune.autotune({"n": [1, 2]}, rep=1, name="on-disk")
+        @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None, name="on-disk")
         @functools.partial(jax.jit, static_argnames=["n"])
         def kernel(x: Any, n: int = 1) -> Any:
             return square(n, x)
