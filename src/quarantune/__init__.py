@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from quarantune._version import __version__
 from quarantune.api.autotune import Autotuned, autotune
+from quarantune.api.compile_check import compile_check
 from quarantune.api.contextual import Contextual, contextual_autotune
 from quarantune.api.tuner import AutoTuner, compile_configs
 from quarantune.results.contextual_result import ContextualResult, KernelChoice
@@ -26,12 +27,15 @@ from quarantune.values.trial import (
 
 if TYPE_CHECKING:
     from quarantune.cache import CacheWarning, CacheWriteError, TuningCache
+    from quarantune.devices.targets import Target, targets
     from quarantune.metrics import KernelMetrics, compute_elementwise_metrics, compute_gemm_metrics
+    from quarantune.results.compile_report import CompileReport
     from quarantune.spaces import filter_valid_configs, generate_configs, get_default_config
 
 _LAZY = {
     "CacheWarning": "cache",
     "CacheWriteError": "cache",
+    "CompileReport": "results.compile_report",
     "TuningCache": "cache",
     "KernelMetrics": "metrics",
     "compute_elementwise_metrics": "metrics",
@@ -39,8 +43,9 @@ _LAZY = {
     "filter_valid_configs": "spaces",
     "generate_configs": "spaces",
     "get_default_config": "spaces",
+    "targets": "devices.targets",
 }
-"""The packages of names that are imported on first use, which keeps the import of this package quick."""
+"""The modules of names that are imported on first use, which keeps the import of this package quick."""
 
 __all__ = [
     "AutoTuner",
@@ -48,6 +53,7 @@ __all__ = [
     "CacheMissError",
     "CacheWarning",
     "CacheWriteError",
+    "CompileReport",
     "Contextual",
     "ContextualResult",
     "KernelChoice",
@@ -59,12 +65,14 @@ __all__ = [
     "SandboxError",
     "SavedResultError",
     "Search",
+    "Target",
     "Trial",
     "TuningCache",
     "TuningFailedError",
     "TuningResult",
     "__version__",
     "autotune",
+    "compile_check",
     "compile_configs",
     "compute_elementwise_metrics",
     "compute_gemm_metrics",
@@ -75,6 +83,7 @@ __all__ = [
     "grid",
     "set_autotune_inputs",
     "settings",
+    "targets",
 ]
 
 

@@ -144,6 +144,11 @@ class Autotuned:
             return self._call_any(args, kwargs)
         return bound(*args)
 
+    @property
+    def options(self) -> Options:
+        """The options that the function was autotuned with."""
+        return self._options
+
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Tunes for these arguments now, even if a result is cached, and remembers the result.
 

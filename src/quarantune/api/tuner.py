@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from quarantune.resolve import suitable
 from quarantune.results.result import TuningResult
@@ -16,6 +16,9 @@ from quarantune.values import config_space, naming
 from quarantune.values.config_values import text_of
 from quarantune.values.options import OptionKeywords, Options, checked_options
 from quarantune.values.trial import Config
+
+if TYPE_CHECKING:
+    from quarantune.devices.targets import Target
 
 
 class AutoTuner:
@@ -78,7 +81,12 @@ class AutoTuner:
 
 
 def compile_configs(
-    fn: Callable[..., Any], configs: Any, *args: Any, num_workers: int | None = None, **kwargs: Any
+    fn: Callable[..., Any],
+    configs: Any,
+    *args: Any,
+    num_workers: int | None = None,
+    target: str | Target | None = None,
+    **kwargs: Any,
 ) -> list[Callable[..., Any] | None]:
     """Compiles many configs of a jitted function, each in a worker process.
 
@@ -90,16 +98,20 @@ def compile_configs(
         configs: as for `AutoTuner`.
         *args: the call's positional arguments, without the config; arrays or `jax.ShapeDtypeStruct`.
         num_workers: how many configs compile at a time; None follows the settings.
+        target: the device to compile for, which need not be here, as for `compile_check`; None for the device that the
+            call would run on here.
         **kwargs: the call's keyword arguments.
 
     Returns:
         For each config, in order and with repeated ones, a callable that runs the program that its worker compiled;
-        None, with a warning, where compiling failed.
+        None, with a warning, where compiling failed. With a target, a callable compiles again where it is called.
 
     Raises:
         TypeError: `fn` is not jitted, or something of the call cannot be sent to a worker.
-        ValueError: the configs, or `num_workers`, are not valid.
+        ValueError: the configs, `num_workers` or the target are not valid.
+        ImportError: the compiler for the target is not installed.
     """
+    from quarantune.devices import targets
     from quarantune.resolve.resolver import Resolver
     from quarantune.resolve.tuned_function import TunedFunction
     from quarantune.results.compiled_winner import Winner
@@ -121,7 +133,12 @@ def compile_configs(
     )
     function.check(expanded)
     resolver = Resolver(function)
-    compiled = resolver.compile(resolver.bind(args, kwargs), num_workers=num_workers)
+    call = resolver.bind(args, kwargs)
+    if target is None:
+        compiled = resolver.compile(call, num_workers=num_workers)
+    else:
+        checked = resolver.check(call, targets.usable(target), num_workers=num_workers)
+        compiled = [(trial, None) for trial in checked.trials]
     functions: dict[str, Callable[..., Any] | None] = {}
     for config, (trial, executable) in zip(expanded, compiled, strict=True):
         # A config may compile to an executable that cannot leave its worker: then it compiles again here.

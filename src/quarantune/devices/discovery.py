@@ -47,6 +47,15 @@ def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
     return first.platform, first.kind
 
 
+def accelerators() -> Backend | None:
+    """Returns the devices that JAX chooses, without initialising a backend; None where these are the CPU's.
+
+    Raises:
+        SandboxError: the worker that looks for them failed, or took too long.
+    """
+    return None if _only_cpu() else _describe(None)
+
+
 def _only_cpu() -> bool:
     """Returns whether JAX can only choose the CPU: it is set to, or no plugin for other devices is installed."""
     if platforms := _platforms():

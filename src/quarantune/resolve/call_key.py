@@ -6,6 +6,7 @@ import dataclasses
 
 from quarantune import cache
 from quarantune.devices import discovery
+from quarantune.devices.targets import Target
 from quarantune.jax_internals import state as jax_state
 from quarantune.resolve import suitable
 from quarantune.resolve.bound_call import BoundCall
@@ -77,8 +78,12 @@ class KeyedCall:
         )
 
 
-def keyed(call: BoundCall) -> KeyedCall:
+def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     """Returns a call with its key, in the current state of JAX's settings.
+
+    Args:
+        call: the call.
+        target: the device that the call is for; None for the one that it would run on here.
 
     Raises:
         TypeError: an argument cannot be described, or `key_fn` returned a value that JSON cannot hold.
@@ -91,7 +96,10 @@ def keyed(call: BoundCall) -> KeyedCall:
     description = describe_call(
         function.signature, statics, tunables, call.args, call.kwargs, is_jitted=function.is_jitted
     )
-    platform, kind = discovery.platform_and_kind(description.platform)
+    if target is None:
+        platform, kind = discovery.platform_and_kind(description.platform)
+    else:
+        platform, kind = target.platform, target.device_kind
     values = _key_values(call, description)
     axes = None
     if description.has_tracers and function.is_jitted:
@@ -114,15 +122,19 @@ def keyed(call: BoundCall) -> KeyedCall:
     )
 
 
-def keyed_to_tune(call: BoundCall) -> KeyedCall:
+def keyed_to_tune(call: BoundCall, target: Target | None = None) -> KeyedCall:
     """Returns a call to tune with its key.
+
+    Args:
+        call: the call.
+        target: as for `keyed`.
 
     Raises:
         TypeError: its shapes are symbolic, or it sets a tunable by hand, with which every config would run.
     """
     if call.is_symbolic:
         raise TypeError(f"{call.name}: symbolic shapes have no data to measure with: tune it with concrete shapes")
-    described = keyed(call)
+    described = keyed(call, target)
     if given := described.tunables_given:
         verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
         raise TypeError(f"{call.name}: {', '.join(sorted(given))} {verb} tuned here: leave {them} out")

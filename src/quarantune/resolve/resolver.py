@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from quarantune import cache
+from quarantune.devices.targets import Target
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall, keyed, keyed_to_tune
 from quarantune.resolve.call_result import call_result
@@ -17,6 +18,8 @@ from quarantune.resolve.key_locks import KeyLocks
 from quarantune.resolve.known_results import KnownResults
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.resolve.tuning_job import JobContext, TuningJob
+from quarantune.results.compile_report import CompileReport
+from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sandbox import template
 from quarantune.sweep import sweep
@@ -25,7 +28,7 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.transport import assignment as assignments
 from quarantune.values import settings as environment
 from quarantune.values.settings import Settings
-from quarantune.values.trial import CacheMissError, Config, Trial, TuningFailedError
+from quarantune.values.trial import CacheMissError, Config, Trial, TuningFailedError, pruned_trial
 
 
 class Resolver:
@@ -138,6 +141,38 @@ class Resolver:
         if not settings.disable_cache:
             note_check(CompileFailures(described, settings.cache_dir, limits), trials.values())
         return [(trials[index], swept.executables.get(index)) for index in range(len(call.configs))]
+
+    def check(self, call: BoundCall, target: Target, *, num_workers: int | None) -> CompileReport:
+        """Compiles the configs of a call for a device that need not be here, and runs none of them.
+
+        Args:
+            call: the call.
+            target: the device.
+            num_workers: how many configs compile at a time; None follows the settings.
+        """
+        self._check_outside()
+        described = keyed_to_tune(call, target)
+        settings, options = environment.current(), self.function.options
+        pruned = {index: call.configs[index] for index in call.pruned}
+        trials = {index: pruned_trial(config) for index, config in pruned.items()}
+        left = {index: config for index, config in enumerate(call.configs) if index not in trials}
+        with contextlib.closing(Progress(f"{call.name} for {target.name}", len(left), shown=settings.progress)) as line:
+
+            def on_trial(index: int, trial: Trial) -> None:
+                trials[index] = trial
+                line.step(trial)
+
+            sweep.run(
+                described.problem(),
+                left,
+                options=options,
+                settings=settings,
+                limits=SweepLimits.of(options, settings, num_workers=num_workers),
+                events=SweepEvents(on_trial=on_trial),
+                target=target,
+            )
+        ordered = tuple(trials[index] for index in range(len(call.configs)))
+        return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text)
 
     def seeding_compilation(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which a first call finds the worker's executable in JAX's compilation cache."""

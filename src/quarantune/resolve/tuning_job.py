@@ -29,7 +29,7 @@ from quarantune.sweep.swept import Swept
 from quarantune.values import shown, versions
 from quarantune.values.config_values import encode, text_of
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError, count_outcomes
+from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError, count_outcomes, pruned_trial
 
 _logger = logging.getLogger("quarantune")
 
@@ -263,7 +263,7 @@ class TuningJob:
 
     def _prune(self, progress: Progress) -> None:
         for index in sorted(self._call.pruned):
-            trial = Trial(config=self._configs[index], outcome=Outcome.PRUNED, message="prune_fn said no")
+            trial = pruned_trial(self._configs[index])
             self._trials[index] = trial
             progress.step(trial)
 

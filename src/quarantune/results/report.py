@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quarantune.values.shown import format_config, format_value
 from quarantune.values.texts import printable
@@ -19,6 +19,7 @@ def table(
     width: int = _WIDTH,
     flops: float | None = None,
     moved_bytes: float | None = None,
+    figures: Mapping[str, Callable[[Trial], str]] | None = None,
 ) -> str:
     """Returns trials as a table that fits `width` columns: config, outcome, time, and reason for a failure.
 
@@ -28,9 +29,10 @@ def table(
         width: columns.
         flops: floating-point operations of one call, for a column of TFLOP/s.
         moved_bytes: bytes that one call must move, for a column of GB/s.
+        figures: the columns of numbers by their headings; None for the times and rates of a sweep.
     """
     names = list(dict.fromkeys(name for trial in trials for name in trial.config))
-    figures = _figures(flops, moved_bytes)
+    figures = figures if figures is not None else _figures(flops, moved_bytes)
     header = ["", *map(printable, names), "outcome", *figures]
     rows = [
         [

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.tolerance import Tolerance
 from quarantune.values.trial import Phase
 
@@ -52,16 +53,18 @@ class CompileTarget:
     """A device that programs are compiled for in a process that does not hold it.
 
     Attributes:
-        platform: `cuda` or `rocm`.
-        config_text: XLA's description of the device.
+        platform: `cuda`, `rocm` or `tpu`.
+        config_text: XLA's description of the device; empty for a TPU.
         device_kind: JAX's name of the device.
         num_cores: the number of its cores; None where JAX does not know it.
+        topology: the name of a TPU's topology; empty for other devices.
     """
 
     platform: str
     config_text: str
     device_kind: str
     num_cores: int | None
+    topology: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,12 +126,14 @@ class Compile(BenchTask):
         target: the device to compile for; None for the worker's own.
         must_save: whether a program that cannot be saved is a failure.
         as_data: whether the executable is for the caller, who runs no code of a worker to load it.
+        is_check: whether the only purpose is to find out if the config compiles, perhaps for a device that is not here.
     """
 
     config: EncodedConfig
     target: CompileTarget | None = None
     must_save: bool = False
     as_data: bool = False
+    is_check: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,9 +325,11 @@ class Compiled(Imported):
 
     Attributes:
         compile_s: seconds spent tracing, lowering and compiling it.
+        figures: the compiler's figures, where the config was compiled for a check.
     """
 
     compile_s: float
+    figures: CompilerFigures | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

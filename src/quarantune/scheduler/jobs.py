@@ -138,6 +138,7 @@ class Jobs:
             own_ms=None if timing is None else timing.cpu_ms,
             clock="" if timing is None else timing.clock,
             compile_s=job.compile_s,
+            figures=job.figures,
             peak_memory_bytes=job.peak_bytes or None,
             log_tail=_informative_part(log),
             route=self._plan.route,
@@ -202,7 +203,8 @@ class Jobs:
         self._reference.ended(job.index)
         self._source_waits = False
         self._source.ended(job.index, trial)
-        if self._plan.target is not None and trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE:
+        is_error = trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE
+        if is_error and self._plan.target is not None and not self._plan.is_check:
             self.leftovers.unconfirmed[job.index] = (trial, log)
         else:
             self._on_trial(job.index, trial, log)

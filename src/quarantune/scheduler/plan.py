@@ -38,6 +38,7 @@ class Plan:
         may_exceed_alone: whether the limit is a share of the free memory, so that a config over it is tried once more,
             alone, with nearly all of it.
         compile_only: whether configs are compiled and not run.
+        is_check: whether they are compiled only to find out if they compile; their executables are not kept.
     """
 
     route: Route
@@ -54,6 +55,7 @@ class Plan:
     memory_limit_bytes: int
     may_exceed_alone: bool = False
     compile_only: bool = False
+    is_check: bool = False
 
     @property
     def is_together(self) -> bool:

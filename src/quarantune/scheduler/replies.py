@@ -110,7 +110,9 @@ class Replies:
         if not self._run.plan.compile_only:
             self._route.on_compiled(worker, job)
             return
-        self._run.race.keep_compiled(job)
+        job.figures = reply.figures
+        if not self._run.plan.is_check:
+            self._run.race.keep_compiled(job)
         worker.keep_peak()
         worker.job = None
         self._run.jobs.finish(job, worker, Verdict(Outcome.OK, ""), Phase.COMPILE)

@@ -54,11 +54,21 @@ class Run:
         if job.is_alone and self.plan.may_exceed_alone:
             alone_bytes = int(MEMORY_SHARE * self.available_memory())
             job.limit_bytes = max(self.plan.memory_limit_bytes, alone_bytes)
-        return Compile(trial=job.index, config=encode(job.config), options=self.plan.options, target=self.plan.target)
+        return Compile(
+            trial=job.index,
+            config=encode(job.config),
+            options=self.plan.options,
+            target=self.plan.target,
+            is_check=self.plan.is_check,
+        )
 
     def start_saving_compiler(self, job: Job, device: DeviceState | None) -> None:
-        """Starts a compile worker that leaves the executable in a file and ends."""
+        """Starts a compile worker that leaves the executable, unless it is for a check, in a file and ends."""
         job.close_executable()
+        if self.plan.is_check:
+            task = dataclasses.replace(self.compile_task(job), last=True)
+            self.workers.start(task, WorkerState.COMPILING, job=job, device=device)
+            return
         job.executable_fd = spool.create("executable")
         task = dataclasses.replace(
             self.compile_task(job), last=True, must_save=not self.plan.is_together, as_data=self.plan.compile_only

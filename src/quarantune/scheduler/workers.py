@@ -15,6 +15,7 @@ from quarantune.sandbox import codec, spool
 from quarantune.sandbox.events import Event
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.scheduler.plan import KILL_DEADLINE_S, STARTUP_DEADLINE_S
+from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.trial import Config, Outcome, Phase
 
 NEVER = float("inf")
@@ -94,6 +95,7 @@ class Job:
         config: the config.
         executable_fd: the file of its executable; -1 where there is none.
         compile_s: seconds spent tracing, lowering and compiling it.
+        figures: the compiler's figures, for a check.
         peak_bytes: the most memory that its workers held.
         slack_s: seconds of the compile deadline left after lowering.
         was_lost: whether a worker of it was lost before.
@@ -107,6 +109,7 @@ class Job:
     config: Config
     executable_fd: int = -1
     compile_s: float | None = None
+    figures: CompilerFigures | None = None
     peak_bytes: int = 0
     slack_s: float = NEVER
     was_lost: bool = False

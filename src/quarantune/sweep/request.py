@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import TypeAlias
 
+from quarantune.devices.targets import Target
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport.problem import Problem
@@ -29,6 +30,7 @@ class SweepRequest:
         events: receives the progress of the sweep.
         troubled: the indices of configs that hung or crashed before, and come last.
         compile_only: whether configs are only compiled.
+        target: the device for which it is only found out which configs compile; None where they are for running here.
     """
 
     problem: Problem
@@ -38,3 +40,4 @@ class SweepRequest:
     events: SweepEvents
     troubled: Collection[int]
     compile_only: bool
+    target: Target | None

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import jax
 
 from quarantune import jax_internals
-from quarantune.devices import discovery
+from quarantune.devices import discovery, targets
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.measure import finals
@@ -69,9 +69,14 @@ class Routes:
         self._lease_on = functools.cache(functools.partial(Lease, thread=threading.get_ident()))
         self._on_many_devices = on_many_devices
         self._on_cpu = request.problem.platform == "cpu"
-        self._devices, self._target = discovery.devices_and_target(
-            request.problem.platform, request.settings, request.options.devices_per_trial
-        )
+        self._is_check = request.target is not None
+        if request.target is not None:
+            self._devices, self._target = [request.target.device], request.target.for_compiling
+        else:
+            self._devices, self._target = discovery.devices_and_target(
+                request.problem.platform, request.settings, request.options.devices_per_trial
+            )
+            targets.remember(self._target, request.settings)
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
         """Runs configs to their outcomes, and compares the fastest in `measured`, to which their trials are added."""
@@ -108,6 +113,12 @@ class Routes:
                 self._run_route(left, Route.TOGETHER, self._finish)
                 executables |= self._scheduler.compiled()[0] if self._scheduler is not None else {}
         return Swept(executables=executables)
+
+    def check(self, configs: dict[int, Config]) -> None:
+        """Compiles configs for a device that need not be here, and reports how each ends."""
+        if self._load(configs):
+            with contextlib.ExitStack() as self._schedulers:
+                self._run_route(_from_both_ends(configs, self._troubled), Route.APART, self._finish)
 
     def _load(self, configs: dict[int, Config]) -> bool:
         """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
@@ -204,6 +215,7 @@ class Routes:
             memory_limit_bytes=limit_bytes or int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, workers)),
             may_exceed_alone=limit_bytes is None,
             compile_only=self._compile_only,
+            is_check=self._is_check,
         )
         self._scheduler = Scheduler(
             self._sandbox,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery
+from quarantune.devices.targets import Target
 from quarantune.sandbox import shortages, spool, template, wire
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import END, SweepEvents
@@ -34,6 +35,7 @@ _PALLAS_MODULES = {
     "cpu": [f"{_PALLAS}.{backend}" for backend in ("triton", "tpu", "mosaic_gpu")],
     "cuda": [f"{_PALLAS}.triton"],
     "rocm": [f"{_PALLAS}.triton"],
+    "tpu": [f"{_PALLAS}.tpu"],
 }
 """The modules that Pallas imports when it lowers its first kernel, interpreted or for a device: up to 0.25 s."""
 
@@ -54,6 +56,7 @@ def run(
     troubled: Collection[int] = (),
     known: Mapping[int, Trial] | None = None,
     compile_only: bool = False,
+    target: Target | None = None,
 ) -> Swept:
     """Runs every config to its outcome, then times the fastest once more, in alternation.
 
@@ -67,6 +70,7 @@ def run(
         troubled: indices of configs that hung or crashed before, and come last.
         known: the trials of an earlier sweep by index; their configs do not run again, but may be finalists.
         compile_only: whether configs are only compiled, and their executables returned.
+        target: the device for which it is only found out which configs compile; it need not exist here.
 
     Returns:
         The findings beside the trials.
@@ -83,14 +87,15 @@ def run(
         limits=limits,
         events=events,
         troubled=troubled,
-        compile_only=compile_only,
+        compile_only=compile_only or target is not None,
+        target=target,
     )
     measured = dict(known or {})
     finish = _finisher(request, measured)
     packed = _pack(problem, configs, options)
-    if settings.isolation == "none":
+    if settings.isolation == "none" and target is None:
         return _run_here(request, packed, configs, measured, finish)
-    _check_devices(problem, packed, options)
+    _check_devices(request, packed)
     _check_sizes(problem, configs)
     return _run_in_workers(request, packed, configs, measured, finish)
 
@@ -155,6 +160,9 @@ def _run_in_workers(
         ) as sandbox,
     ):
         taken = routes.Routes(sandbox, request, finish, on_many_devices=on_many_devices)
+        if request.target is not None:
+            taken.check(dict(configs))
+            return Swept()
         return taken.compile(dict(configs)) if request.compile_only else taken.run(dict(configs), measured)
 
 
@@ -197,7 +205,15 @@ def _check_sizes(problem: Problem, configs: Mapping[int, Config]) -> None:
             )
 
 
-def _check_devices(problem: Problem, packed: PackedCall, options: Options) -> None:
+def _check_devices(request: SweepRequest, packed: PackedCall) -> None:
+    problem, options = request.problem, request.options
+    if request.target is not None:
+        if packed.devices_needed > 1:
+            raise ValueError(
+                f"{problem.name}: its arguments are laid out over {packed.devices_needed} devices, and a compile check "
+                f"is for one: give it the arguments of one device, as arrays or as jax.ShapeDtypeStruct"
+            )
+        return
     if problem.platform == "tpu":
         raise ValueError(
             "a TPU belongs to the process that uses it, so workers cannot measure on it: "

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.config_values import encode, freeze
 from quarantune.values.json_object import JsonObject
 
@@ -90,6 +91,7 @@ class Trial:
         route: which processes ran it; None where it never started.
         device: the device it was measured on, as `cuda:0`; empty where it was not measured.
         clock: the clock that timed it: `device`, `queued` or `wall`; empty where it was not timed.
+        figures: the compiler's figures, where the config was only compiled; no file keeps them.
     """
 
     config: Config
@@ -105,11 +107,12 @@ class Trial:
     route: Route | None = None
     device: str = ""
     clock: str = ""
+    figures: CompilerFigures | None = None
 
     def to_json(self) -> JsonObject:
-        """Returns the trial as JSON-able data, with nothing left out."""
+        """Returns the trial as JSON-able data, with nothing left out but the compiler's figures."""
         # dataclasses.asdict copies all parts deeply, which is too slow for every config.
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "figures"}
         return data | {"config": encode(self.config), "samples_ms": list(self.samples_ms)}
 
     @property
@@ -149,6 +152,11 @@ class Trial:
             device=data.get("device", ""),
             clock=data.get("clock", ""),
         )
+
+
+def pruned_trial(config: Config) -> Trial:
+    """Returns the trial of a config that `prune_fn` drops."""
+    return Trial(config=config, outcome=Outcome.PRUNED, message="prune_fn said no")
 
 
 def _check_types(data: Mapping[str, Any]) -> None:

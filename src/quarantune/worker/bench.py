@@ -124,6 +124,7 @@ class Bench:
         *,
         target: CompileTarget | None,
         away: bool = False,
+        is_check: bool = False,
         announce: Callable[[str], None] = lambda program: None,
     ) -> Program:
         """Traces, lowers and compiles one config.
@@ -132,6 +133,7 @@ class Bench:
             config: the config.
             target: the device to compile for without touching it; None compiles for this worker's own.
             away: whether another worker will run it, so that no argument need be made here.
+            is_check: whether nobody will run it, so that it need not be compiled as well as its device allows.
             announce: called with the program's hash between lowering and compiling.
 
         Raises:
@@ -142,7 +144,7 @@ class Bench:
         if self.is_plain:
             return Program(config, binding.bind(self._call.fn, config), 0.0)
         if target is not None:
-            compiled = self._compile_deviceless(config, target, announce)
+            compiled = self._compile_deviceless(config, target, announce, is_check=is_check)
         else:
             args, kwargs = inputs.call_as_structs(self._call) if away else self._arguments.shared()
             jitted, keywords = binding.applied(self._jitted, config)
@@ -346,13 +348,13 @@ class Bench:
         return self._flush
 
     def _compile_deviceless(
-        self, config: Config, target: CompileTarget, announce: Callable[[str], None]
+        self, config: Config, target: CompileTarget, announce: Callable[[str], None], *, is_check: bool
     ) -> Callable[..., Any]:
-        with abstract_device(target) as sharding:
+        with abstract_device(target, is_check=is_check) as sharding:
             args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
             jitted, keywords = binding.applied(self._jitted, config)
             traced = jitted.trace(*args, **kwargs, **keywords)
-            if reason := why_device_is_needed(traced.jaxpr.jaxpr):
+            if not is_check and (reason := why_device_is_needed(traced.jaxpr.jaxpr)):
                 raise NeedsDeviceError(reason)
             lowered = traced.lower(lowering_platforms=(target.platform,))
             self._announce(lowered, config, announce)

@@ -15,12 +15,19 @@ from quarantune import jax_internals
 from quarantune.sandbox.messages import CompileTarget
 from quarantune.worker.failures import NeedsDeviceError
 
+_LIBTPU_ENVIRON = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # else only one process at a time may load it
+    "TPU_SKIP_MDS_QUERY": "1",  # no query of a cloud machine's metadata, which waits for the network
+    "TPU_LOG_DIR": "disabled",  # else it leaves files in /tmp
+    "TPU_WORKER_HOSTNAMES": "localhost",  # else it warns that it knows none
+}
+"""The environment in which libtpu compiles without a TPU; the caller's own variables have priority."""
 _TUNED_BY_XLA = frozenset({"dot_general", "conv_general_dilated", "scaled_dot", "ragged_dot", "ragged_dot_general"})
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
 
 
 @contextlib.contextmanager
-def abstract_device(target: CompileTarget) -> Iterator[SingleDeviceSharding]:
+def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterator[SingleDeviceSharding]:
     """Stands in for the accelerator while a program is compiled for it.
 
     The abstract device keeps Pallas's lowering from asking for the local device, which would make a context on it: a
@@ -28,23 +35,49 @@ def abstract_device(target: CompileTarget) -> Iterator[SingleDeviceSharding]:
 
     Args:
         target: describes the accelerator to compile for.
+        is_check: whether no process will compile the program on the accelerator itself.
 
     Yields:
         The sharding that the program's arguments have on the accelerator.
     """
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
     jax.config.update("jax_platforms", "cpu")
-    topology = topologies.get_topology_desc(
-        platform=target.platform, topology_name="", topology="1x1x1", target_config=target.config_text
-    )
+    topology = _topology(target)
     device = AbstractDevice(device_kind=target.device_kind, num_cores=target.num_cores, platform=target.platform)
     mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device("gpu", _refuse_devices):
+    refuse = _refuse_devices_in_check if is_check else _refuse_devices
+    backend = "tpu" if target.platform == "tpu" else "gpu"
+    with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device(backend, refuse):
         yield SingleDeviceSharding(topology.devices[0])
+
+
+def _topology(target: CompileTarget) -> Any:
+    """Returns JAX's description of the accelerator; for a TPU this starts threads, so that nothing may fork after it.
+
+    Raises:
+        RuntimeError: this version of JAX, or of its plugin, cannot describe the accelerator.
+    """
+    try:
+        if target.platform == "tpu":
+            for name, value in _LIBTPU_ENVIRON.items():
+                os.environ.setdefault(name, value)
+            return topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        return topologies.get_topology_desc(
+            platform=target.platform, topology_name="", topology="1x1x1", target_config=target.config_text
+        )
+    except Exception as error:
+        raise RuntimeError(f"JAX {jax.__version__} cannot compile for {target.device_kind} here: {error}") from error
 
 
 def _refuse_devices(function: str) -> None:
     raise NeedsDeviceError(f"it calls jax.{function}() while it is traced")
+
+
+def _refuse_devices_in_check(function: str) -> None:
+    raise RuntimeError(
+        f"it calls jax.{function}() while it is traced, which has no answer where the device is not: pass the values "
+        f"that it needs as static arguments, or ask jax.default_backend() only"
+    )
 
 
 def why_device_is_needed(jaxpr: Any) -> str | None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 
 from quarantune.values.trial import Outcome
+
+_ON_CHIP = re.compile(r"memory space [vs]mem")
+"""In a compiler's complaint about a TPU's memory on the chip, which only a kernel's blocks can exhaust."""
 
 
 class NeedsDeviceError(RuntimeError):
@@ -31,6 +36,8 @@ def outcome_of(error: BaseException, phase: str) -> str:
         return Outcome.WRONG.value
     # While compiling, the same status also means that a kernel wants more shared memory than there is.
     exhausted = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-    if exhausted and (phase != "compile" or "out of memory" in str(error).lower()):
+    if exhausted and (
+        phase != "compile" or ("out of memory" in str(error).lower() and not _ON_CHIP.search(str(error)))
+    ):
         return Outcome.DEVICE_OOM.value
     return Outcome.ERROR.value

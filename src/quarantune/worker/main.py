@@ -137,19 +137,24 @@ class Worker:
         return bench
 
     def _compile(self, bench: Bench, task: messages.Compile, fds: list[int]) -> Reply:
+        from quarantune.worker.compiler_figures import read_figures
         from quarantune.worker.failures import NeedsDeviceError
 
         self._enter(Phase.COMPILE)
         self._program = bench.compile(
             dict(task.config),
             target=task.target,
-            away=bool(fds),
+            away=bool(fds) or task.is_check,
+            is_check=task.is_check,
             announce=lambda program: self._send(messages.Lowered(**self._heading(), program=program)),
         )
         if fds:
             with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
                 bench.save(self._program, fds[0], as_data=task.as_data)
-        return messages.Compiled(**self._heading(), compile_s=self._program.compile_s, modules=self._new_modules())
+        figures = read_figures(self._program.call) if task.is_check else None
+        return messages.Compiled(
+            **self._heading(), compile_s=self._program.compile_s, modules=self._new_modules(), figures=figures
+        )
 
     def _measure(self, bench: Bench, task: messages.Measure, fds: list[int]) -> Reply:
         from quarantune.measure import sampling

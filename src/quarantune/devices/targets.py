@@ -1,0 +1,225 @@
+"""Devices to compile for, here or not: TPUs by their topology, GPUs by XLA's description of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+import logging
+import pkgutil
+import re
+from collections.abc import Iterator
+
+from quarantune.devices import discovery, target_texts
+from quarantune.devices.device import Device, cpu_device
+from quarantune.sandbox.messages import CompileTarget
+from quarantune.values import settings as environment
+from quarantune.values.settings import Settings
+from quarantune.values.texts import did_you_mean, shown
+from quarantune.values.trial import SandboxError
+
+_logger = logging.getLogger("quarantune")
+
+_TPUS = (
+    ("TPU v4", "TPU v4", "v4:2x2x1", 1),
+    ("TPU v5e", "TPU v5 lite", "v5e:2x2", 1),
+    ("TPU v5p", "TPU v5", "v5p:2x2x1", 2),
+    ("TPU v6e", "TPU v6 lite", "v6e:2x2", 1),
+    ("TPU 7x", "TPU7x", "tpu7x:2x2x1", 1),
+)
+"""For each generation its name, JAX's name of the device, the smallest topology of it that libtpu knows, and cores."""
+_GPUS = {
+    "NVIDIA A100": "nvidia_a100",
+    "NVIDIA H100": "nvidia_h100",
+    "NVIDIA H200": "nvidia_h200",
+    "NVIDIA B200": "nvidia_b200",
+}
+"""The name of each GPU whose description the package holds, with the description's file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """A device that programs are compiled for; it need not be here.
+
+    Attributes:
+        name: its name for `compile_check`.
+        platform: `cpu`, `cuda`, `rocm` or `tpu`.
+        device_kind: JAX's name of the device, which is also its name in the cache.
+        topology: the topology by which libtpu knows a TPU; empty for other devices.
+        config_text: XLA's description of a GPU; empty for other devices.
+        num_cores: the number of its cores, as JAX counts them; None where it is not known.
+        origin: where its description comes from.
+    """
+
+    name: str
+    platform: str
+    device_kind: str
+    topology: str = ""
+    config_text: str = dataclasses.field(default="", repr=False)
+    num_cores: int | None = None
+    origin: str = ""
+
+    @property
+    def device(self) -> Device:
+        """The device as the scheduler sees it; nothing is measured on it."""
+        return Device(self.platform, self.device_kind)
+
+    @property
+    def for_compiling(self) -> CompileTarget | None:
+        """What a compile worker needs to know of it; None for the CPU, for which every process can compile."""
+        if self.platform == "cpu":
+            return None
+        return CompileTarget(
+            platform=self.platform,
+            config_text=self.config_text,
+            device_kind=self.device_kind,
+            num_cores=self.num_cores,
+            topology=self.topology,
+        )
+
+
+def targets() -> tuple[Target, ...]:
+    """Returns every device that `compile_check` can compile for: those of this machine first, then those by name.
+
+    Descriptions of GPUs that a sweep on them has left in the cache directory are among them, for the JAX version that
+    is running, and have priority over those that the package holds.
+    """
+    here = list(_here())
+    kinds = {target.device_kind for target in here}
+    return (*here, *(target for target in _by_name() if target.device_kind not in kinds))
+
+
+def find(name: str | Target) -> Target:
+    """Returns the target of a name, which may also be JAX's name of the device, in any case and without its vendor.
+
+    Raises:
+        ValueError: there is no such target; the message lists the known ones.
+        TypeError: the name is not a string.
+    """
+    if isinstance(name, Target):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"target={shown(name)} is not valid: give a name, or one of quarantune.targets()")
+    # Devices that are here come last, because finding them may take a worker.
+    for offered in (_by_name, _here):
+        for target in offered():
+            if _folded(name) in (_folded(target.name), _folded(target.device_kind)):
+                return target
+    known = [target.name for target in targets()]
+    raise ValueError(f"target={shown(name)} is not known.{did_you_mean(name, known)} Known are: {', '.join(known)}.")
+
+
+def usable(name: str | Target) -> Target:
+    """Returns the target of a name, as `find` does, if this Python has a compiler for it.
+
+    Raises:
+        ValueError: there is no such target.
+        TypeError: the name is not a string.
+        ImportError: JAX's plugin for it is not installed; the message says how to install it.
+    """
+    target = find(name)
+    _check_plugin(target)
+    return target
+
+
+def _check_plugin(target: Target) -> None:
+    """Raises ImportError where this Python has no compiler for a target."""
+    if target.platform == "tpu" and importlib.util.find_spec("libtpu") is None:
+        raise ImportError(
+            f"compiling for {target.name} needs libtpu, which is not installed: pip install 'quarantune[tpu]'"
+        )
+    if target.platform in ("cuda", "rocm") and not any(target.platform in name for name in _plugins()):
+        plugin = f"JAX's {target.platform.upper()} plugin"
+        remedy = "pip install 'quarantune[cuda-compile]'" if target.platform == "cuda" else "install jax-rocm7-plugin"
+        raise ImportError(f"compiling for {target.name} needs {plugin}, which is not installed: {remedy}")
+
+
+def remember(target: CompileTarget | None, settings: Settings) -> None:
+    """Leaves the description of a GPU in the cache directory, so that jobs without that GPU can compile for it.
+
+    A directory that cannot be written to is no reason to fail: the description is only of use elsewhere.
+    """
+    if target is None or not target.config_text or settings.disable_cache:
+        return
+    try:
+        target_texts.save(settings.cache_dir, target.device_kind, target.config_text)
+    except OSError as error:
+        _logger.info("the description of %s is not kept: %s", target.device_kind, error)
+
+
+def _by_name() -> Iterator[Target]:
+    """Yields the targets that need not be here."""
+    for name, kind, topology, cores in _TPUS:
+        yield Target(
+            name=name,
+            platform="tpu",
+            device_kind=kind,
+            topology=topology,
+            num_cores=cores,
+            origin=f"the topology {topology} of libtpu",
+        )
+    settings = environment.current()
+    saved = {} if settings.disable_cache else {text.kind: text for text in target_texts.saved(settings.cache_dir)}
+    for name, stem in _GPUS.items():
+        packaged = _packaged(stem)
+        text = saved.pop(packaged.kind, packaged)
+        yield _of_text(name, text)
+    for kind, text in saved.items():
+        yield _of_text(kind, text)
+
+
+@functools.cache
+def _packaged(stem: str) -> target_texts.TargetText:
+    return target_texts.packaged(stem)
+
+
+def _of_text(name: str, text: target_texts.TargetText) -> Target:
+    return Target(
+        name=name,
+        platform=text.platform,
+        device_kind=text.kind,
+        config_text=text.text,
+        num_cores=text.num_cores,
+        origin=text.origin,
+    )
+
+
+def _here() -> Iterator[Target]:
+    """Yields the devices of this machine, one of each kind."""
+    yield Target(name="cpu", platform="cpu", device_kind=cpu_device().kind, origin="this machine")
+    try:
+        backend = discovery.accelerators()
+    except SandboxError as error:
+        _logger.warning("the devices of this machine are not listed: %s", error)
+        return
+    kinds = set()
+    for device in () if backend is None else backend.devices:
+        if device.kind in kinds or device.platform == "cpu":
+            continue
+        kinds.add(device.kind)
+        known = next((target for target in _by_name() if target.device_kind == device.kind), None)
+        if backend is not None and backend.config_text is not None and device.platform != "tpu":
+            yield Target(
+                name=device.kind if known is None else known.name,
+                platform=device.platform,
+                device_kind=device.kind,
+                config_text=backend.config_text,
+                num_cores=device.num_cores,
+                origin="read from this machine's device",
+            )
+        elif known is not None:
+            yield dataclasses.replace(known, origin=f"{known.origin}; this machine has one")
+
+
+def _plugins() -> set[str]:
+    """Returns the names of JAX's plugins that are installed, found as JAX finds them."""
+    names = {entry.name for entry in importlib.metadata.entry_points(group="jax_plugins")}
+    if (spec := importlib.util.find_spec("jax_plugins")) is not None:
+        names |= {module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)}
+    return names
+
+
+def _folded(name: str) -> str:
+    """Returns what distinguishes a name from others: its letters and digits without the vendor, in lower case."""
+    return re.sub(r"^(nvidia|amd|tpu(?=v))|[^a-z0-9]", "", re.sub(r"[\s_-]+", "", name.casefold()))

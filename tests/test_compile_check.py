@@ -1,0 +1,116 @@
+"""Compile checks for the processor of this machine; `test_compile_targets.py` has accelerators."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from misdeeds import kernel
+
+import quarantune
+from quarantune import CompileReport, Outcome, Phase, Trial, TuningFailedError
+from quarantune.devices import targets
+from quarantune.results.compile_report import briefly
+from quarantune.values.compiler_figures import CompilerFigures
+
+X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames=["n"])
+def rolled(x: Any, n: int = 1) -> Any:
+    return jnp.roll(x, n) * n
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet_place", "two_slots")
+def test_a_check_names_how_each_config_ends_and_leaves_nothing() -> None:
+    modes = ["good", "fail", "segfault", "hang", "starve", "exit_with_0"]
+    space = tuple((mode, "tracing") for mode in modes)
+    configs = [{"mode": mode, "when": when, "turn": turn} for turn, (mode, when) in enumerate(space)]
+    with nothing_is_left():
+        report = quarantune.compile_check(
+            kernel,
+            lambda x, space: configs,
+            X,
+            target="cpu",
+            compile_timeout=8,
+            prune_fn=lambda config, x, space: config["turn"] < 5,
+            space=space,
+        )
+    assert [trial.outcome.value for trial in report.trials] == ["ok", "error", "crashed", "timeout", "oom", "pruned"]
+    assert report.failures == {"error": 1, "crashed": 1, "timeout": 1, "oom": 1}
+    assert not report.ok
+    assert report.compiled == (configs[0],)
+    report.raise_if_all_failed()
+    good = report.trials[0]
+    assert good.compile_s is not None
+    assert good.figures is not None
+    assert good.figures.argument_bytes == 8 * 128 * 4
+    assert report.trials[3].phase is Phase.COMPILE
+    assert "SIGSEGV" in report.trials[2].message
+
+
+@pytest.mark.slow
+def test_a_check_runs_nothing_and_remembers_nothing(cache_dir: Path) -> None:
+    huge = jax.ShapeDtypeStruct((1 << 20, 1 << 16), jnp.float32)  # 256 GiB: no worker can make such an argument
+    report = quarantune.compile_check(rolled, {"n": [1, 2, 2]}, huge, target="cpu")
+    assert report.ok
+    assert [trial.config["n"] for trial in report.trials] == [1, 2]
+    assert not list(cache_dir.glob("*.json"))
+
+
+def report_of(*trials: Trial) -> CompileReport:
+    return CompileReport(name="matmul", target=targets.find("v5e"), trials=trials, key="{}")
+
+
+def test_the_table_has_the_compilers_figures_and_reasons() -> None:
+    figures = CompilerFigures(vmem_bytes=5 << 20, flops=2e9, temporary_bytes=0)
+    wanted = "Scoped allocation with size 73.39M and limit 16.00M exceeded scoped vmem limit by 57.39M"
+    table = report_of(
+        Trial(config={"BM": 8}, outcome=Outcome.OK, compile_s=1.25, figures=figures),
+        Trial(config={"BM": 16}, outcome=Outcome.ERROR, message=wanted),
+    ).table()
+    header, ok, over = table.splitlines()
+    assert header.split() == ["BM", "outcome", "compile", "s", "VMEM", "MiB", "GFLOP"]
+    assert ok.split() == ["8", "ok", "1.25", "5", "2"]
+    assert "over VMEM: 73.39 MiB of 16.00 MiB" in over
+
+
+def test_shared_memory_overflows_state_their_amounts_first() -> None:
+    triton = "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 524288, available: 232448, context: []"
+    mosaic = "Mosaic GPU kernel exceeds available shared memory: smem_bytes=297048 > max_smem_bytes=232448"
+    assert briefly(triton).startswith("over shared memory: 512 KiB of 227 KiB; RESOURCE")
+    assert briefly(mosaic).startswith("over shared memory: 290.1 KiB of 227 KiB; Mosaic")
+    assert briefly("TypeError: no") == "TypeError: no"
+
+
+def test_a_report_raises_only_where_every_config_failed() -> None:
+    failed = Trial(config={"BM": 8}, outcome=Outcome.TIMEOUT, message="compiling took longer than 5 s")
+    with pytest.raises(TuningFailedError, match=r"All 1 configs failed for matmul on TPU v5e:\n.*longer than 5 s"):
+        report_of(failed).raise_if_all_failed()
+    report_of(failed, Trial(config={"BM": 16}, outcome=Outcome.OK)).raise_if_all_failed()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"fn": lambda x, n=1: x}, TypeError, "is not jitted"),
+        ({"num_workers": 0}, ValueError, "give at least 1"),
+        ({"target": "H300"}, ValueError, "target='H300' is not known"),
+        ({"compile_timeout": 0}, ValueError, "compile_timeout=0 is not valid"),
+        ({"configs": {"m": [1]}}, TypeError, "'m'"),
+    ],
+)
+def test_a_bad_request_is_refused_before_any_work(
+    change: dict[str, Any], error: type[Exception], message: str, no_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(targets.discovery, "accelerators", lambda: None)
+    request: dict[str, Any] = {"fn": rolled, "configs": {"n": [1]}, "target": "cpu"} | change
+    fn, configs = request.pop("fn"), request.pop("configs")
+    with pytest.raises(error, match=message):
+        quarantune.compile_check(fn, configs, X, **request)

@@ -1,0 +1,121 @@
+"""Devices by name that need not be here, and their descriptions in the package and in cache directories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+import quarantune
+from quarantune.devices import target_texts, targets
+from quarantune.devices.device import Backend
+from quarantune.sandbox.messages import CompileTarget, ProbedDevice
+from quarantune.values import settings as environment
+from quarantune.worker.failures import outcome_of
+
+TEXT = 'gpu_device_info {\n  core_count: 58\n}\nplatform_name: "CUDA"\ndevice_description_str: "NVIDIA L4"\n'
+
+
+@pytest.mark.parametrize("name", ["TPU v5e", "v5e", "tpu V5E", "TPU v5 lite", "tpu-v5e"])
+def test_a_tpu_is_found_by_its_name_and_by_jaxs(name: str) -> None:
+    found = targets.find(name)
+    assert (found.name, found.platform, found.device_kind, found.topology) == (
+        "TPU v5e",
+        "tpu",
+        "TPU v5 lite",
+        "v5e:2x2",
+    )
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100", "h100", "Nvidia h100", "NVIDIA H100 80GB HBM3"])
+def test_a_gpu_is_found_by_its_name_and_by_jaxs(name: str) -> None:
+    found = targets.find(name)
+    assert (found.name, found.platform, found.num_cores) == ("NVIDIA H100", "cuda", 132)
+    assert targets.find(found) is found
+
+
+def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        ValueError, match=r"target='TPU v6' is not known\. Did you mean 'TPU v.*Known are: cpu, TPU v4,"
+    ):
+        targets.find("TPU v6")
+    with pytest.raises(TypeError, match=r"give a name, or one of quarantune\.targets"):
+        targets.find(5)  # type: ignore[arg-type]
+
+
+def test_every_target_states_where_its_description_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets.discovery, "accelerators", lambda: None)
+    listed = quarantune.targets()
+    names = [target.name for target in listed]
+    assert names[:2] == ["cpu", "TPU v4"]
+    assert {"TPU v5e", "TPU v5p", "TPU v6e", "NVIDIA A100", "NVIDIA H100", "NVIDIA H200", "NVIDIA B200"} <= set(names)
+    assert all(target.origin and len(target.origin) < 130 for target in listed)
+    assert all(target.config_text and target.num_cores for target in listed if target.platform == "cuda")
+
+
+def test_a_complete_description_is_used_by_its_jax_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = target_texts.packaged("nvidia_h200")
+    monkeypatch.setattr(jax, "__version__", "0.11.2")
+    complete = target_texts.packaged("nvidia_h200")
+    assert "scalar_unit_description" in complete.text
+    assert complete.kind == short.kind == "NVIDIA H200"
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    assert "scalar_unit_description" not in target_texts.packaged("nvidia_h200").text
+
+
+def test_a_sweep_leaves_its_gpu_for_jobs_without_it(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = CompileTarget(platform="cuda", config_text=TEXT, device_kind="NVIDIA L4", num_cores=58)
+    targets.remember(seen, environment.current())
+    (file,) = (cache_dir / "targets").iterdir()
+    before = file.stat().st_mtime_ns, file.stat().st_ino
+    targets.remember(seen, environment.current())
+    assert (file.stat().st_mtime_ns, file.stat().st_ino) == before, "it is not written again"
+    found = targets.find("l4")
+    assert found.for_compiling == seen
+    assert found.origin == f"read from NVIDIA L4 by JAX {jax.__version__}"
+    monkeypatch.setattr(jax, "__version__", "0.0.1")
+    with pytest.raises(ValueError, match="'l4' is not known"):
+        targets.find("l4")  # another version of JAX may not be able to read it
+
+
+def test_a_description_left_by_a_sweep_replaces_the_packages(cache_dir: Path) -> None:
+    target_texts.save(cache_dir, "NVIDIA H200", TEXT.replace("NVIDIA L4", "NVIDIA H200"))
+    assert targets.find("H200").num_cores == 58
+    with quarantune.settings(disable_cache=True):
+        assert targets.find("H200").num_cores == 132
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}", b"x" * (1 << 19)])
+def test_damaged_descriptions_are_passed_over(cache_dir: Path, content: bytes) -> None:
+    folder = cache_dir / "targets"
+    folder.mkdir(parents=True)
+    (folder / f"a.jax{jax.__version__}.textproto").write_bytes(content)
+    (folder / f"b.jax{jax.__version__}.textproto").mkdir()
+    assert list(target_texts.saved(cache_dir)) == []
+
+
+def test_the_devices_of_this_machine_are_listed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = tuple(ProbedDevice(platform="cuda", kind="NVIDIA L4", index=index, num_cores=58) for index in (0, 1))
+    monkeypatch.setattr(targets.discovery, "accelerators", lambda: Backend(devices, TEXT))
+    listed = quarantune.targets()
+    assert [target.name for target in listed[:3]] == ["cpu", "NVIDIA L4", "TPU v4"]
+    assert listed[1].config_text == TEXT
+
+
+@pytest.mark.parametrize(("target", "extra"), [("v5e", r"quarantune\[tpu\]"), ("H100", r"quarantune\[cuda-compile\]")])
+def test_a_missing_compiler_names_the_extra_that_has_it(
+    target: str, extra: str, monkeypatch: pytest.MonkeyPatch, no_process: None
+) -> None:
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(targets.importlib.metadata, "entry_points", lambda group: ())
+    with pytest.raises(ImportError, match=f"which is not installed: pip install '{extra}'"):
+        quarantune.compile_check(jax.jit(lambda x, n=1: x, static_argnames=["n"]), [{"n": 1}], 1.0, target=target)
+
+
+@pytest.mark.parametrize(
+    ("memory", "outcome"), [("vmem", "error"), ("smem", "error"), ("hbm", "device_oom"), ("shared", "error")]
+)
+def test_only_the_devices_main_memory_can_be_out_of_memory(memory: str, outcome: str) -> None:
+    text = "Shared memory size limit exceeded" if memory == "shared" else f"Ran out of memory in memory space {memory}"
+    assert outcome_of(jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}"), "compile") == outcome
