@@ -64,6 +64,13 @@ def test_a_check_runs_nothing_and_remembers_nothing(cache_dir: Path) -> None:
     assert not list(cache_dir.glob("*.json"))
 
 
+def test_a_check_of_configs_that_are_all_pruned_starts_nothing(no_process: None) -> None:
+    report = quarantune.compile_check(rolled, {"n": [1, 2]}, X, target="cpu", prune_fn=lambda config, x: False)
+    assert [trial.outcome for trial in report.trials] == [Outcome.PRUNED] * 2
+    with pytest.raises(TuningFailedError, match="prune_fn dropped all 2 configs"):
+        report.raise_if_all_failed()
+
+
 def report_of(*trials: Trial) -> CompileReport:
     return CompileReport(name="matmul", target=targets.find("v5e"), trials=trials, key="{}")
 

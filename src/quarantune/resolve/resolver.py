@@ -162,15 +162,16 @@ class Resolver:
                 trials[index] = trial
                 line.step(trial)
 
-            sweep.run(
-                described.problem(),
-                left,
-                options=options,
-                settings=settings,
-                limits=SweepLimits.of(options, settings, num_workers=num_workers),
-                events=SweepEvents(on_trial=on_trial),
-                target=target,
-            )
+            if left:
+                sweep.run(
+                    described.problem(),
+                    left,
+                    options=options,
+                    settings=settings,
+                    limits=SweepLimits.of(options, settings, num_workers=num_workers),
+                    events=SweepEvents(on_trial=on_trial),
+                    target=target,
+                )
         ordered = tuple(trials[index] for index in range(len(call.configs)))
         return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text)
 
