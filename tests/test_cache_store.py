@@ -87,7 +87,11 @@ def test_delete_removes_one_entry_and_says_whether_it_was_there(store: Store) ->
 
 def test_merge_keeps_the_entry_that_prefer_returns(store: Store) -> None:
     store.put("f", "cpu", "a", ENTRY | {"n": 1})
-    store.merge("f", {"cpu": {"a": ENTRY | {"n": 2}, "b": ENTRY | {"n": 3}}}, prefer=lambda present, offered: present)
+    store.merge(
+        "f",
+        {"cpu": {"a": ENTRY | {"n": 2}, "b": ENTRY | {"n": 3}}},
+        prefer=lambda device, key, present, offered: present,
+    )
     found = store.read("f")["cpu"]
     assert {key: entry["n"] for key, entry in found.items()} == {"a": 1, "b": 3}
 

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from quarantune.cache import SCHEMA, CacheKey, CacheWarning, CacheWriteError, Journal, Store, TuningCache
+from quarantune.cache import (
+    SCHEMA,
+    CacheKey,
+    CacheWarning,
+    CacheWriteError,
+    Journal,
+    MergeReport,
+    Store,
+    TuningCache,
+)
 
 
 @pytest.fixture
@@ -110,11 +119,94 @@ def test_merge_adds_new_entries_and_keeps_the_newer_of_two(cache: TuningCache, t
     for key in ("[1]", "[2]", "[3]"):
         theirs.put("f", "cpu", key, {"config": {"BM": 2}, "created": "2025-01-01T12:00:00Z"})
     assert cache.get("f", [2], "cpu") == {"BM": 1}
-    assert cache.merge(tmp_path / "other") == 3
+    report = cache.merge(tmp_path / "other")
+    assert report.added == (CacheKey("f", "[3]", "cpu"),)
     found = {key: entry["config"]["BM"] for key, entry in mine.read("f")["cpu"].items()}
     assert found == {"[1]": 1, "[2]": 2, "[3]": 2}
     assert cache.get("f", [2], "cpu") == {"BM": 2}
-    assert cache.merge(TuningCache(tmp_path / "empty")) == 0
+    both = {conflict.key.problem_size: (conflict.kept, conflict.other) for conflict in report.conflicts}
+    assert {key: [entry["config"]["BM"] for entry in pair] for key, pair in both.items()} == {
+        "[1]": [1, 2],
+        "[2]": [2, 1],
+    }
+    assert "1 added, 0 updated, 0 unchanged, 2 in conflict" in str(report)
+    assert 'f on cpu, [2]: {"BM":2} and {"BM":1}' in str(report)
+    assert cache.merge(TuningCache(tmp_path / "empty")) == MergeReport()
+    with pytest.raises(ValueError, match="it is no directory"):
+        cache.merge(tmp_path / "missing")
+
+
+def test_merge_keeps_the_entry_with_more_samples_of_one_config(cache: TuningCache, tmp_path: Path) -> None:
+    mine, theirs = Store(cache.directory), Store(tmp_path / "other")
+    for key, samples in (("[1]", 5), ("[2]", 20), ("[3]", 5)):
+        mine.put("f", "cpu", key, {"config": {"BM": 1}, "samples": samples, "time_ms": 1.0})
+    for key, samples in (("[1]", 10), ("[2]", 10), ("[3]", 5)):
+        theirs.put("f", "cpu", key, {"config": {"BM": 1}, "samples": samples, "time_ms": 2.0})
+    report = cache.merge(tmp_path / "other")
+    assert [key.problem_size for key in report.updated] == ["[1]"]
+    assert [key.problem_size for key in report.unchanged] == ["[2]", "[3]"]
+    assert {key: entry["time_ms"] for key, entry in mine.read("f")["cpu"].items()} == {
+        "[1]": 2.0,
+        "[2]": 1.0,
+        "[3]": 1.0,
+    }
+    assert not report.conflicts
+
+
+def test_merging_changes_nothing_in_the_other_cache(cache: TuningCache, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    Store(other).put("f", "cpu", "[1]", {"config": {"BM": 1}})
+    (other / "torn.json").write_text('{"cpu": {')
+    before = {path.name: path.read_bytes() for path in other.iterdir()}
+    with pytest.warns(CacheWarning, match="the file stays"):
+        assert len(cache.merge(other).added) == 1
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == before
+
+
+def test_diff_tells_where_two_caches_differ(cache: TuningCache, tmp_path: Path) -> None:
+    other = TuningCache(tmp_path / "other")
+    for number in (1, 2, 3):
+        cache.put("f", number, "cpu", {"BM": 1})
+    for number, block in ((2, 1), (3, 7), (4, 1)):
+        other.put("f", number, "cpu", {"BM": block}, time_ms=1.0)
+    diff = cache.diff(other)
+    assert [[key.problem_size for key in keys] for keys in (diff.only_here, diff.only_there, diff.same)] == [
+        ["1"],
+        ["4"],
+        ["2"],
+    ]
+    assert [(pair.key.problem_size, pair.kept["config"], pair.other["config"]) for pair in diff.different] == [
+        ("3", {"BM": 1}, {"BM": 7})
+    ]
+    assert "1 only here, 1 only there, 1 different, 1 the same" in str(diff)
+    assert cache.diff(cache.directory).different == ()
+    with pytest.raises(ValueError, match="no directory"):
+        cache.diff(tmp_path / "missing")
+
+
+def test_export_writes_chosen_entries_and_nothing_else(cache: TuningCache, tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    for name, device in (("lib.f", "A"), ("lib.f", "B"), ("lib.Odd <g>", "A"), ("mine", "A")):
+        for number in (2, 1):
+            cache.put(name, number, device, {"BM": number})
+    assert len(cache.export(table, names=["lib.*"], devices="A")) == 4
+    assert sorted(path.name for path in table.iterdir()) == sorted(
+        path.name for path in cache.directory.glob("*.json") if path.name != "mine.json"
+    )
+    shipped = TuningCache(table)
+    assert {record.key.device for record in shipped} == {"A"}
+    assert shipped.get("lib.f", 2, "A") == {"BM": 2}
+    assert list(Store(table).read("lib.f")["A"]) == ["1", "2"], "sorted, for version control"
+    cache.put("lib.f", 1, "A", {"BM": 99})
+    assert cache.export(table, names="lib.f", devices=["A", "B"])
+    assert {record.entry["config"]["BM"] for record in TuningCache(table)} == {1, 2, 99}
+    assert TuningCache(table).get("lib.Odd <g>", 1, "A") == {"BM": 1}, "what was there stays"
+    for wrong, fragment in (({"names": "lib.h"}, "lib.f"), ({"devices": ["C"]}, "results for: A, B")):
+        with pytest.raises(ValueError, match=fragment):
+            cache.export(table, **wrong)  # type: ignore[arg-type]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CacheWriteError, match="nothing was exported"):
+        cache.export(tmp_path / "file")
 
 
 def test_verify_names_every_problem_and_changes_nothing(cache: TuningCache) -> None:

@@ -59,7 +59,8 @@ def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, mon
     ("name", "text", "accepted"),
     [
         ("disable_cache", "maybe", "0 or 1"),
-        ("on_miss", "panic", "'tune', 'default' or 'error'"),
+        ("on_miss", "panic", "'tune', 'default', 'nearest' or 'error'"),
+        ("cache_path", ":", "directories separated by ':'"),
         ("cpu_utilization", "1.5", "at most 1"),
         ("cpu_utilization", "0", "above 0"),
         ("cpu_count", "2.5", "whole number"),

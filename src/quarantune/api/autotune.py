@@ -230,10 +230,13 @@ class Autotuned:
         if call.gives_tunables:
             bound = self.__wrapped__
         else:
-            config = self._resolver.config(call)
+            choice = self._resolver.choice(call)
+            config = choice.config
             if config is None:
-                return self.__wrapped__(*args, **kwargs)  # not remembered: another job may tune it at any time
+                return self.__wrapped__(*args, **kwargs)
             bound = binding.bind(self.__wrapped__, config)
+            if not choice.is_settled:
+                return bound(*args, **kwargs)
             if key is None and not self._options.time_grad:
                 differentiation.explain_failure(self._jitted, config, args, kwargs, name=self.name)
         if key is not None:

@@ -2,14 +2,16 @@
 
 from quarantune.cache.claims import Claim, Holder, wait
 from quarantune.cache.errors import CacheWarning, CacheWriteError, report_once
+from quarantune.cache.exchange import CacheDiff, CacheKey, EntryPair, MergeReport
 from quarantune.cache.fingerprint import Fingerprint, fingerprint
 from quarantune.cache.journal import Journal, remember_trouble, troublesome
 from quarantune.cache.keys import canonical_json, plain, safe_name, short_hash
 from quarantune.cache.store import SCHEMA, Contents, Entry, Store
-from quarantune.cache.tuning_cache import CacheKey, CacheRecord, TuningCache
+from quarantune.cache.tuning_cache import CacheRecord, TuningCache
 
 __all__ = [
     "SCHEMA",
+    "CacheDiff",
     "CacheKey",
     "CacheRecord",
     "CacheWarning",
@@ -17,9 +19,11 @@ __all__ = [
     "Claim",
     "Contents",
     "Entry",
+    "EntryPair",
     "Fingerprint",
     "Holder",
     "Journal",
+    "MergeReport",
     "Store",
     "TuningCache",
     "canonical_json",

@@ -37,14 +37,16 @@ class Store:
     old file or the new one.
     """
 
-    def __init__(self, directory: Path, *, lock_timeout_s: float = 60.0) -> None:
+    def __init__(self, directory: Path, *, lock_timeout_s: float = 60.0, read_only: bool = False) -> None:
         """Makes a store; nothing is touched on disk until the first write.
 
         Args:
             directory: where the files are.
             lock_timeout_s: the longest wait for other writers of the same file, in seconds.
+            read_only: whether nothing in the directory ever changes: a damaged file is not set aside either.
         """
         self.directory = directory
+        self._read_only = read_only
         self._lock_timeout_s = lock_timeout_s
 
     def path(self, name: str) -> Path:
@@ -68,7 +70,10 @@ class Store:
         except _NewerSchemaError as error:
             report_once(str(error))
         except _DamagedError as error:
-            return self._read_damaged(path, error.usable)
+            if not self._read_only:
+                return self._read_damaged(path, error.usable)
+            report_once(f"{error}; the rest of this file is used, and the file stays, because it is only read")
+            return error.usable
         return {}
 
     def get(self, name: str, device: str, key: str) -> Entry | None:
@@ -96,14 +101,14 @@ class Store:
         name: str,
         contents: Mapping[str, Mapping[str, Entry]],
         *,
-        prefer: Callable[[Entry, Entry], Entry] = lambda present, offered: offered,
+        prefer: Callable[[str, str, Entry, Entry], Entry] = lambda device, key, present, offered: offered,
     ) -> None:
         """Saves many entries at once.
 
         Args:
             name: the function.
             contents: the entries, by device and key.
-            prefer: takes the present entry and the offered one, and returns the one to keep.
+            prefer: takes the device, the key, the present entry and the offered one; returns the entry to keep.
 
         Raises:
             CacheWriteError: they could not be saved; the message says why.
@@ -120,7 +125,8 @@ class Store:
             for device, entries in offered.items():
                 there = present.setdefault(device, {})
                 wanted[device] = {
-                    key: prefer(there[key], entry) if key in there else entry for key, entry in entries.items()
+                    key: prefer(device, key, there[key], entry) if key in there else entry
+                    for key, entry in entries.items()
                 }
                 there.update(wanted[device])
             return wanted
@@ -182,6 +188,7 @@ class Store:
         change: Callable[[Contents], Any],
         is_there: Callable[[Contents, Any], bool],
     ) -> None:
+        assert not self._read_only
         path = self.path(name)
         deadline = time.monotonic() + self._lock_timeout_s
         with _typed_errors(path):
@@ -201,7 +208,7 @@ class Store:
         with file_lease.acquire(path, timeout_s=self._lock_timeout_s) as lease:
             contents = self._load_or_set_aside(path)
             wanted = change(contents)
-            written = _encode(contents)
+            written = encode(contents)
             lease.replace(written)
             with contextlib.suppress(FileNotFoundError, _DamagedError):
                 found = content.read_bounded(path, largest_bytes=content.LARGEST_ENTRIES_BYTES)
@@ -226,7 +233,7 @@ class Store:
             ):
                 found = self._load_or_set_aside(path)
                 if found:
-                    lease.replace(_encode(found))
+                    lease.replace(encode(found))
                 return found
         except (CacheWriteError, LeaseLostError) as error:
             report_once(f"{str(path)!r} is damaged and could not be set aside: {error}")
@@ -311,12 +318,13 @@ def _is_contents(value: Any) -> bool:
     )
 
 
-def _encode(contents: Contents) -> bytes:
+def encode(contents: Contents) -> bytes:
+    """Returns the content of a file of entries."""
     # One line for each entry: people can read and grep it, and the fast encoder can be used for each.
-    encode = json.JSONEncoder(allow_nan=False).encode
+    text_of = json.JSONEncoder(allow_nan=False).encode
     devices = (
-        f"{encode(device)}: {{\n"
-        + ",\n".join(f"  {encode(key)}: {encode(entry)}" for key, entry in entries.items())
+        f"{text_of(device)}: {{\n"
+        + ",\n".join(f"  {text_of(key)}: {text_of(entry)}" for key, entry in entries.items())
         + "\n}"
         for device, entries in contents.items()
         if entries

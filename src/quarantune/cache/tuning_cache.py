@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quarantune.cache import journal
+from quarantune.cache import exchange, journal
 from quarantune.cache.errors import CacheWriteError, report_once
+from quarantune.cache.exchange import CacheDiff, CacheKey, MergeReport
 from quarantune.cache.keys import canonical_json, plain, safe_name
 from quarantune.cache.store import SCHEMA, Contents, Entry, Store
 from quarantune.host import locks
 from quarantune.values.config_values import freeze
 from quarantune.values.trial import Config
-
-
-class CacheKey(NamedTuple):
-    """The key of an entry: `cache.get(*key)`.
-
-    Attributes:
-        kernel_type: the name of a function or of a kind of kernel.
-        problem_size: the key of the problem, as text.
-        device: the kind of device.
-    """
-
-    kernel_type: str
-    problem_size: str
-    device: str
 
 
 class CacheRecord(NamedTuple):
@@ -177,27 +165,70 @@ class TuningCache:
                 for key, entry in entries.items():
                     yield CacheRecord(CacheKey(name, key, device), entry)
 
-    def merge(self, other: TuningCache | str | os.PathLike[str]) -> int:
-        """Copies all entries of another cache; of two for one problem, the newer one is kept.
+    def merge(self, other: TuningCache | str | os.PathLike[str]) -> MergeReport:
+        """Copies all entries of another cache.
+
+        Of two entries for one problem, the one with more samples is kept if their configs are the same, and else the
+        newer one; the report lists both.
+
+        Args:
+            other: the other cache, or its directory, which is only read.
+
+        Returns:
+            What was added, updated and left unchanged, and the conflicts.
+
+        Raises:
+            ValueError: the other directory does not exist.
+            CacheWriteError: they could not be saved; the message says why.
+        """
+        merging = exchange.Merging()
+        for name, contents in _opened(other)._contents():
+            if self._store and contents:
+                merging.offer(name, contents)
+                self._store.merge(name, contents, prefer=functools.partial(_chosen, merging, name))
+        with self._lock:
+            self._configs.clear()
+        return merging.report()
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        names: Collection[str] | str | None = None,
+        devices: Collection[str] | str | None = None,
+    ) -> list[CacheKey]:
+        """Writes entries into another directory, such as one that a package ships.
+
+        Entries for other problems that the directory holds already stay. The files are sorted, so that they can be kept
+        under version control.
+
+        Args:
+            directory: made if necessary.
+            names: the functions or kinds of kernel, in which `*` stands for any text; None for all.
+            devices: the kinds of device; None for all.
+
+        Returns:
+            The keys of the entries written.
+
+        Raises:
+            ValueError: there is nothing for a name or a device.
+            CacheWriteError: the directory cannot be written to.
+        """
+        if self._store is None:
+            raise ValueError("nothing is cached on disk (QUARANTUNE_DISABLE_CACHE), so there is nothing to export")
+        wanted = [[it] if isinstance(it, str) else it for it in (names, devices)]
+        return exchange.export(self._store, Path(directory), names=wanted[0], devices=wanted[1])
+
+    def diff(self, other: TuningCache | str | os.PathLike[str]) -> CacheDiff:
+        """Compares the configs of two caches, and changes neither.
 
         Args:
             other: the other cache, or its directory.
 
-        Returns:
-            The number of entries in the other cache.
-
         Raises:
-            CacheWriteError: they could not be saved; the message says why.
+            ValueError: the other directory does not exist.
         """
-        source = other if isinstance(other, TuningCache) else TuningCache(other)
-        offered = 0
-        for name, contents in source._contents():
-            offered += sum(map(len, contents.values()))
-            if self._store and contents:
-                self._store.merge(name, contents, prefer=_newer)
-        with self._lock:
-            self._configs.clear()
-        return offered
+        return exchange.compare(iter(self), iter(_opened(other)))
 
     def clear(self, name: str | None = None) -> None:
         """Removes everything about one kernel type, or about all: entries, and the journals of their sweeps.
@@ -239,6 +270,17 @@ def _config(entry: Entry | None) -> Config | None:
     return {name: freeze(value) for name, value in config.items()} if isinstance(config, dict) else None
 
 
-def _newer(present: Entry, offered: Entry) -> Entry:
-    # ISO times in UTC sort as text; an entry without a time counts as older.
-    return max(present, offered, key=lambda entry: str(entry.get("created", "")))
+def _opened(other: TuningCache | str | os.PathLike[str]) -> TuningCache:
+    """Returns another cache, whose files are only read."""
+    if isinstance(other, TuningCache):
+        return other
+    directory = Path(other)
+    if not directory.is_dir():
+        raise ValueError(f"there is no cache in {str(directory)!r}: it is no directory")
+    opened = TuningCache(directory)
+    opened._store = Store(directory, read_only=True)
+    return opened
+
+
+def _chosen(merging: exchange.Merging, name: str, device: str, key: str, present: Entry, offered: Entry) -> Entry:
+    return merging.prefer(CacheKey(name, key, device), present, offered)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.entries import Times
 from quarantune.results.compiled_winner import without_arrays
-from quarantune.results.result import TuningResult
+from quarantune.results.result import FromCache, TuningResult
 from quarantune.transport import binding
 from quarantune.transport.problem import as_structs
 from quarantune.values import versions
@@ -19,7 +19,7 @@ def call_result(
     trials: tuple[Trial, ...] = (),
     *,
     tie: tuple[Config, ...] = (),
-    from_cache: bool = False,
+    from_cache: FromCache = False,
     executable: bytes | None = None,
 ) -> TuningResult:
     """Returns the result of a call.
@@ -30,7 +30,7 @@ def call_result(
         times: its times.
         trials: the trials of all configs; none for a result that was remembered.
         tie: the configs that are as fast as the best.
-        from_cache: whether the result was remembered.
+        from_cache: whether the result was remembered; `nearest` where that of a near call stands in.
         executable: the executable of the best config, where there is one.
     """
     call = keyed.call

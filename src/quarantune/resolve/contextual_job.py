@@ -68,7 +68,9 @@ class ContextualFunction(TunedFunction):
 class _KnownAssignments(KnownResults):
     """The known assignments for the calls of one function."""
 
-    def config_of(self, entry: Entry, configs: Sequence[Config], settings: Settings) -> Config | None:
+    def config_of(
+        self, entry: Entry, configs: Sequence[Config], settings: Settings, *, is_own: bool = True
+    ) -> Config | None:
         """Returns the assignment of an entry if every kernel still has the config space that it had."""
         try:
             chosen = assignment.chosen_from(entry["config"]["assignment"])
@@ -78,7 +80,7 @@ class _KnownAssignments(KnownResults):
                 f"{self._function.name}: the cached entry does not say which config each kernel uses: it is not used"
             )
             return None
-        if not all(offered) or not self.versions_serve(entry, settings):
+        if not all(offered) or not self.versions_serve(entry, settings, is_own=is_own):
             return None
         return {KEY: assignment.encode(chosen, others=OWN)}
 

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 from quarantune import cache
 from quarantune.cache import Entry
+from quarantune.resolve import layers, misses, nearest
 from quarantune.resolve.call_key import CallKey, KeyedCall
-from quarantune.resolve.entries import (
-    Times,
-    changed_versions,
-    dict_or_empty,
-    find_config,
-    open_store,
-    space_of,
-    times_of,
-)
+from quarantune.resolve.entries import Times, changed_versions, find_config, open_store, space_of, times_of
+from quarantune.resolve.layers import Found, Layer
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
 from quarantune.values.settings import Settings
@@ -48,16 +43,54 @@ class KnownResults:
         """Returns the result that memory or the cache holds for a call, or None."""
         if (known := self._winners.get(keyed.key)) is not None:
             return known
-        if settings.disable_cache:
-            return None
-        entry = open_store(settings).get(self._function.name, keyed.key.device, keyed.key.text)
-        if entry is None:
-            return None
-        config = self.config_of(entry, keyed.call.configs, settings)
-        if config is None:
-            return None
-        known = self._winners[keyed.key] = Known(config, times_of(entry))
-        return known
+        for layer in self._layers(settings):
+            entry = layer.store.get(self._function.name, keyed.key.device, keyed.key.text)
+            if entry is None:
+                continue
+            config = self.config_of(entry, keyed.call.configs, settings, is_own=layer.is_own)
+            if config is not None:
+                _logger.debug("%s: found in %s", self._function.name, layer.label)
+                known = self._winners[keyed.key] = Known(config, times_of(entry))
+                return known
+        return None
+
+    def nearest(self, keyed: KeyedCall, settings: Settings) -> Known | None:
+        """Returns the config of the entry whose sizes are nearest to a call's, without a time; warns of it.
+
+        The entry is of the same kind of device and code, and its dtypes and static arguments are those of the call. Its
+        config is in the call's config space, and `prune_fn` accepts it. The result is not remembered.
+        """
+        candidates = []
+        for found in self._entries(settings):
+            away = nearest.distance(found.key, keyed.key.text) if found.device == keyed.key.device else None
+            if away is not None:
+                candidates.append((away, found))
+        for _, found in sorted(candidates, key=lambda candidate: candidate[0]):
+            config = find_config(found.entry.get("config"), _kept(keyed))
+            if config is not None and self.versions_serve(found.entry, settings, is_own=found.layer.is_own):
+                wanted, there = (
+                    cache.canonical_json(keyed.readable),
+                    cache.canonical_json(found.entry.get("key_values")),
+                )
+                cache.report_once(
+                    f"{self._function.name}: nothing is cached for {wanted}: using the config of the nearest entry, "
+                    f"{there} in {found.layer.label} (ON_MISS=nearest)"
+                )
+                return Known(config, Times(math.nan, None))
+        return None
+
+    def seeds(self, keyed: KeyedCall, settings: Settings) -> list[Config]:
+        """Returns configs that are worth trying first: those that won for this call with other code or configs.
+
+        They come from all layers in their order, each once, and only those in the call's config space.
+        """
+        seeds: list[Config] = []
+        for found in self._entries(settings):
+            if found.device == keyed.key.device and misses.describe_same_call(found.key, keyed.key.text):
+                config = find_config(found.entry.get("config"), _kept(keyed))
+                if config is not None and config not in seeds:
+                    seeds.append(config)
+        return seeds
 
     def must_tune(self, key: CallKey, settings: Settings) -> bool:
         """Returns whether `ALWAYS_TUNE` demands another sweep, which it does once per process and key."""
@@ -86,71 +119,61 @@ class KnownResults:
         entry = open_store(settings).get(self._function.name, keyed.key.device, keyed.key.text)
         return entry if entry and self.config_of(entry, keyed.call.configs, settings) is not None else None
 
-    def config_of(self, entry: Entry, configs: Sequence[Config], settings: Settings) -> Config | None:
-        """Returns the config of an entry if it can be used for this config space under these versions."""
+    def config_of(
+        self, entry: Entry, configs: Sequence[Config], settings: Settings, *, is_own: bool = True
+    ) -> Config | None:
+        """Returns the config of an entry if it can be used for this config space under these versions.
+
+        Args:
+            entry: the entry.
+            configs: the config space.
+            settings: the operator's settings.
+            is_own: whether the entry is in the user's cache, so that the user should know why it is not used.
+        """
         config = find_config(entry.get("config"), configs)
         if config is None:
-            cache.report_once(
-                f"{self._function.name}: the cached config {entry.get('config')!r} is not in the config space any "
-                "more: it is not used"
-            )
+            if is_own:
+                cache.report_once(
+                    f"{self._function.name}: the cached config {entry.get('config')!r} is not in the config space any "
+                    "more: it is not used"
+                )
             return None
         if entry.get("space") != space_of(configs):
             return None  # new configs must be measured; the journal holds the trials of the others
-        return config if self.versions_serve(entry, settings) else None
+        return config if self.versions_serve(entry, settings, is_own=is_own) else None
 
-    def versions_serve(self, entry: Entry, settings: Settings) -> bool:
-        """Returns whether an entry may be used under the present versions; warns where they have changed."""
+    def versions_serve(self, entry: Entry, settings: Settings, *, is_own: bool = True) -> bool:
+        """Returns whether an entry may be used under the present versions; warns where the user's own have changed."""
         if changed := changed_versions(entry):
             if settings.version_check:
                 _logger.info("%s: the cached result was made under %s; tuning again", self._function.name, changed)
                 return False
+            if not is_own:  # a table that is shipped is seldom made on the user's machine
+                _logger.info("%s: using a result of a read-only layer made under %s", self._function.name, changed)
+                return True
             cache.report_once(
                 f"{self._function.name}: using results made under {changed}; set QUARANTUNE_VERSION_CHECK=1 to tune "
                 "again whenever versions change, or QUARANTUNE_ALWAYS_TUNE=1 to tune again now"
             )
         return True
 
-    # Why a call missed
-
     def explain_miss(self, keyed: KeyedCall, settings: Settings) -> str:
-        """Returns a message with the missing key, the nearest entry, and the differences between the two."""
-        name = self._function.name
-        wanted = f"{name}: nothing is cached for {cache.canonical_json(keyed.readable)} on {keyed.key.device!r}"
-        fix = "tune it with QUARANTUNE_ON_MISS=tune, or allow defaults with QUARANTUNE_ON_MISS=default"
-        if settings.disable_cache:
-            return f"{wanted}: the cache is off (QUARANTUNE_DISABLE_CACHE); {fix}"
-        configs = keyed.call.configs
-        store = open_store(settings)
-        candidates = [
-            self._differences(keyed, configs, device, entry, settings)
-            for device, entries in store.read(name).items()
-            for entry in entries.values()
-        ]
-        if not candidates:
-            return f"{wanted}: {store.path(name)} holds no entry; {fix}"
-        nearest = min(candidates, key=len) or ["its config, which is not in the config space"]
-        return f"{wanted}; the nearest entry differs in {'; '.join(nearest)}; {fix}"
+        """Returns a message with the missing key, the layers, and the differences from the nearest entry."""
+        labels = [layer.label for layer in self._layers(settings)]
+        return misses.explain(keyed, labels, self._entries(settings), settings)
 
-    def _differences(
-        self, keyed: KeyedCall, configs: Sequence[Config], device: str, entry: Entry, settings: Settings
-    ) -> list[str]:
-        differences = [] if device == keyed.key.device else [f"device: {device!r}, not {keyed.key.device!r}"]
-        ours, theirs = keyed.readable, dict_or_empty(entry.get("key_values"))
-        for name in dict.fromkeys([*ours, *theirs]):
-            if theirs.get(name) != ours.get(name):
-                differences.append(
-                    f"{name}: {cache.canonical_json(theirs.get(name))}, not {cache.canonical_json(ours.get(name))}"
-                )
-        parts = entry.get("fingerprint")
-        if isinstance(parts, dict) and (changed := self._function.fingerprint.differences(parts)):
-            differences.append(f"the function's {', '.join(changed)}")
-        if entry.get("space") != (wanted := space_of(configs)):
-            then = dict_or_empty(entry.get("space")).get("configs", "unknown")
-            differences.append(f"the list of configs ({then} then, {wanted['configs']} now)")
-        if settings.version_check and (changed_since := changed_versions(entry)):
-            differences.append(f"versions: {changed_since}")
-        return differences
+    def _layers(self, settings: Settings) -> Iterator[Layer]:
+        return iter(()) if settings.disable_cache else layers.open_layers(settings, self._function.options.tables)
+
+    def _entries(self, settings: Settings) -> Iterator[Found]:
+        for layer in self._layers(settings):
+            yield from layers.entries_of(layer, self._function.name)
+
+
+def _kept(keyed: KeyedCall) -> list[Config]:
+    """Returns the configs of a call that `prune_fn` accepts."""
+    call = keyed.call
+    return [config for index, config in enumerate(call.configs) if index not in call.pruned]
 
 
 def _without_traceback(error: TuningFailedError) -> TuningFailedError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -31,6 +32,22 @@ from quarantune.values.settings import Settings
 from quarantune.values.trial import CacheMissError, Config, Trial, TuningFailedError, pruned_trial
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The config to use for a call.
+
+    Attributes:
+        config: the config; None to run with the defaults.
+        is_settled: whether it stays the choice for all such calls of this process.
+    """
+
+    config: Config | None
+    is_settled: bool = True
+
+
+_DEFAULTS = Choice(None, is_settled=False)  # another job may tune the call at any time
+
+
 class Resolver:
     """Finds the best config for each call of one function: remembered, or by tuning for it."""
 
@@ -57,7 +74,11 @@ class Resolver:
         return BoundCall(self.function, args, kwargs)
 
     def config(self, call: BoundCall) -> Config | None:
-        """Returns the config to use for a call, remembered or found by tuning; None to run with the defaults.
+        """Returns the config to use for a call as `choice` does; None to run with the defaults."""
+        return self.choice(call).config
+
+    def choice(self, call: BoundCall) -> Choice:
+        """Returns the config to use for a call, remembered or found by tuning, or that of a near call.
 
         Raises:
             TuningFailedError: every config failed, now or earlier in this process.
@@ -68,15 +89,15 @@ class Resolver:
                 f"{call.name}: running with its defaults where its shapes are symbolic, as in jax.export: give "
                 f"autotune a key_fn that returns the same for these as for the shapes it was tuned for"
             )
-            return None
+            return _DEFAULTS
         described = keyed(call)
         if (assignment := assignments.current()) is not None:
             slot = assignment.slot(call.name, cache.canonical_json(described.values), self.function.identity)
             is_assigned, config = assignment.find(slot, lambda: _seen(call))
             if is_assigned:
-                return config
+                return Choice(config, is_settled=config is not None)
         with self._locks.of(described.key):
-            return self._config(described)
+            return self._choice(described)
 
     def result(self, call: BoundCall) -> TuningResult:
         """Returns the result for a call, remembered or found by tuning.
@@ -94,6 +115,8 @@ class Resolver:
                 if (known := self._known.find(described, settings)) is not None:
                     return call_result(described, known.config, known.times, from_cache=True)
                 self._known.raise_failure(described.key)
+                if settings.on_miss == "nearest" and (near := self._known.nearest(described, settings)) is not None:
+                    return call_result(described, near.config, near.times, from_cache="nearest")
                 if settings.on_miss != "tune":
                     raise CacheMissError(self._known.explain_miss(described, settings))
             return self._tune(described, settings, start_over=must_tune)
@@ -179,29 +202,34 @@ class Resolver:
         """Returns a context in which a first call finds the worker's executable in JAX's compilation cache."""
         return self._seeds.in_use()
 
-    def _config(self, described: KeyedCall) -> Config | None:
+    def _choice(self, described: KeyedCall) -> Choice:
         call, settings = described.call, environment.current()
         is_inside = template.is_inside()
         must_tune = self._known.must_tune(described.key, settings) and not is_inside and not call.is_symbolic
         if not must_tune:
             if (known := self._known.find(described, settings)) is not None:
-                return known.config
+                return Choice(known.config)
             self._known.raise_failure(described.key)
+            if settings.on_miss == "nearest" and (near := self._known.nearest(described, settings)) is not None:
+                # What a block of code sets does not hold for the calls after it.
+                return Choice(near.config, is_settled=not environment.is_set_in_block("on_miss"))
         if is_inside:
-            return None  # a sweep within a sweep would measure the two against each other
+            return _DEFAULTS  # a sweep within a sweep would measure the two against each other
         if not must_tune and settings.on_miss == "error":
             raise CacheMissError(self._known.explain_miss(described, settings))
         if not must_tune and settings.on_miss != "tune":
-            cache.report_once(f"{call.name}: not tuned for this call, running with its defaults (ON_MISS=default)")
-            return None
+            cache.report_once(
+                f"{call.name}: not tuned for this call, running with its defaults (ON_MISS={settings.on_miss})"
+            )
+            return _DEFAULTS
         if call.is_symbolic:
             cache.report_once(
                 f"{call.name}: running with its defaults where its shapes are symbolic and nothing is cached for the "
                 f"key {cache.canonical_json(described.values)}: tune it with concrete shapes of that key before "
                 f"jax.export"
             )
-            return None
-        return self._tune(described, settings, start_over=must_tune).best_config
+            return _DEFAULTS
+        return Choice(self._tune(described, settings, start_over=must_tune).best_config)
 
     def _tune(self, described: KeyedCall, settings: Settings, *, start_over: bool) -> TuningResult:
         self._check_outside()

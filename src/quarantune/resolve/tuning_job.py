@@ -86,7 +86,7 @@ class TuningJob:
         self._unsaved: CacheWriteError | None = None
         self._directory: Path | None = None if settings.disable_cache else settings.cache_dir
         self._journal = Journal(settings.cache_dir, self._name, self._key.device, self._key.text)
-        self._compile_failures = CompileFailures(keyed, settings.cache_dir, self._limits)
+        self._compile_failures = CompileFailures(keyed, settings.cache_dir, self._limits, also=settings.cache_path)
         self._claim: Claim | None = None
         self._next_heartbeat = 0.0
 
@@ -318,7 +318,7 @@ class TuningJob:
         self._log_winner(best, tie, usable)
         assert best.time_ms is not None
         times = Times(best.time_ms, swept.default_time_ms if default is None else trials[default].time_ms)
-        self._save(self._entry(best.config, times, trials))
+        self._save(self._entry(best.config, times, trials) | {"samples": len(best.samples_ms)})
         executable = None
         if self._keyed.axes is None:  # otherwise the executable is for the arrays of all shards
             self._context.seeds.add(swept.compiled.get(verdict.winner, {}))

@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quarantune.cache import content
 from quarantune.results import report
@@ -24,6 +24,8 @@ from quarantune.values.trial import Config, Trial, count_outcomes
 
 if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics
+
+FromCache: TypeAlias = bool | Literal["nearest"]
 
 _SCHEMA = 1
 _LARGEST_BYTES = 1 << 31
@@ -44,7 +46,8 @@ class TuningResult:
         trials: the trial of every config, in their order; empty for a result from the cache.
         key: the problem's key in the cache.
         device: the kind of device it was tuned on.
-        from_cache: whether it was found in the cache and not measured now.
+        from_cache: whether it was found in the cache and not measured now; `"nearest"` for the config of another call
+            that stands in for one that was never tuned, whose time is not known (NaN).
         tie: the configs that the noise cannot tell from the best, without the best.
         default_time_ms: the time of the function with its own defaults, in milliseconds; None where it is not known.
         versions: the versions of JAX and others under which it was tuned.
@@ -59,7 +62,7 @@ class TuningResult:
     trials: tuple[Trial, ...]
     key: str
     device: str
-    from_cache: bool = False
+    from_cache: FromCache = False
     tie: tuple[Config, ...] = ()
     default_time_ms: float | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=dict)

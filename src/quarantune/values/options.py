@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
+from quarantune.values import table_name
 from quarantune.values.settings import LONGEST_S, parse_memory
 from quarantune.values.texts import did_you_mean, shown
 from quarantune.values.tolerance import Tolerance
@@ -48,6 +49,7 @@ class Options:
             floating arguments, so that the winner suits training.
         devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
             effect on a CPU, where a worker has as many devices as this process, or as the arguments need.
+        tables: `package:directory`, results that a package ships; they are looked up after the user's cache.
     """
 
     name: str | None = None
@@ -67,6 +69,7 @@ class Options:
     check_grad: bool = False
     time_grad: bool = False
     devices_per_trial: int = 1
+    tables: str | None = None
 
     def __post_init__(self) -> None:
         if self.name is not None and (not isinstance(self.name, str) or not self.name.strip()):
@@ -93,6 +96,8 @@ class Options:
             parse_memory(self.memory_limit)
         if not callable(self.supply) and self.supply not in SUPPLIES:
             raise ValueError(f"supply={self.supply!r} is not valid: give one of {', '.join(SUPPLIES)}, or a function")
+        if self.tables is not None:
+            table_name.check(self.tables)
         _ = self.tolerance  # raises where a value is out of range
         if self.check_grad and not callable(self.ref_fn) and not self.compares_outputs:
             raise ValueError("check_grad=True needs a reference whose gradients are right: give a function as ref_fn")
@@ -132,6 +137,7 @@ class ContextualKeywords(TypedDict, total=False):
     check_grad: bool
     time_grad: bool
     devices_per_trial: int
+    tables: str | None
 
 
 class OptionKeywords(ContextualKeywords, total=False):

@@ -101,6 +101,16 @@ def _names(value: Any) -> tuple[str, ...]:
     return names
 
 
+def _paths(value: Any) -> tuple[Path, ...]:
+    items: Iterable[Any] = (
+        value.split(os.pathsep) if isinstance(value, str) else [value] if isinstance(value, os.PathLike) else value
+    )
+    paths = tuple(_path(item) for item in items if not isinstance(item, str) or item.strip())
+    if not paths:
+        raise ValueError
+    return paths
+
+
 def _setting(parse: Callable[[Any], Any], accepts: str, default: Any = None, *, unset: str | None = None) -> Any:
     """Returns a dataclass field with the parser of its value.
 
@@ -129,9 +139,10 @@ class Settings:
 
     Attributes:
         cache_dir: the directory of the results.
+        cache_path: directories that are asked after `cache_dir`, in order, and never written.
         disable_cache: whether the cache on disk is neither read nor written.
         always_tune: whether cached calls are tuned too, once per process and key.
-        on_miss: `tune`, `default` or `error`.
+        on_miss: `tune`, `default`, `nearest` or `error`.
         version_check: whether an entry that was made under other versions is a miss.
         cpu_utilization: the share of the available cores that may compile.
         cpu_count: how many configs compile at a time; -1 follows `cpu_utilization`.
@@ -151,9 +162,12 @@ class Settings:
     cache_dir: Path = dataclasses.field(
         default_factory=_default_cache_dir, metadata={"parse": _path, "accepts": "a directory", "unset": None}
     )
+    cache_path: tuple[Path, ...] = _setting(_paths, f"directories separated by '{os.pathsep}'", ())
     disable_cache: bool = _setting(_flag, "0 or 1", False)
     always_tune: bool = _setting(_flag, "0 or 1", False)
-    on_miss: str = _setting(_choice("tune", "default", "error"), "'tune', 'default' or 'error'", "tune")
+    on_miss: str = _setting(
+        _choice("tune", "default", "nearest", "error"), "'tune', 'default', 'nearest' or 'error'", "tune"
+    )
     version_check: bool = _setting(_flag, "0 or 1", False)
     cpu_utilization: float = _setting(_number(above=0, most=1), "a number above 0 and at most 1", 0.9)
     cpu_count: int = _setting(_integer(least=-1), "a whole number of workers, or -1 to choose one", -1)
@@ -236,6 +250,11 @@ def current() -> Settings:
     for block in _blocks.entered:
         values |= block.values
     return Settings(**values)
+
+
+def is_set_in_block(name: str) -> bool:
+    """Returns whether a `settings` block of this thread sets an option, and it does not hold for the whole process."""
+    return any(name in block.values for block in _blocks.entered)
 
 
 @functools.cache

@@ -1,0 +1,245 @@
+"""Exchanges entries between cache directories: what a merge did, how two caches differ, and tables to ship."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from quarantune.cache.errors import CacheWriteError
+from quarantune.cache.keys import canonical_json, safe_name
+from quarantune.cache.store import Contents, Entry, Store, encode
+from quarantune.values.texts import did_you_mean
+
+
+class CacheKey(NamedTuple):
+    """The key of an entry: `cache.get(*key)`.
+
+    Attributes:
+        kernel_type: the name of a function or of a kind of kernel.
+        problem_size: the key of the problem, as text.
+        device: the kind of device.
+    """
+
+    kernel_type: str
+    problem_size: str
+    device: str
+
+
+@dataclasses.dataclass(frozen=True)
+class EntryPair:
+    """Two entries for one problem.
+
+    Attributes:
+        key: the problem.
+        kept: the entry that a merge keeps; in a comparison, that of the one cache.
+        other: the entry that a merge leaves out; in a comparison, that of the other cache.
+    """
+
+    key: CacheKey
+    kept: Entry
+    other: Entry
+
+    def __str__(self) -> str:
+        """Returns the problem and the two configs on one line."""
+        name, problem, device = self.key
+        configs = " and ".join(canonical_json(entry.get("config")) for entry in (self.kept, self.other))
+        return f"{name} on {device}, {problem}: {configs}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MergeReport:
+    """The effects of merging another cache into one.
+
+    Attributes:
+        added: the problems that only the other cache had.
+        updated: the problems for which both had the same config, and the other more samples: its entry was taken.
+        unchanged: the problems for which both had the same config, and the entry stayed.
+        conflicts: the problems for which the configs differ: the newer entry was kept, and both are listed.
+    """
+
+    added: tuple[CacheKey, ...] = ()
+    updated: tuple[CacheKey, ...] = ()
+    unchanged: tuple[CacheKey, ...] = ()
+    conflicts: tuple[EntryPair, ...] = ()
+
+    def __str__(self) -> str:
+        """Returns the numbers, and a line for each conflict."""
+        counts = f"{len(self.added)} added, {len(self.updated)} updated, {len(self.unchanged)} unchanged"
+        lines = [f"  kept the first, the newer: {conflict}" for conflict in self.conflicts]
+        return "\n".join([f"{counts}, {len(lines)} in conflict", *lines])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheDiff:
+    """The differences between two caches.
+
+    Attributes:
+        only_here: the problems that only the one cache has.
+        only_there: the problems that only the other has.
+        different: the problems for which their configs differ.
+        same: the problems for which they have the same config.
+    """
+
+    only_here: tuple[CacheKey, ...] = ()
+    only_there: tuple[CacheKey, ...] = ()
+    different: tuple[EntryPair, ...] = ()
+    same: tuple[CacheKey, ...] = ()
+
+    def __str__(self) -> str:
+        """Returns the numbers, and a line for each difference."""
+        lines = [
+            f"{len(self.only_here)} only here, {len(self.only_there)} only there, {len(self.different)} different, "
+            f"{len(self.same)} the same"
+        ]
+        for where, keys in (("here", self.only_here), ("there", self.only_there)):
+            lines += [f"  only {where}: {key.kernel_type} on {key.device}, {key.problem_size}" for key in keys]
+        return "\n".join([*lines, *(f"  here and there: {pair}" for pair in self.different)])
+
+
+class Merging:
+    """Decides about the entries of one merge, and keeps a record."""
+
+    def __init__(self) -> None:
+        self._present: dict[CacheKey, Entry] = {}
+        self._offered: dict[CacheKey, Entry] = {}
+        self._kept: dict[CacheKey, Entry] = {}
+
+    def offer(self, name: str, contents: Contents) -> None:
+        """Notes the entries of the other cache for a function."""
+        self._offered |= dict(entries_of(name, contents))
+
+    def prefer(self, key: CacheKey, present: Entry, offered: Entry) -> Entry:
+        """Returns which of two entries stays: of the same config the one with more samples, else the newer one."""
+        if present == self._kept.get(key):
+            return present  # the file is written once more, because another process wrote it meanwhile
+        if _config_of(present) == _config_of(offered):
+            kept = offered if _samples_of(offered) > _samples_of(present) else present
+        else:
+            # ISO times in UTC sort as text; an entry without a time counts as older.
+            kept = max(present, offered, key=lambda entry: str(entry.get("created", "")))
+        self._present[key], self._kept[key] = present, kept
+        return kept
+
+    def report(self) -> MergeReport:
+        """Returns the effects of the merge."""
+        same = [key for key, kept in self._present.items() if _config_of(kept) == _config_of(self._offered[key])]
+        same = [key for key in same if _config_of(self._present[key]) == _config_of(self._offered[key])]
+        conflicts = [
+            EntryPair(key, self._kept[key], offered if self._kept[key] == present else present)
+            for key, present in self._present.items()
+            if key not in same and (offered := self._offered[key])
+        ]
+        return MergeReport(
+            added=tuple(key for key in self._offered if key not in self._present),
+            updated=tuple(key for key in same if self._kept[key] != self._present[key]),
+            unchanged=tuple(key for key in same if self._kept[key] == self._present[key]),
+            conflicts=tuple(conflicts),
+        )
+
+
+def entries_of(name: str, contents: Contents) -> Iterator[tuple[CacheKey, Entry]]:
+    """Yields the entries of a function with their keys."""
+    for device, entries in contents.items():
+        for key, entry in entries.items():
+            yield CacheKey(name, key, device), entry
+
+
+def compare(here: Iterable[tuple[CacheKey, Entry]], there: Iterable[tuple[CacheKey, Entry]]) -> CacheDiff:
+    """Returns the differences between the entries of two caches; configs count, times do not."""
+    ours, theirs = dict(here), dict(there)
+    both = [key for key in sorted(ours) if key in theirs]
+    same = tuple(key for key in both if _config_of(ours[key]) == _config_of(theirs[key]))
+    return CacheDiff(
+        only_here=tuple(key for key in sorted(ours) if key not in theirs),
+        only_there=tuple(key for key in sorted(theirs) if key not in ours),
+        different=tuple(EntryPair(key, ours[key], theirs[key]) for key in both if key not in same),
+        same=same,
+    )
+
+
+def export(
+    source: Store, directory: Path, *, names: Collection[str] | None, devices: Collection[str] | None
+) -> list[CacheKey]:
+    """Writes entries into a directory of their own, sorted, so that it can be kept under version control.
+
+    Entries that the directory already holds for other problems stay. No lock is taken, and no file of a lock is left.
+
+    Args:
+        source: the entries.
+        directory: made if necessary.
+        names: the functions, in which `*` stands for any text; None for all.
+        devices: the kinds of devices; None for all.
+
+    Returns:
+        The keys of the entries written.
+
+    Raises:
+        ValueError: a name or a device has no entry.
+        CacheWriteError: the directory cannot be written to.
+    """
+    known = source.names()
+    chosen = known if names is None else [name for name in known if any(_matches(name, wanted) for wanted in names)]
+    for wanted in names or ():
+        if not any(_matches(name, wanted) for name in known):
+            raise ValueError(f"nothing is cached for {wanted!r}.{did_you_mean(wanted, known)}")
+    found = [(name, source.read(name)) for name in chosen]
+    kinds = {device for _, contents in found for device, entries in contents.items() if entries}
+    for wanted in devices or ():
+        if wanted not in kinds:
+            raise ValueError(
+                f"nothing is cached for the device {wanted!r}.{did_you_mean(wanted, sorted(kinds))} "
+                f"There are results for: {', '.join(sorted(kinds)) or 'none'}."
+            )
+    written: list[CacheKey] = []
+    target = Store(directory, read_only=True)
+    for name, contents in found:
+        picked = {device: entries for device, entries in contents.items() if devices is None or device in devices}
+        keys = [key for key, _ in entries_of(name, picked)]
+        if keys:
+            _replace(target.path(name), _joined(target.read(name), picked))
+            written += keys
+    return written
+
+
+def _matches(name: str, wanted: str) -> bool:
+    return name == safe_name(wanted) or fnmatch.fnmatchcase(name, wanted)
+
+
+def _joined(present: Contents, added: Contents) -> Contents:
+    devices = sorted({*present, *added})
+    joined = {device: {**present.get(device, {}), **added.get(device, {})} for device in devices}
+    return {device: dict(sorted(entries.items())) for device, entries in joined.items()}
+
+
+def _replace(path: Path, contents: Contents) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(fd, "wb") as file:
+                os.fchmod(fd, 0o644)
+                file.write(encode(contents))
+                file.flush()
+                os.fsync(fd)
+            os.replace(draft, path)
+        except BaseException:
+            Path(draft).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise CacheWriteError(
+            f"nothing was exported to {str(path)!r} ({error.strerror}): name a directory that is writable"
+        ) from error
+
+
+def _config_of(entry: Entry) -> str:
+    return canonical_json(entry.get("config"))
+
+
+def _samples_of(entry: Entry) -> float:
+    samples = entry.get("samples")
+    return samples if isinstance(samples, (int, float)) else 0

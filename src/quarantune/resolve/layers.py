@@ -1,0 +1,103 @@
+"""The layers in which results are looked up: the user's cache, then directories that are only read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from quarantune import cache
+from quarantune.cache import Entry, Store
+from quarantune.values import table_name
+from quarantune.values.settings import Settings
+
+GROUP = "quarantune.tables"
+"""The group of entry points with which packages name their tables."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One directory of results.
+
+    Attributes:
+        label: the layer in messages.
+        store: its entries.
+        is_own: whether it is the user's cache, which is written too.
+    """
+
+    label: str
+    store: Store
+    is_own: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """An entry of a layer.
+
+    Attributes:
+        layer: the layer.
+        device: the kind of device that it is for.
+        key: its key.
+        entry: the entry.
+    """
+
+    layer: Layer
+    device: str
+    key: str
+    entry: Entry
+
+
+def open_layers(settings: Settings, tables: str | None) -> Iterator[Layer]:
+    """Yields the layers in the order in which they are asked, each opened when it is needed.
+
+    Args:
+        settings: the operator's settings, with the user's cache and the directories of `CACHE_PATH`.
+        tables: the table that the function's author names, as `package:directory`.
+    """
+    own = settings.cache_dir
+    yield Layer(str(own), Store(own, lock_timeout_s=settings.lock_timeout), is_own=True)
+    for directory in settings.cache_path:
+        if _is_there(directory, f"QUARANTUNE_CACHE_PATH names {str(directory)!r}"):
+            yield _read_only(str(directory), directory)
+    if tables is not None:
+        directory = table_name.directory_of(tables)
+        if _is_there(directory, f"tables={tables!r} stands for {str(directory)!r}"):
+            yield _read_only(f"the table {tables}", directory)
+    for label, directory in _installed(tuple(sys.path)):
+        yield _read_only(label, directory)
+
+
+def entries_of(layer: Layer, name: str) -> Iterator[Found]:
+    """Yields all entries of a function in a layer."""
+    for device, entries in layer.store.read(name).items():
+        for key, entry in entries.items():
+            yield Found(layer, device, key, entry)
+
+
+def _read_only(label: str, directory: Path) -> Layer:
+    return Layer(label, Store(directory, read_only=True))
+
+
+def _is_there(directory: Path, origin: str) -> bool:
+    if directory.is_dir():
+        return True
+    cache.report_once(f"{origin}, which is no directory: no results are looked up there; make it, or correct the name")
+    return False
+
+
+@functools.lru_cache(maxsize=4)
+def _installed(_: tuple[str, ...]) -> list[tuple[str, Path]]:
+    """Returns the tables of installed packages, by the names of their entry points."""
+    found = []
+    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
+        try:
+            directory = table_name.directory_of(point.value)
+        except ValueError as error:
+            cache.report_once(f"the entry point {point.name!r} of the group {GROUP!r} is not usable: {error}")
+            continue
+        if _is_there(directory, f"the entry point {point.name!r} of the group {GROUP!r} names {str(directory)!r}"):
+            found.append((f"the table {point.value}", directory))
+    return found
