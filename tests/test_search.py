@@ -111,7 +111,7 @@ def test_a_huge_grid_takes_no_memory_until_it_is_asked() -> None:
         Space({name: list(range(100)) for name in "abcdefg"}, fn_name="f")
 
 
-@pytest.mark.parametrize("name", ["exhaustive", "random"])
+@pytest.mark.parametrize("name", ["exhaustive", "random", "surrogate"])
 def test_starts_come_first_and_nothing_is_asked_twice(name: str) -> None:
     space = Space(GRID, keep=lambda config: config["BN"] == 16 or config["BM"] == 64)
     defaults, start = {"BM": 64, "BN": 32, "fast": False}, {"BM": 32, "BN": 16, "fast": True}
@@ -125,7 +125,7 @@ def test_starts_come_first_and_nothing_is_asked_twice(name: str) -> None:
     assert sorted(map(str, asked)) == sorted(str(config) for config in space if config != known)
 
 
-@pytest.mark.parametrize("name", ["random"])
+@pytest.mark.parametrize("name", ["random", "surrogate"])
 def test_the_same_seed_asks_the_same(name: str) -> None:
     first, again, other = (drained(search.make(name, Space(GRID), seed=seed)) for seed in (1, 1, 2))
     assert first == again != other

@@ -54,6 +54,10 @@ def make(
         from quarantune.search.unguided import Random
 
         return Random(space, seed, first)
+    if search == SURROGATE:
+        from quarantune.search.surrogate import Surrogate
+
+        return Surrogate(space, seed, first)
     if isinstance(search, str):
         raise ValueError(f"search={search!r} is not valid here")
     from quarantune.search.users import UsersSearch
