@@ -333,34 +333,32 @@ def test_sixteen_processes_find_one_answer_though_a_holder_is_killed(tmp_path: P
 import os, signal, sys
 from pathlib import Path
 from quarantune.cache import Claim, Journal, Store, wait
-directory = Path(sys.argv[1])
-store, journal = Store(directory), Journal(directory, "f", "cpu", "key")
-claim = Claim(directory, "f", "cpu", "key")
-sys.stdin.readline()
-found = wait(claim, lambda: store.get("f", "cpu", "key"), lambda *_: None, poll_s=0.01)
-if found is claim:
-    for trial in range(len(journal.records()), 10):
-        journal.append({"trial": trial})
-        if trial == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-    store.put("f", "cpu", "key", {"config": {"BM": 32}})
-    claim.release()
-    found = store.get("f", "cpu", "key")
-print(found["config"])
+
+def search(directory):
+    store, journal = Store(directory), Journal(directory, "f", "cpu", "key")
+    claim = Claim(directory, "f", "cpu", "key")
+    found = wait(claim, lambda: store.get("f", "cpu", "key"), lambda *_: None, poll_s=0.01)
+    if found is claim:
+        for trial in range(len(journal.records()), 10):
+            journal.append({"trial": trial})
+            if trial == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+        store.put("f", "cpu", "key", {"config": {"BM": 32}})
+        claim.release()
+        found = store.get("f", "cpu", "key")
+    os.write(1, f"{found['config']}\\n".encode())
+    os._exit(0)
+
+pids = [os.fork() or search(Path(sys.argv[1])) for _ in range(16)]
+print(sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
 """
     command = [sys.executable, "-c", script, str(tmp_path)]
-    pipe = subprocess.PIPE
-    processes = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(16)]
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    endings = [process.returncode for process in processes]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
+    *answers, endings = done.stdout.splitlines()
     from quarantune.cache import Journal
 
-    assert sorted(endings) == [-signal.SIGKILL] + [0] * 15
-    assert [output for output in outputs if output] == ["{'BM': 32}\n"] * 15
+    assert endings == str([-signal.SIGKILL] + [0] * 15)
+    assert answers == ["{'BM': 32}"] * 15
     trials = [record["trial"] for record in Journal(tmp_path, "f", "cpu", "key").records()]
     assert trials == list(range(10))
 

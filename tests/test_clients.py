@@ -15,7 +15,7 @@ START = """
 import jax, jax.numpy as jnp, numpy as np
 import quarantune
 
-QUICK = {"rep": 1, "warmup": 0}
+QUICK = {"rep": 1, "warmup": 0, "ref_fn": None}
 
 def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
@@ -24,7 +24,7 @@ def agree(got, want, tolerance=2e-2):
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 def only(value, wanted):
-    if value != wanted:  # the default: the first of the configs fails in its worker
+    if value != wanted:  # as the defaults do, so that only a tuned call works
         raise ArithmeticError(value)
 """
 
@@ -50,9 +50,9 @@ def test_flax_models_in_linen_and_nnx_call_a_tuned_kernel(tmp_path: Path) -> Non
 import flax.linen as nn
 from flax import nnx
 
-@quarantune.autotune({"chunk": [1, 2]}, **QUICK)
+@quarantune.autotune({"chunk": [2]}, **QUICK)
 @jax.jit(static_argnames=["chunk"])
-def project(x, w, chunk=2):
+def project(x, w, chunk=1):
     only(chunk, 2)
     return x @ w
 
@@ -99,9 +99,9 @@ def test_an_equinox_module_of_a_script_is_an_argument_and_a_self(tmp_path: Path)
         """
 import equinox as eqx
 
-@quarantune.autotune({"chunk": [1, 2]}, **QUICK)
+@quarantune.autotune({"chunk": [2]}, **QUICK)
 @jax.jit(static_argnames=["chunk"])
-def apply(net, x, chunk=2):
+def apply(net, x, chunk=1):
     only(chunk, 2)
     return x @ net.w + net.bias
 
@@ -113,9 +113,9 @@ class Net(eqx.Module):
     def __call__(self, x):
         return apply(self, x)
 
-    @quarantune.autotune({"chunk": [1, 4]}, **QUICK)
+    @quarantune.autotune({"chunk": [4]}, **QUICK)
     @jax.jit(static_argnames=["chunk"])
-    def method(self, x, chunk=4):
+    def method(self, x, chunk=1):
         only(chunk, 4)
         return x @ self.w + self.bias
 
@@ -139,7 +139,7 @@ def test_optax_trains_through_a_tuned_attention_under_transformations(tmp_path: 
         """
 import optax
 
-@quarantune.autotune({"block": [4, 8, 16]}, **QUICK)
+@quarantune.autotune({"block": [4, 16]}, **QUICK)
 @jax.jit(static_argnames=["block"])
 def attention(q, k, v, block=8):
     if block == 4:
@@ -170,7 +170,7 @@ for _ in range(10):
     params, state, value = step(params, state, x, y)
     losses.append(float(value))
 assert losses[-1] < losses[0] - 0.01, losses
-assert attention.lookup(x, x, x)["block"] in (8, 16)
+assert attention.lookup(x, x, x) == {"block": 16}
 """,
     )
 
@@ -186,7 +186,7 @@ from jax.experimental.pallas.ops.gpu import (
 backward = {"block_q_dkv": 16, "block_kv_dkv": 16, "block_q_dq": 16, "block_kv_dq": 16}
 sizes = [attention.BlockSizes(block_q=q, block_k=k, **backward) for q, k in ((16, 16), (32, 32))]
 
-@quarantune.autotune([{"block_sizes": size} for size in sizes], **QUICK)
+@quarantune.autotune({"block_sizes": sizes[1:]}, **QUICK)
 @jax.jit(static_argnames=["block_sizes"])
 def mha(q, k, v, block_sizes=sizes[0]):
     return attention.mha(q, k, v, None, causal=True, block_sizes=block_sizes, interpret=True)
@@ -196,10 +196,10 @@ def reference(q, k, v):
 
 q, k, v = (normal(seed, 1, 32, 1, 16) for seed in range(3))
 agree(mha(q, k, v), reference(q, k, v))
-assert mha.lookup(q, k, v)["block_sizes"] in sizes
+assert mha.lookup(q, k, v) == {"block_sizes": sizes[1]}
 agree(jax.grad(lambda q: mha(q, k, v).sum())(q), jax.grad(lambda q: reference(q, k, v).sum())(q))
 
-soft = quarantune.autotune({"num_warps": [1, 4]}, **QUICK)(softmax.softmax)
+soft = quarantune.autotune({"num_warps": [1]}, **QUICK)(softmax.softmax)
 x = normal(3, 4, 32)
 agree(soft(x, interpret=True), jax.nn.softmax(x))
 
@@ -209,17 +209,17 @@ for norm in (rms_norm.rms_norm, layer_norm.layer_norm):
     def bare(x, w, b, num_warps=4):
         return norm(x, w, b, num_warps, interpret=True)
 
-    tuned = quarantune.autotune({"num_warps": [1, 2]}, name=norm.__name__, **QUICK)(bare)
+    tuned = quarantune.autotune({"num_warps": [1]}, name=norm.__name__, **QUICK)(bare)
     agree(tuned(x, w, b), norm(x, w, b, interpret=True))
 
 q, kv = normal(7, 1, 16, 32), normal(8, 1, 64, 1, 32)
-gqa = quarantune.autotune([{"block_k": 16, "k_splits": 2}, {"block_k": 16, "k_splits": 4}], **QUICK)(
+gqa = quarantune.autotune([{"block_k": 16, "k_splits": 2}], **QUICK)(
     decode_attention.gqa
 )
 agree(gqa(q, kv, kv, interpret=True), decode_attention.gqa_reference(q, kv, kv))
 
 q, pages, table = normal(9, 1, 8, 32), normal(10, 1, 4, 16, 32), jnp.arange(4, dtype=jnp.int32)[None]
-paged = quarantune.autotune([{"k_splits": 1, "pages_per_compute_block": 2}, {"k_splits": 2}], **QUICK)(
+paged = quarantune.autotune([{"k_splits": 1, "pages_per_compute_block": 2}], **QUICK)(
     paged_attention.paged_attention
 )
 kv = pages[0].reshape(1, 64, 1, 32)
@@ -239,8 +239,8 @@ from jax.experimental.pallas.ops.gpu import attention_mgpu, hopper_matmul_mgpu
 
 M, N = hopper_matmul_mgpu.MatmulDimension
 matmul_configs = [
-    hopper_matmul_mgpu.TuningConfig(tile_m=tile, tile_n=64, tile_k=64, max_concurrent_steps=2, grid_minor_dim=minor)
-    for tile in (64, 128) for minor in (M, N)
+    hopper_matmul_mgpu.TuningConfig(tile_m=64, tile_n=64, tile_k=64, max_concurrent_steps=2, grid_minor_dim=minor)
+    for minor in (M, N)
 ]
 attention_configs = [
     attention_mgpu.TuningConfig(block_q=64, block_kv=size, max_concurrent_steps=2) for size in (64, 128)
@@ -258,7 +258,7 @@ a = normal(0, 8)
 result = quarantune.AutoTuner(kernel, space, name="kernel", **QUICK).run(a)
 best = result.best_config
 assert (best["config"].grid_minor_dim, best["other"]) == (M, attention_configs[1])
-assert result.failures["error"] == 6
+assert result.failures["error"] == 3
 agree(result.fn(a), a * 2)
 again = quarantune.AutoTuner(kernel, space, name="kernel", **QUICK).run(a)
 assert again.from_cache
@@ -282,12 +282,12 @@ sizes = [
 ]
 mask = masks.MultiHeadMask([masks.CausalMask((256, 256))])
 
-@quarantune.autotune([{"block_sizes": size} for size in sizes], **QUICK)
+@quarantune.autotune({"block_sizes": sizes[1:]}, **QUICK)
 @jax.jit(static_argnames=["block_sizes"])
 def attend(q, k, v, block_sizes=sizes[0]):
     return splash.make_splash_mha(mask, block_sizes=block_sizes, head_shards=1, q_seq_shards=1)(q, k, v)
 
-gmm = quarantune.autotune({"tiling": [(64, 128, 128), (128, 128, 128)]}, **QUICK)(
+gmm = quarantune.autotune({"tiling": [(64, 128, 128)]}, **QUICK)(
     jax.jit(megablox.gmm, static_argnames=["tiling", "preferred_element_type"])
 )
 
@@ -310,17 +310,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
 
-@quarantune.autotune({"chunk": [1, 2]}, **QUICK)
+@quarantune.autotune({"chunk": [2]}, **QUICK)
 @jax.jit(static_argnames=["chunk"])
-def doubled(a, chunk=2):
+def doubled(a, chunk=1):
     only(chunk, 2)
     return a * 2
 
-@quarantune.autotune({"chunk": [1, 2]}, **QUICK)
+@quarantune.autotune({"chunk": [2]}, **QUICK)
 @jax.jit(static_argnames=["chunk"])
-def summed(a, chunk=2):
-    only(chunk, 2)
-    return jax.lax.psum(a * 2, "x")
+def summed(a, chunk=1):
+    return jax.lax.psum(a * chunk, "x")
 
 a = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("x")))
 agree(doubled(a), np.full((8, 4), 2.0))
@@ -342,9 +341,9 @@ def test_a_kernel_defined_anew_in_a_notebooks_cell_is_tuned_anew() -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     cell = """
-@quarantune.autotune({{"n": [1, {best}]}}, **QUICK)
+@quarantune.autotune({{"n": [{best}]}}, **QUICK)
 @jax.jit(static_argnames=["n"])
-def kernel(x, n={best}):
+def kernel(x, n=1):
     only(n, {best})
     return x * n
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import dataclasses, functools, sys
 import jax, jax.numpy as jnp, numpy as np
 import quarantune
 
-tuned = quarantune.autotune({"n": [1, 2]}, rep=1)
+tuned = quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
 jitted = functools.partial(jax.jit, static_argnames=["n"])
 W, X = jnp.ones((4, 4)), jnp.ones((3, 4))
 
@@ -89,13 +90,13 @@ class Model(nnx.Module):
 
 @tuned
 @jitted
-def apply(model, x, n: int = 1):
+def run(model, x, n: int = 1):
     check(n)
     return model(x)
 
 np.testing.assert_array_equal(add_leaves(Decorated(W), X), np.full((3, 4), 17.0))
 np.testing.assert_array_equal(add_leaves(Node(W), X), np.full((3, 4), 17.0))
-np.testing.assert_array_equal(apply(Model(), X), np.full((3, 4), 4.0))
+np.testing.assert_array_equal(run(Model(), X), np.full((3, 4), 4.0))
 """
 
 CHEX = """
@@ -109,10 +110,14 @@ np.testing.assert_array_equal(add_leaves(State(w=W), X), np.full((3, 4), 17.0))
 """
 
 
-@pytest.mark.parametrize(("library", "script"), [("equinox", EQUINOX), ("flax", FLAX), ("chex", CHEX)])
-def test_classes_of_a_script_arrive_with_their_fields(library: str, script: str, tmp_path: Path) -> None:
-    pytest.importorskip(library)
+SCRIPTS = {"equinox": EQUINOX, "flax": FLAX, "chex": CHEX}
+
+
+def test_classes_of_a_script_arrive_with_their_fields(tmp_path: Path) -> None:
+    installed = [script for library, script in SCRIPTS.items() if importlib.util.find_spec(library)]
+    if not installed:
+        pytest.skip(f"needs one of {', '.join(SCRIPTS)}")
     file = tmp_path / "script.py"
-    file.write_text(DEFINE + script)
+    file.write_text("".join([DEFINE, *installed]))
     done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
