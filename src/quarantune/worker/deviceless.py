@@ -18,7 +18,8 @@ from quarantune.worker.failures import NeedsDeviceError
 _LIBTPU_ENVIRON = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # else only one process at a time may load it
     "TPU_SKIP_MDS_QUERY": "1",  # no query of a cloud machine's metadata, which waits for the network
-    "TPU_LOG_DIR": "disabled",  # else it leaves files in /tmp
+    "TPU_LOG_DIR": "disabled",  # no directory of logs in /tmp
+    "TPU_MIN_LOG_LEVEL": "3",  # and no file in TMPDIR instead: below level 3, the fatal errors, it logs to files too
     "TPU_WORKER_HOSTNAMES": "localhost",  # else it warns that it knows none
 }
 """The environment in which libtpu compiles without a TPU; the caller's own variables have priority."""

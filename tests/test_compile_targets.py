@@ -1,0 +1,251 @@
+"""Real compilers for TPUs and GPUs on a machine without them: Pallas, Triton and Mosaic kernels, JAX's own included.
+
+Each test compiles few and small configs, because a machine with other work takes several times as long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from jax.experimental import pallas as pl
+from misdeeds import kernel as zoo
+
+import quarantune
+from quarantune import CompileReport, Outcome
+from quarantune.devices import targets
+
+pytestmark = [
+    pytest.mark.target,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("two_slots"),
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the `tpu` extra")
+needs_cuda = pytest.mark.skipif(
+    not any("cuda" in name for name in targets._plugins()), reason="needs the `cuda-compile` extra"
+)
+
+
+X = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+
+
+def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def ends(report: CompileReport) -> list[str]:
+    return [trial.outcome.value for trial in report.trials]
+
+
+@functools.partial(jax.jit, static_argnames=["bq", "bk"])
+def flash(q: Any, k: Any, v: Any, bq: int = 128, bk: int = 128) -> Any:
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_attention
+
+    return flash_attention(q, k, v, block_sizes=BlockSizes(bq, bk, bk, 1))
+
+
+@functools.partial(jax.jit, static_argnames=["rows", "scratch", "path", "others"])
+def scaled(x: Any, rows: int = 8, scratch: int = 8, path: str = "", others: int = 0) -> Any:
+    """Doubles `x` in blocks, with a scratch buffer in VMEM that costs no time to compile."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    def body(x_ref: Any, o_ref: Any, scratch_ref: Any) -> None:
+        scratch_ref[:8] = x_ref[:8]
+        o_ref[...] = x_ref[...] * 2 + scratch_ref[0, 0]
+
+    if path:
+        wait_for_others(Path(path), others)
+    return pl.pallas_call(
+        body,
+        grid=(x.shape[0] // rows,),
+        in_specs=[pl.BlockSpec((rows, 128), lambda i: (i, 0))],
+        out_specs=pl.BlockSpec((rows, 128), lambda i: (i, 0)),
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        scratch_shapes=[pltpu.VMEM((scratch, 128), x.dtype)],
+    )(x)
+
+
+def wait_for_others(directory: Path, count: int) -> None:
+    """Waits until `count` workers are in here at the same time."""
+    (directory / str(os.getpid())).touch()
+    deadline = time.monotonic() + 60
+    while len(list(directory.iterdir())) < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError("no other config was compiled meanwhile")
+        time.sleep(0.01)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("target", ["TPU v5e", "TPU v6e"])
+def test_jaxs_flash_attention_compiles_block_by_block(target: str) -> None:
+    blocks = {"bq": [128, 256, 512, 1024], "bk": [128, 512, 1024]}
+    report = quarantune.compile_check(flash, blocks, *[struct(1, 2, 1024, 128)] * 3, target=target)
+    assert ends(report) == ["ok"] * 12, report.table()
+    vmem = [trial.figures.vmem_bytes for trial in report.trials if trial.figures is not None]
+    assert all(vmem)
+    assert vmem[-1] > 4 * vmem[0], "larger blocks take more VMEM"
+
+
+@needs_libtpu
+@pytest.mark.usefixtures("quiet_place")
+def test_a_hopeless_compilation_is_killed_at_its_deadline_and_nothing_is_left() -> None:
+    with nothing_is_left():
+        report = quarantune.compile_check(
+            flash, {"bq": [4096], "bk": [4096]}, *[struct(1, 2, 4096, 128)] * 3, target="v5e", compile_timeout=3
+        )
+        assert ends(report) == ["timeout"]
+        assert report.trials[0].message == "compiling took longer than 3 s"
+        assert quarantune.compile_check(scaled, {"rows": [8]}, X, target="v5e").ok
+
+
+@needs_libtpu
+def test_what_exceeds_vmem_is_named_with_its_amount() -> None:
+    report = quarantune.compile_check(scaled, {"scratch": [8, 1 << 18]}, X, target="TPU v5e")
+    assert ends(report) == ["ok", "error"], report.table()
+    assert "over VMEM: 128." in report.table()
+    assert report.trials[0].figures is not None
+    assert report.trials[0].figures.vmem_bytes
+
+
+@needs_libtpu
+@pytest.mark.usefixtures("quiet_place")
+def test_misdeeds_of_configs_for_a_tpu_are_contained_and_named() -> None:
+    space = tuple((mode, "tracing") for mode in ["good", "fail", "segfault", "starve", "exit_with_0"])
+    configs = [{"mode": mode, "when": when, "turn": turn} for turn, (mode, when) in enumerate(space)]
+    with nothing_is_left():
+        report = quarantune.compile_check(
+            zoo,
+            lambda x, space: configs,
+            X,
+            target="v5e",
+            memory_limit="1GB",
+            space=space,
+        )
+    assert ends(report) == ["ok", "error", "crashed", "oom", "crashed"], report.table()
+    assert quarantune.compile_check(scaled, {"rows": [8]}, X, target="v5e").ok
+
+
+@needs_libtpu
+def test_two_configs_are_compiled_at_a_time(tmp_path: Path) -> None:
+    report = quarantune.compile_check(scaled, {"rows": [8, 16]}, X, target="v6e", path=str(tmp_path), others=2)
+    assert report.ok, report.table()
+
+
+@needs_libtpu
+def test_compile_configs_for_a_target_tells_which_ones_compile() -> None:
+    x = jnp.ones((64, 128))
+    with pytest.warns(UserWarning, match=r"'scratch': 262144.*did not compile: error"):
+        small, large = quarantune.compile_configs(scaled, {"scratch": [8, 1 << 18]}, x, target="TPU v5e")
+    assert small is not None
+    assert large is None
+
+
+@functools.partial(jax.jit, static_argnames=["asks"])
+def asking(x: Any, asks: str = "backend") -> Any:
+    if asks == "devices":
+        return x * len(jax.devices())
+    assert jax.default_backend() == asks, jax.default_backend()
+    return x @ x
+
+
+@needs_libtpu
+@needs_cuda
+@pytest.mark.parametrize(("target", "backend"), [("v5e", "tpu"), ("H100", "gpu")])
+def test_code_that_asks_for_its_device_is_answered_for_the_target(target: str, backend: str) -> None:
+    report = quarantune.compile_check(asking, {"asks": [backend, "devices"]}, struct(256, 256), target=target)
+    assert ends(report) == ["ok", "error"], report.table()
+    assert "it calls jax.devices() while it is traced" in report.trials[1].message
+
+
+def matmul_body(a_ref: Any, b_ref: Any, o_ref: Any, *, step: int) -> None:
+    def add(index: Any, total: Any) -> Any:
+        a = a_ref[:, pl.ds(index * step, step)]
+        return total + jnp.dot(a, b_ref[pl.ds(index * step, step), :], preferred_element_type=jnp.float32)
+
+    steps = a_ref.shape[1] // step
+    o_ref[...] = jax.lax.fori_loop(0, steps, add, jnp.zeros(o_ref.shape, jnp.float32)).astype(o_ref.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=["tile", "stages"])
+def triton_matmul(a: Any, b: Any, tile: int = 64, stages: int = 2) -> Any:
+    from jax.experimental.pallas import triton as plt
+
+    rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
+    return pl.pallas_call(
+        functools.partial(matmul_body, step=64),
+        grid=(rows // tile, columns // tile),
+        in_specs=[pl.BlockSpec((tile, inner), lambda i, j: (i, 0)), pl.BlockSpec((inner, tile), lambda i, j: (0, j))],
+        out_specs=pl.BlockSpec((tile, tile), lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((rows, columns), a.dtype),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=stages),
+    )(a, b)
+
+
+@needs_cuda
+@pytest.mark.parametrize(("target", "expected"), [("H100", ["ok", "ok", "error"]), ("A100", ["ok", "error", "error"])])
+def test_triton_kernels_meet_the_shared_memory_of_each_gpu(target: str, expected: list[str]) -> None:
+    configs = [{"tile": 64, "stages": 2}, {"tile": 128, "stages": 7}, {"tile": 256, "stages": 6}]
+    report = quarantune.compile_check(triton_matmul, configs, *[struct(1024, 1024)] * 2, target=target)
+    assert ends(report) == expected, report.table()
+    assert "over shared memory: " in report.table()
+
+
+@functools.partial(jax.jit, static_argnames=["steps"])
+def hopper_matmul(a: Any, b: Any, steps: int = 2) -> Any:
+    from jax.experimental.pallas.ops.gpu import hopper_matmul_mgpu as hopper
+
+    config = hopper.TuningConfig(tile_m=64, tile_n=128, tile_k=64, max_concurrent_steps=steps)
+    return hopper.matmul(a, b, None, config)
+
+
+@functools.partial(jax.jit, static_argnames=["block"])
+def mosaic_attention(q: Any, k: Any, v: Any, block: int = 64) -> Any:
+    from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+    config = attention_mgpu.TuningConfig(block_q=64, block_kv=block, max_concurrent_steps=2)
+    return attention_mgpu.attention(q, k, v, config)
+
+
+@functools.partial(jax.jit, static_argnames=["block"])
+def triton_attention(q: Any, k: Any, v: Any, block: int = 64) -> Any:
+    from jax.experimental.pallas.ops.gpu import attention
+
+    return attention.mha(q, k, v, None, block_sizes=attention.BlockSizes(block_q=block, block_k=64))
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("fn", "configs", "x", "expected"),
+    [
+        (hopper_matmul, {"steps": [2, 6]}, struct(512, 512, dtype=jnp.float16), ["ok", "error"]),
+        (mosaic_attention, {"block": [64, 256]}, struct(1, 512, 2, 128, dtype=jnp.float16), ["ok", "error"]),
+        (triton_attention, {"block": [64, 48]}, struct(1, 512, 2, 64, dtype=jnp.float16), ["ok", "error"]),
+    ],
+    ids=["hopper_matmul_mgpu", "attention_mgpu", "attention"],
+)
+def test_jaxs_own_gpu_kernels_compile_or_not_per_config(
+    fn: Callable[..., Any], configs: dict[str, list[int]], x: Any, expected: list[str]
+) -> None:
+    operands = 2 if fn is hopper_matmul else 3
+    report = quarantune.compile_check(fn, configs, *[x] * operands, target="NVIDIA H200")
+    assert ends(report) == expected, report.table()
+
+
+@needs_cuda
+def test_a_description_that_jax_cannot_read_fails_with_its_name(cache_dir: Path) -> None:
+    (target,) = [target for target in quarantune.targets() if target.name == "NVIDIA H100"]
+    damaged = dataclasses.replace(target, config_text="no_such_field: 1\n")
+    report = quarantune.compile_check(triton_matmul, {"tile": [64]}, *[struct(512, 512)] * 2, target=damaged)
+    assert report.trials[0].outcome is Outcome.ERROR
+    assert f"JAX {jax.__version__} cannot compile for NVIDIA H100 80GB HBM3 here: " in report.trials[0].message
