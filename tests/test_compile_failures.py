@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from helpers import SOURCE
 
 import quarantune
 from quarantune.cache import CacheWarning, TuningCache
@@ -61,6 +65,7 @@ def test_a_failure_is_known_to_later_jobs_with_its_date_and_source(tmp_path: Pat
         failed(phase=Phase.CHECK),
         failed(message="FileNotFoundError: no tables.npy"),
         failed(message="ModuleNotFoundError: no module named 'kernels'"),
+        failed(message="quarantune.worker.failures.UncheckableError: it calls jax.devices() while it is traced"),
         failed(Outcome.DEVICE_OOM, "RESOURCE_EXHAUSTED: Out of memory", route=Route.TOGETHER),
         failed(Outcome.LOST),
         failed(Outcome.NOT_RUN),
@@ -207,16 +212,63 @@ def test_what_failed_to_compile_is_not_compiled_by_another_sweep(
 
 
 @pytest.mark.slow
-def test_a_sweep_knows_what_a_compile_check_found() -> None:
-    @functools.partial(jax.jit, static_argnames=["n"])
-    def plain(x: Any, n: int = 2) -> Any:
-        if n == 1:
-            raise NotImplementedError("n=1 is odd")
-        return x
-
+def test_a_sweep_knows_what_a_compile_check_found(notes: Path) -> None:
+    fn, structs = kernel(notes, [1, 2, 3]), jax.ShapeDtypeStruct(X.shape, X.dtype)
+    assert quarantune.compile_check(fn, [{"n": 1}, {"n": 2}], structs, target="cpu").failures == {"error": 1}
     with pytest.warns(UserWarning, match="did not compile"):
-        quarantune.compile_configs(plain, {"n": [1, 2]}, jax.ShapeDtypeStruct(X.shape, X.dtype))
-    result = quarantune.AutoTuner(plain, {"n": [1, 2]}, rep=1).run(X)
-    assert "known since" in result.trials[0].message
+        quarantune.compile_configs(fn, [{"n": 3}], structs)
+    assert traced(notes) == {"1", "2", "3"}
+    result = fn.tune(X)
+    assert traced(notes) >= {"2", "3"}, "compile_configs does not know the name or the options of what it compiles"
     assert "in a compile check: NotImplementedError: n=1 is odd" in result.trials[0].message
     assert result.best_config == {"n": 2}
+
+
+PROGRAM = """
+import functools
+import jax, jax.numpy as jnp, numpy as np, quarantune
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from quarantune.devices import targets
+from quarantune.resolve.call_key import keyed_to_tune
+from quarantune.resolve.tuning_job import TuningJob
+from quarantune.values.settings import current
+
+@quarantune.autotune({"BM": [64, 256]}, name="product")
+@functools.partial(jax.jit, static_argnames=["BM"])
+def product(a, b, BM: int = 64):
+    def body(a_ref, b_ref, c_ref):
+        c_ref[...] = pl.dot(a_ref[...], b_ref[...]).astype(c_ref.dtype)
+
+    row = pl.BlockSpec((BM, a.shape[1]), lambda i, j: (i, 0))
+    column = pl.BlockSpec((b.shape[0], BM), lambda i, j: (0, j))
+    return pl.pallas_call(
+        body,
+        grid=(a.shape[0] // BM, b.shape[1] // BM),
+        in_specs=[row, column],
+        out_specs=pl.BlockSpec((BM, BM), lambda i, j: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((a.shape[0], b.shape[1]), a.dtype),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+    )(a, b)
+
+if __name__ == "__main__":
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float16)
+    report = quarantune.compile_check(product, [{"BM": 64}, {"BM": 256}], x, x, target="H200")
+    print(report.table())
+    assert [trial.outcome.value for trial in report.trials] == ["ok", "error"], report.table()
+    resolver, arrays = product._resolver, (np.ones((512, 512), np.float16),) * 2
+    for target, known in (("H200", [1]), ("H100", [])):
+        keyed = keyed_to_tune(resolver.bind(arrays, {}), targets.find(target))
+        job = TuningJob(keyed, resolver._context, current(), start_over=True)
+        job._recall_compile_failures()
+        assert list(job._trials) == known, (target, job._trials)
+"""
+
+
+@pytest.mark.target
+def test_a_sweep_on_a_gpu_knows_what_a_check_without_one_found(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

@@ -184,11 +184,10 @@ class CompileFailures:
         return dataclasses.replace(trial, message=f"{origin}: {trial.message}" if trial.message else origin)
 
 
-def note_check(failures: CompileFailures, trials: Iterable[Trial]) -> None:
-    """Remembers the failures of a compile check; warns where that is not possible."""
+def note_check(failures: CompileFailures, trial: Trial) -> None:
+    """Remembers a failure of a compile check; warns where that is not possible."""
     try:
-        for trial in trials:
-            failures.note(trial, source="a compile check")
+        failures.note(trial, source="a compile check")
     except cache.CacheWriteError as error:
         cache.report_once(f"the failures of a compile check are not remembered: {error}")
 
@@ -213,8 +212,10 @@ def _compiled(trial: Trial) -> bool:
 
 
 def _is_transient(message: str) -> bool:
-    kind = getattr(builtins, message.partition(":")[0].strip(), None)
-    return isinstance(kind, type) and issubclass(kind, _TRANSIENT)
+    name = message.partition(":")[0].strip()
+    kind = getattr(builtins, name, None)
+    is_ours = name.startswith("quarantune.")  # such as `UncheckableError`: the config did not get as far as a compiler
+    return is_ours or (isinstance(kind, type) and issubclass(kind, _TRANSIENT))
 
 
 def _is_same(before: _Failure, after: _Failure) -> bool:

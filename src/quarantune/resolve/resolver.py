@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -152,21 +153,25 @@ class Resolver:
         settings, options = environment.current(), self.function.options
         limits = SweepLimits.of(options, settings, num_workers=num_workers)
         trials: dict[int, Trial] = {}
+        note = self._noting(described, settings, limits)
+
+        def on_trial(index: int, trial: Trial) -> None:
+            trials[index] = trial
+            note(trial)
+
         swept = sweep.run(
             described.problem(),
             dict(enumerate(call.configs)),
             options=options,
             settings=settings,
             limits=limits,
-            events=SweepEvents(on_trial=trials.__setitem__),
+            events=SweepEvents(on_trial=on_trial),
             compile_only=True,
         )
-        if not settings.disable_cache:
-            note_check(CompileFailures(described, settings.cache_dir, limits), trials.values())
         return [(trials[index], swept.executables.get(index)) for index in range(len(call.configs))]
 
     def check(self, call: BoundCall, target: Target, *, num_workers: int | None) -> CompileReport:
-        """Compiles the configs of a call for a device that need not be here, and runs none of them.
+        """Compiles the configs of a call for a device that need not be here; runs none, and remembers those that fail.
 
         Args:
             call: the call.
@@ -179,10 +184,13 @@ class Resolver:
         pruned = {index: call.configs[index] for index in call.pruned}
         trials = {index: pruned_trial(config) for index, config in pruned.items()}
         left = {index: config for index, config in enumerate(call.configs) if index not in trials}
+        limits = SweepLimits.of(options, settings, num_workers=num_workers)
+        note = self._noting(described, settings, limits)
         with contextlib.closing(Progress(f"{call.name} for {target.name}", len(left), shown=settings.progress)) as line:
 
             def on_trial(index: int, trial: Trial) -> None:
                 trials[index] = trial
+                note(trial)
                 line.step(trial)
 
             if left:
@@ -191,7 +199,7 @@ class Resolver:
                     left,
                     options=options,
                     settings=settings,
-                    limits=SweepLimits.of(options, settings, num_workers=num_workers),
+                    limits=limits,
                     events=SweepEvents(on_trial=on_trial),
                     target=target,
                 )
@@ -230,6 +238,13 @@ class Resolver:
             )
             return _DEFAULTS
         return Choice(self._tune(described, settings, start_over=must_tune).best_config)
+
+    @staticmethod
+    def _noting(described: KeyedCall, settings: Settings, limits: SweepLimits) -> Callable[[Trial], None]:
+        """Returns a function that remembers for later sweeps which configs do not compile."""
+        if settings.disable_cache:
+            return lambda trial: None
+        return functools.partial(note_check, CompileFailures(described, settings.cache_dir, limits))
 
     def _tune(self, described: KeyedCall, settings: Settings, *, start_over: bool) -> TuningResult:
         self._check_outside()

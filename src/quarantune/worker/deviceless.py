@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSha
 
 from quarantune import jax_internals
 from quarantune.sandbox.messages import CompileTarget
-from quarantune.worker.failures import NeedsDeviceError
+from quarantune.worker.failures import NeedsDeviceError, UncheckableError
 
 _LIBTPU_ENVIRON = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # else only one process at a time may load it
@@ -55,7 +55,7 @@ def _topology(target: CompileTarget) -> Any:
     """Returns JAX's description of the accelerator; for a TPU this starts threads, so that nothing may fork after it.
 
     Raises:
-        RuntimeError: this version of JAX, or of its plugin, cannot describe the accelerator.
+        UncheckableError: this version of JAX, or of its plugin, cannot describe the accelerator.
     """
     try:
         if target.platform == "tpu":
@@ -67,7 +67,9 @@ def _topology(target: CompileTarget) -> Any:
             platform=target.platform, topology_name="", topology="1x1x1", target_config=target.config_text
         )
     except Exception as error:
-        raise RuntimeError(f"JAX {jax.__version__} cannot compile for {target.device_kind} here: {error}") from error
+        raise UncheckableError(
+            f"JAX {jax.__version__} cannot compile for {target.device_kind} here: {error}"
+        ) from error
 
 
 def _refuse_devices(function: str) -> None:
@@ -75,7 +77,7 @@ def _refuse_devices(function: str) -> None:
 
 
 def _refuse_devices_in_check(function: str) -> None:
-    raise RuntimeError(
+    raise UncheckableError(
         f"it calls jax.{function}() while it is traced, which has no answer where the device is not: pass the values "
         f"that it needs as static arguments, or ask jax.default_backend() only"
     )

@@ -16,6 +16,10 @@ class NeedsDeviceError(RuntimeError):
     """The program cannot be compiled well, or at all, without its device: compile it there."""
 
 
+class UncheckableError(RuntimeError):
+    """Nothing can be said here about a config for a device that is elsewhere; on that device it may well compile."""
+
+
 class WrongResultError(Exception):
     """A config ran and returned a wrong result; the message says how it differs.
 
