@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -189,3 +190,24 @@ def test_a_wrong_choice_of_search_is_refused_with_the_choices() -> None:
         check_search(7)
     with pytest.raises(TypeError, match=r"is no search"):
         check_search(Backwards)  # the class instead of an object
+
+
+@pytest.mark.clients
+def test_samplers_of_optuna_search_and_repeat_nothing() -> None:
+    pytest.importorskip("optuna")
+    for name in ("optuna:tpe", "optuna:random", "optuna:nsgaii"):
+        space = Space({**GRID, "via": ["a", "b", "c"]}, keep=lambda config: config["BN"] == 16)
+        made = search.make(name, space, seed=1, defaults={"BM": 64, "BN": 16, "fast": True, "via": "c"})
+        known = {"BM": 16, "BN": 16, "fast": True, "via": "a"}
+        made.tell(known, ok(known))
+        asked = drained(made)
+        assert asked[0] == {"BM": 64, "BN": 16, "fast": True, "via": "c"}
+        assert sorted(map(str, asked)) == sorted(str(config) for config in space if config != known)
+    with pytest.raises(ValueError, match=r"search='optuna:tpx' is not valid: .* Did you mean 'tpe'\? Give one of "):
+        search.make("optuna:tpx", Space(GRID))
+
+
+def test_a_search_by_optuna_without_optuna_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(ImportError, match=r"needs Optuna.*pip install 'quarantune\[optuna\]'"):
+        search.make("optuna:tpe", Space(GRID))

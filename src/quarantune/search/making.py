@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from quarantune.search.space import Space
-from quarantune.values.search_choice import AUTO, AUTO_EXHAUSTIVE_MOST, EXHAUSTIVE, RANDOM, SURROGATE, check_search
+from quarantune.values.search_choice import (
+    AUTO,
+    AUTO_EXHAUSTIVE_MOST,
+    EXHAUSTIVE,
+    OPTUNA,
+    RANDOM,
+    SURROGATE,
+    check_search,
+)
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
@@ -59,7 +67,9 @@ def make(
 
         return Surrogate(space, seed, first)
     if isinstance(search, str):
-        raise ValueError(f"search={search!r} is not valid here")
+        from quarantune.search.optuna_search import OptunaSearch
+
+        return OptunaSearch(search.removeprefix(OPTUNA), space, seed, first)
     from quarantune.search.users import UsersSearch
 
     return UsersSearch(search, space, first)

@@ -1,0 +1,162 @@
+"""Searches by the samplers of Optuna, which asks for no config twice here."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from quarantune.search.space import Space
+from quarantune.search.strategy import Strategy
+from quarantune.search.unguided import shuffled
+from quarantune.values.search_choice import OPTUNA
+from quarantune.values.texts import did_you_mean
+from quarantune.values.trial import Config, Outcome, Trial
+
+_MOST_REPEATS = 100
+"""After so many proposals in a row that cannot be tried, a random config is asked."""
+_LEFT_OUT = frozenset({"base", "grid", "partialfixed"})
+"""These need further arguments."""
+
+
+class OptunaSearch(Strategy):
+    """Asks a sampler for configs; numbers are ordered by size, words are categories."""
+
+    def __init__(self, sampler: str, space: Space, seed: int, starts: Iterable[Config] = ()) -> None:
+        """Makes a study in memory.
+
+        Args:
+            sampler: the name of a class in `optuna.samplers` in lower case, without `Sampler`.
+            space: the configs.
+            seed: the sampler's seed.
+            starts: as for `Strategy`.
+
+        Raises:
+            ImportError: Optuna is not installed.
+            ValueError: it has no such sampler.
+        """
+        self._optuna = _import()
+        made = _make_sampler(self._optuna, sampler, seed)
+        space.whole()
+        super().__init__(space, starts)
+        self._orders = [_order(values) for values in space.values]
+        self._distributions = {
+            name: self._optuna.distributions.CategoricalDistribution(list(range(len(values))))
+            if order is None
+            else self._optuna.distributions.IntDistribution(0, len(values) - 1)
+            for name, values, order in zip(space.names, space.values, self._orders, strict=True)
+        }
+        verbosity = self._optuna.logging.get_verbosity()
+        self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
+        try:
+            self._study = self._optuna.create_study(sampler=made)
+        finally:
+            self._optuna.logging.set_verbosity(verbosity)
+        self._asked: dict[int, Any] = {}
+        self._others = shuffled(space, np.random.default_rng(seed))
+
+    def pick(self, n: int) -> list[int]:
+        """Returns the sampler's next configs that can be tried; random ones where it only repeats itself."""
+        picked: list[int] = []
+        repeats = 0
+        while len(picked) < n and repeats < _MOST_REPEATS:
+            proposal = self._study.ask(self._distributions)
+            position = self._position(proposal.params)
+            if position is not None and position not in picked and self.is_free(position):
+                self._asked[position] = proposal
+                picked.append(position)
+                repeats = 0
+                continue
+            repeats += 1
+            value = None if position is None else self._value(self.trials.get(position))
+            self._finish(proposal, value)
+        for position in self._others if len(picked) < n else ():
+            if position not in picked and self.is_free(position):
+                picked.append(position)
+            if len(picked) == n:
+                break
+        return picked
+
+    def tell(self, config: Config, trial: Trial) -> None:
+        """Takes note of a trial, whoever asked for it."""
+        position = self.space.find(config)
+        known = position in self.trials
+        super().tell(config, trial)
+        if position is None or known:
+            return
+        value = self._value(trial)
+        if (proposal := self._asked.pop(position, None)) is not None:
+            self._finish(proposal, value)
+        elif value is not None:
+            params = {
+                name: code if order is None else order.index(code)
+                for name, code, order in zip(
+                    self.space.names, self.space.codes([position])[0].tolist(), self._orders, strict=True
+                )
+            }
+            self._study.add_trial(
+                self._optuna.trial.create_trial(params=params, distributions=self._distributions, value=value)
+            )
+
+    def _position(self, params: dict[str, int]) -> int | None:
+        codes = [
+            params[name] if order is None else order[params[name]]
+            for name, order in zip(self.space.names, self._orders, strict=True)
+        ]
+        return next(iter(self.space.positions_of(np.array([codes], np.int64))), None)
+
+    def _value(self, trial: Trial | None) -> float | None:
+        """Returns what the study is told: a failure counts as the slowest config, and as failed while there is none."""
+        if trial is None:
+            return None
+        if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.level_ms:
+            return float(np.log(trial.level_ms))
+        if not trial.outcome.is_failure or trial.outcome is Outcome.LOST:
+            return None
+        times = [known.level_ms for known in self.trials.values() if known.outcome is Outcome.OK and known.level_ms]
+        return float(np.log(max(times))) if times else None
+
+    def _finish(self, proposal: Any, value: float | None) -> None:
+        if value is None:
+            self._study.tell(proposal, state=self._optuna.trial.TrialState.FAIL)
+        else:
+            self._study.tell(proposal, value)
+
+
+def _import() -> ModuleType:
+    try:
+        return importlib.import_module("optuna")
+    except ImportError as error:
+        raise ImportError(
+            f"search='{OPTUNA}...' needs Optuna, which is not installed: pip install 'quarantune[optuna]'"
+        ) from error
+
+
+def _make_sampler(optuna: ModuleType, name: str, seed: int) -> Any:
+    classes = {
+        attribute.removesuffix("Sampler").lower(): getattr(optuna.samplers, attribute)
+        for attribute in optuna.samplers.__all__
+        if attribute.endswith("Sampler")
+    }
+    names = sorted(classes.keys() - _LEFT_OUT)
+    if name not in names:
+        raise ValueError(
+            f"search='{OPTUNA}{name}' is not valid: Optuna has no such sampler.{did_you_mean(name, names)} "
+            f"Give one of {', '.join(names)}."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a sampler, or the option for several trials at a time, is experimental
+        if name == "tpe":
+            return classes[name](seed=seed, constant_liar=True)
+        return classes[name](seed=seed)
+
+
+def _order(values: list[Any]) -> list[int] | None:
+    """Returns the codes of numbers by size; None for values that have no order."""
+    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
+        return None
+    return sorted(range(len(values)), key=values.__getitem__)
