@@ -17,7 +17,7 @@ def test_defaults_are_the_documented_ones(monkeypatch: pytest.MonkeyPatch) -> No
     assert now.cache_dir.is_absolute()
     assert now.cache_dir.name == "quarantune"
     assert (now.cpu_utilization, now.cpu_count, now.max_cpu_count) == (0.9, -1, -1)
-    assert (now.on_miss, now.isolation, now.lock_timeout) == ("tune", "process", 60.0)
+    assert (now.on_miss, now.isolation, now.lock_timeout) == ("tune", "auto", 60.0)
     unset = [now.compile_timeout, now.timeout, now.memory_limit, now.devices, now.configs_per_worker]
     assert [*unset, now.start_method, now.progress, now.log_dir] == [None] * 8
     assert [now.disable_cache, now.always_tune, now.version_check] == [False] * 3
@@ -74,7 +74,7 @@ def test_a_variable_is_read_at_each_use(name: str, text: str, expected: Any, mon
         ("devices", "0,0", "different"),
         ("configs_per_worker", "0", "or 'auto'"),
         ("start_method", "forkserver", "'fork' or 'spawn'"),
-        ("isolation", "docker", "'process' or 'none'"),
+        ("isolation", "docker", "'auto', 'process', 'compile' or 'none'"),
         ("progress", "2", "0, 1, or 'auto'"),
         ("lock_timeout", "-0.1", "from 0 to 1e9"),
         ("timeout", "1e10", "at most 1e9"),

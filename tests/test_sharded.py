@@ -172,6 +172,8 @@ def test_configs_in_this_process_run_on_the_callers_devices(axis_type: str, tmp_
         warnings.simplefilter("ignore", RuntimeWarning)
         mesh = Mesh(np.array(jax.devices()[3:1:-1]), ("a",), axis_types=(AxisType.KIND,))
         x = place(X, mesh, "a")
+        with quarantune.settings(isolation="compile"):
+            assert_all_ran(f.tune(x))
         with quarantune.settings(isolation="none"):
             assert_all_ran(f.tune(x))
             with jax.set_mesh(mesh):

@@ -28,9 +28,11 @@ from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.swept import Swept
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
+from quarantune.transport.problem import Problem
 from quarantune.values import shown
 from quarantune.values.json_object import JsonObject
 from quarantune.values.options import Options
@@ -283,12 +285,12 @@ class ContextualJob(TuningJob):
             ordered = [trials[index] for index in range(len(texts))]
             raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.text)
         settled, verdict = finals.conclude(trials, swept.final, default=0)
-        slots = self._slots(swept, verdict.winner, texts[verdict.winner], runner)
+        slots = self._slots(problem, swept, verdict.winner, texts[verdict.winner], runner)
         return _Step(tuple(settled[index] for index in range(len(texts))), verdict.winner, verdict.tie, slots)
 
-    def _slots(self, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
+    def _slots(self, problem: Problem, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
         """Returns the kernels that were called under the winning assignment."""
-        if self._settings.isolation == "none":
+        if isolation_of(self._settings, problem) is Isolation.NONE:
             return assignment.read_report(runner.report({KEY: text}))
         try:
             return assignment.read_report(swept.executables[winner])

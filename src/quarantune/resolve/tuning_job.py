@@ -24,6 +24,7 @@ from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.swept import Swept
 from quarantune.values import shown, versions
@@ -149,7 +150,8 @@ class TuningJob:
         Nothing refreshes it while the function is loaded, or while a config runs in this process.
         """
         limits = self._limits
-        silent_s = limits.compile_timeout_s + (self._settings.isolation == "none") * limits.timeout_s
+        is_apart = isolation_of(self._settings, self._keyed.problem()) is Isolation.PROCESS
+        silent_s = limits.compile_timeout_s + (0.0 if is_apart else limits.timeout_s)
         return _CLAIM_WORST_CASE_S + silent_s
 
     def _refresh_claim(self) -> None:
@@ -291,7 +293,12 @@ class TuningJob:
             options=self._options,
             settings=self._settings,
             limits=self._limits,
-            events=SweepEvents(on_trial=on_trial, on_tick=self._refresh_claim, on_phase=self._context.on_phase),
+            events=SweepEvents(
+                on_trial=on_trial,
+                on_tick=self._refresh_claim,
+                on_overdue=self._record,
+                on_phase=self._context.on_phase,
+            ),
             troubled=last,
             known=self._trials,
         )

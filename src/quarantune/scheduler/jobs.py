@@ -46,12 +46,13 @@ class Jobs:
         on_trial: Callable[[int, Trial, str], None],
         log_of: Callable[[Worker], str],
         source: ConfigSource,
+        programs: SamePrograms | None = None,
     ) -> None:
         self.pending: collections.deque[Job] = collections.deque()
         self.ready: collections.deque[Job] = collections.deque()
         self.unfinished = 0
         self.leftovers = Leftovers({}, {})
-        self.programs = SamePrograms()
+        self.programs = programs or SamePrograms()
         self.begun: list[Job] = []
         self._source = source
         self._source_waits = False

@@ -26,6 +26,7 @@ from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.replies import Replies
 from quarantune.scheduler.run import Run
+from quarantune.scheduler.same_program import SamePrograms
 from quarantune.scheduler.side_tasks import SideTasks
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.scheduler.together import Together
@@ -49,6 +50,7 @@ class Scheduler:
         on_phase: Callable[[int, str], None] = lambda index, phase: None,
         reference: Reference | None = None,
         source: ConfigSource = NOTHING_MORE,
+        programs: SamePrograms | None = None,
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = machine.available_memory_bytes,
         lease_on: Callable[[Device], Lease] = Lease,
@@ -63,6 +65,7 @@ class Scheduler:
             on_phase: called with the index of a config and the phase that it enters.
             reference: the outputs to compare with, in this run and others of the sweep; None for none.
             source: gives further configs, in addition to those that `run` is given.
+            programs: the programs of earlier runs, which configs of this run may share; None for none.
             clock: seconds.
             available_memory: bytes of memory that are free now.
             lease_on: makes the lease on a device, or returns the one that the sweep has.
@@ -80,7 +83,7 @@ class Scheduler:
             plan=plan,
             devices=devices,
             workers=workers,
-            jobs=Jobs(plan, reference, devices, on_trial, workers.log, source),
+            jobs=Jobs(plan, reference, devices, on_trial, workers.log, source, programs),
             race=Race(),
             reference=reference,
             memory=MemoryWatch(sandbox, plan, workers, reference, available_memory),

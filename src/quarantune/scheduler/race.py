@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from quarantune.measure import finals, sampling
 from quarantune.sandbox import spool
 from quarantune.scheduler.reference import UNTUNED
-from quarantune.scheduler.workers import Job, Worker
+from quarantune.scheduler.workers import Job
 
 
 class Race:
@@ -27,28 +27,31 @@ class Race:
         self._executables: dict[int, bytes] = {}
         self._kept: dict[int, tuple[float, int]] = {}
 
-    def note_first_run(self, worker: Worker, *, is_disturbed: bool) -> None:
-        """Records the informative first run of a worker's config."""
+    def note_first_run(self, index: int, run_ms: float, *, is_disturbed: bool) -> None:
+        """Records the informative first run of a config."""
         self.noise.add(1, int(is_disturbed))
-        if worker.job is not None and worker.job.index != UNTUNED and worker.run_ms is not None:
-            self._fastest_first_ms = min(self._fastest_first_ms, worker.run_ms)
+        if index != UNTUNED:
+            self._fastest_first_ms = min(self._fastest_first_ms, run_ms)
 
-    def hopeless_beside_ms(self, worker: Worker) -> float | None:
-        """Returns the time that a config cannot reach after its first run, in milliseconds; None while it may win."""
-        if worker.run_ms is None:
-            return None
-        fastest_ms = min(ms for ms in (self.best_median_ms, worker.run_ms) if ms is not None)
+    def hopeless_beside_ms(self, run_ms: float, cpu_ms: float) -> float | None:
+        """Returns the time that a config cannot reach after its first run, in milliseconds; None while it may win.
+
+        Args:
+            run_ms: the time of its first run.
+            cpu_ms: the same without the time that it waited for a CPU.
+        """
+        fastest_ms = min(ms for ms in (self.best_median_ms, run_ms) if ms is not None)
         is_hopeless = sampling.is_hopeless(
-            worker.cpu_ms, fastest_ms=fastest_ms, fastest_first_ms=self._fastest_first_ms, noise=self.noise
+            cpu_ms, fastest_ms=fastest_ms, fastest_first_ms=self._fastest_first_ms, noise=self.noise
         )
         return fastest_ms if is_hopeless else None
 
-    def note_time(self, job: Job, cpu_ms: float) -> None:
+    def note_time(self, index: int, cpu_ms: float) -> None:
         """Records the time of a config that may win.
 
         The time of the defaults does not count where they cannot win: all others may be slower.
         """
-        if job.index != UNTUNED and (self.best_median_ms is None or cpu_ms < self.best_median_ms):
+        if index != UNTUNED and (self.best_median_ms is None or cpu_ms < self.best_median_ms):
             self.best_median_ms = cpu_ms
 
     def keep_compiled(self, job: Job) -> None:

@@ -130,7 +130,7 @@ class Replies:
             message = f"at best {min(samples_ms):.4g} ms, where another config takes {race.best_median_ms:.4g}"
             verdict = Verdict(Outcome.SLOW, message)
         else:
-            race.note_time(job, cpu_ms)
+            race.note_time(job.index, cpu_ms)
         race.keep_executable(job, cpu_ms)
         timing = Timing(
             time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms), cpu_ms=cpu_ms, clock=reply.clock

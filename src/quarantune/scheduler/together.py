@@ -64,7 +64,8 @@ class Together:
         """Parks a worker again after an informative first run of its job."""
         worker.run_ms, worker.cpu_ms = checked_ms(reply.run_ms), checked_duration(reply.cpu_ms)
         worker.was_disturbed = worker.was_disturbed or reply.is_disturbed
-        self._run.race.note_first_run(worker, is_disturbed=reply.is_disturbed)
+        if worker.job is not None:
+            self._run.race.note_first_run(worker.job.index, worker.run_ms, is_disturbed=reply.is_disturbed)
         worker.held_s += self._run.clock() - worker.assigned_at
         worker.transition(WorkerState.PARKED)
         worker.deadline, device.measuring = NEVER, None
@@ -90,7 +91,7 @@ class Together:
         run, job, run_ms = self._run, worker.job, worker.run_ms
         if run_ms is None or job is None or worker.was_disturbed or run.reference.is_open:
             return False
-        if (fastest_ms := run.race.hopeless_beside_ms(worker)) is None:
+        if (fastest_ms := run.race.hopeless_beside_ms(run_ms, worker.cpu_ms)) is None:
             return False
         message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
         timing = Timing(time_ms=run_ms, samples_ms=(run_ms,), cpu_ms=worker.cpu_ms, clock="wall")

@@ -1,4 +1,4 @@
-"""Trials without a sandbox, in the caller's own process, where the operator has chosen that."""
+"""Trials without a sandbox, in the caller's own process, and the steps that any trial in this process takes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quarantune.scheduler.reference import Reference, unlike
 from quarantune.sweep.request import Finish
 from quarantune.transport.call import Call
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
-from quarantune.worker.bench import Bench, Program
+from quarantune.worker.bench import Bench, Measurement, Program
 from quarantune.worker.failures import WrongResultError, outcome_of
 from quarantune.worker.main import describe_error
 
@@ -36,6 +36,7 @@ def run(
     options: BenchOptions,
     finish: Finish,
     reference: Reference,
+    reason: str,
 ) -> None:
     """Computes the reference, then runs the configs one after another in this process; only exceptions are contained.
 
@@ -46,25 +47,23 @@ def run(
         options: as for `Bench`.
         finish: receives the trials.
         reference: the reference for outputs; the output of `ref_fn` is computed here and given to it.
+        reason: why configs run here, for the warning.
 
     Raises:
         ReferenceFailedError: `ref_fn` raised.
     """
-    _warn()
+    _warn(reason)
 
     def bench() -> Bench:
         return Bench(call, arrays_fd=arrays_fd, options=options)
 
-    if configs and "ref_fn" in call.companions:
-        with _undisturbed(), _file("expected") as fd:
-            _compute_reference(bench(), fd)
-            reference.give(fd)
-            if differs := bench().judge.shapes_differ(fd):
-                raise ReferenceFailedError(unlike(differs))
+    if configs:
+        with undisturbed():
+            give_reference(call, bench(), reference)
     take = reference.hold(finish)
     reference.begin(configs.keys())
     for index in sorted(configs, key=lambda index: not reference.is_default(index)):
-        with _undisturbed():
+        with undisturbed():
             ended = _run_one(bench(), configs[index], index, reference)
         reference.ended(index)
         take(index, ended, ended.log_tail)
@@ -81,27 +80,37 @@ def _file(label: str) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Runs a trial outside of the caller's traces, and compiled even if the caller has disabled jit."""
     with jax.disable_jit(False), jax_internals.outside_of_traces():
         yield
 
 
-def _compute_reference(bench: Bench, fd: int) -> None:
-    try:
-        bench.judge.compute_reference(fd)
-    except (Exception, SystemExit) as error:
-        about = describe_error(error)
-        raise ReferenceFailedError(f"ref_fn failed, so no config can be judged: {about.error}: {about.text}") from error
+def give_reference(call: Call, bench: Bench, reference: Reference) -> None:
+    """Computes the output of `ref_fn`, if there is one, and gives it to the reference.
+
+    Raises:
+        ReferenceFailedError: `ref_fn` raised, or no config can agree with its output.
+    """
+    if "ref_fn" not in call.companions:
+        return
+    with _file("expected") as fd:
+        try:
+            bench.judge.compute_reference(fd)
+        except (Exception, SystemExit) as error:
+            about = describe_error(error)
+            message = f"ref_fn failed, so no config can be judged: {about.error}: {about.text}"
+            raise ReferenceFailedError(message) from error
+        reference.give(fd)
+        if differs := bench.judge.shapes_differ(fd):
+            raise ReferenceFailedError(unlike(differs))
 
 
 @functools.cache
-def _warn() -> None:
-    message = (
-        "QUARANTUNE_ISOLATION=none: configs run in this process, so that one that crashes or hangs takes it along; "
-        "unset it to tune in worker processes"
+def _warn(reason: str) -> None:
+    caller.warn(
+        f"{reason}: configs run in this process, so that one that crashes or hangs takes it along", RuntimeWarning
     )
-    caller.warn(message, RuntimeWarning)
 
 
 def compare(call: Call, measured: Mapping[int, Trial], *, arrays_fd: int, options: BenchOptions) -> finals.Final:
@@ -116,7 +125,7 @@ def compare(call: Call, measured: Mapping[int, Trial], *, arrays_fd: int, option
     finalists = finals.finalists(measured)
     if len(finalists) < 2:
         return finals.Final()
-    with _undisturbed():
+    with undisturbed():
         bench = Bench(call, arrays_fd=arrays_fd, options=options)
         try:
             programs = [bench.compile(measured[index].config, target=None) for index in finalists]
@@ -127,7 +136,7 @@ def compare(call: Call, measured: Mapping[int, Trial], *, arrays_fd: int, option
             return finals.Final()
 
 
-def _check(bench: Bench, program: Program, index: int, reference: Reference) -> None:
+def check(bench: Bench, program: Program, index: int, reference: Reference) -> None:
     """Checks the output of a config, and notes the outputs of others that it agrees with."""
     offer = reference.offer()
     with _file("output") as fd:
@@ -151,22 +160,32 @@ def _run_one(bench: Bench, config: Config, index: int, reference: Reference) -> 
     try:
         program = bench.compile(config, target=None)
         so_far = dataclasses.replace(so_far, compile_s=program.compile_s, phase=Phase.CHECK)
-        _check(bench, program, index, reference)
+        check(bench, program, index, reference)
         so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
         measured = bench.measure(program, best_median_ms=None)
     except (Exception, SystemExit) as error:  # KeyboardInterrupt is for the caller
-        assert so_far.phase is not None
-        about = describe_error(error)
-        outcome = Outcome(outcome_of(error, so_far.phase.value))
-        is_wrong = outcome is Outcome.WRONG
-        return dataclasses.replace(
-            so_far,
-            outcome=outcome,
-            message=about.text if is_wrong else f"{about.error}: {about.text}",
-            log_tail="" if is_wrong else about.traceback,
-        )
+        return failed(so_far, error)
+    return timed(so_far, measured)
+
+
+def failed(trial: Trial, error: BaseException) -> Trial:
+    """Returns a trial that ended with an error in its phase."""
+    assert trial.phase is not None
+    about = describe_error(error)
+    outcome = Outcome(outcome_of(error, trial.phase.value))
+    is_wrong = outcome is Outcome.WRONG
     return dataclasses.replace(
-        so_far,
+        trial,
+        outcome=outcome,
+        message=about.text if is_wrong else f"{about.error}: {about.text}" if about.text else about.error,
+        log_tail="" if is_wrong else about.traceback,
+    )
+
+
+def timed(trial: Trial, measured: Measurement) -> Trial:
+    """Returns a trial with the times of a measurement."""
+    return dataclasses.replace(
+        trial,
         time_ms=statistics.median(measured.samples_ms),
         samples_ms=measured.samples_ms,
         own_ms=measured.cpu_ms,

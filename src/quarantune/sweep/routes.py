@@ -8,12 +8,13 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 
 from quarantune import jax_internals
 from quarantune.devices import discovery, targets
+from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.measure import finals
@@ -24,6 +25,7 @@ from quarantune.sandbox.template_messages import LoadFailed
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import MEMORY_SHARE, Leftovers, Plan
 from quarantune.scheduler.reference import UNTUNED, Reference, unlike
+from quarantune.scheduler.same_program import SamePrograms
 from quarantune.scheduler.side_tasks import SideTaskError
 from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
@@ -44,9 +46,21 @@ _CONFIGS_PER_ACCELERATOR_WORKER = 32
 
 
 class Routes:
-    """The routes of one sweep."""
+    """The routes of one sweep.
 
-    def __init__(self, sandbox: pool.Sandbox, request: SweepRequest, finish: Finish, *, on_many_devices: bool) -> None:
+    Attributes:
+        programs: the programs of the configs that were only compiled.
+    """
+
+    def __init__(
+        self,
+        sandbox: pool.Sandbox,
+        request: SweepRequest,
+        finish: Finish,
+        *,
+        on_many_devices: bool,
+        measures: bool,
+    ) -> None:
         """Sets up the routes; no worker is started.
 
         Args:
@@ -54,6 +68,7 @@ class Routes:
             request: the sweep.
             finish: receives the trials.
             on_many_devices: whether one trial needs several devices.
+            measures: whether workers measure; if not, they only compile.
         """
         self._sandbox = sandbox
         self._problem = request.problem
@@ -61,14 +76,18 @@ class Routes:
         self._limits = request.limits
         self._events = request.events
         self._troubled = request.troubled
-        self._compile_only = request.compile_only
+        self._compile_only = not measures
         self._finish = finish
+        self.programs = SamePrograms()
         self._scheduler: Scheduler | None = None
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
         self._lease_on = functools.cache(functools.partial(Lease, thread=threading.get_ident()))
         self._on_many_devices = on_many_devices
         self._on_cpu = request.problem.platform == "cpu"
+        # A TPU belongs to the process that uses it.
+        self._device_is_taken = request.problem.platform == "tpu" and jax_internals.backends_initialized()
+        self._errors_stand = self._device_is_taken
         self._is_check = request.target is not None
         if request.target is not None:
             self._devices, self._target = [request.target.device], request.target.for_compiling
@@ -80,7 +99,7 @@ class Routes:
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
         """Runs configs to their outcomes, and compares the fastest in `measured`, to which their trials are added."""
-        if not self._load(configs):
+        if not self.load(configs):
             return Swept()
         with contextlib.ExitStack() as self._schedulers:
             self._reference, configs = reference_for(self._problem, self._options, configs, self._troubled)
@@ -98,29 +117,54 @@ class Routes:
 
     def compile(self, configs: dict[int, Config]) -> Swept:
         """Compiles configs without running them, and returns their executables."""
-        executables: dict[int, bytes] = {}
-        if not self._load(configs):
+        if not self.load(configs):
             return Swept()
+        executables = self.compile_batch(configs, self._finish)
+        # The caller runs a program without the gradient that it was compiled with.
+        return Swept(executables={} if self._options.time_grad else executables)
+
+    def compile_batch(self, configs: dict[int, Config], finish: Finish, *, again: bool = False) -> dict[int, bytes]:
+        """Compiles some configs of a loaded function without running them.
+
+        Args:
+            configs: the configs by index.
+            finish: receives the trials. Where no worker can compile a program, its trial is that of a config that was
+                compiled, and it has no executable.
+            again: whether configs are compiled that were before, so that no other one may stand for them.
+
+        Returns:
+            Executables as data, by the indices of the configs that have one.
+        """
+        programs, self.programs = self.programs, SamePrograms() if again else self.programs
+        executables: dict[int, bytes] = {}
+
+        def compile_on(route: Route, configs: dict[int, Config], finish: Finish) -> Leftovers:
+            scheduler = self._new_scheduler(route, finish)
+            leftovers = scheduler.run(configs)
+            executables.update(scheduler.compiled()[0])
+            return leftovers
+
         with contextlib.ExitStack() as self._schedulers:
             left = configs
             if (self._on_cpu and not self._on_many_devices) or self._can_part():
-                leftovers = self._run_route(configs, Route.APART, self._finish)
-                assert self._scheduler is not None
-                executables |= self._scheduler.compiled()[0]
-                again = leftovers.unfit.keys() | leftovers.unconfirmed.keys()
-                left = {index: configs[index] for index in configs if index in again}
-            if left:
-                self._run_route(left, Route.TOGETHER, self._finish)
-                executables |= self._scheduler.compiled()[0] if self._scheduler is not None else {}
-        return Swept(executables=executables)
+                leftovers = compile_on(Route.APART, configs, finish)
+                left = {index: configs[index] for index in leftovers.unfit}
+                self._confirm(configs, leftovers.unconfirmed, finish, compile_on)
+            if left and self._device_is_taken:
+                for index, config in left.items():
+                    finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
+            elif left:
+                compile_on(Route.TOGETHER, left, finish)
+        self.programs = programs
+        return executables
 
     def check(self, configs: dict[int, Config]) -> None:
         """Compiles configs for a device that need not be here, and reports how each ends."""
-        if self._load(configs):
+        if self.load(configs):
             with contextlib.ExitStack() as self._schedulers:
-                self._run_route(_from_both_ends(configs, self._troubled), Route.APART, self._finish)
+                self._run_route(Route.APART, _from_both_ends(configs, self._troubled), self._finish)
 
-    def _load(self, configs: dict[int, Config]) -> bool:
+    def load(self, configs: dict[int, Config]) -> bool:
         """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
         try:
             self._sandbox.open(load_timeout_s=self._limits.compile_timeout_s)
@@ -151,15 +195,19 @@ class Routes:
         if not configs:
             return
         if not self._can_part():
-            self._run_route(configs, Route.TOGETHER, self._finish)
+            self._run_route(Route.TOGETHER, configs, self._finish)
             return
-        leftovers = self._run_route(_from_both_ends(configs, self._troubled), Route.APART, self._finish)
+        leftovers = self._run_route(Route.APART, _from_both_ends(configs, self._troubled), self._finish)
         if leftovers.unfit:
             reason = next(iter(leftovers.unfit.values()))
             _logger.info("%s: compiling on the device, because %s", self._problem.name, reason)
-            self._run_route({index: configs[index] for index in leftovers.unfit}, Route.TOGETHER, self._finish)
-        if leftovers.unconfirmed:
-            self._confirm(configs, leftovers.unconfirmed)
+            self._run_route(Route.TOGETHER, {index: configs[index] for index in leftovers.unfit}, self._finish)
+        self._confirm(configs, leftovers.unconfirmed, self._finish, self._run_route)
+
+    @property
+    def devices(self) -> Sequence[Device]:
+        """The devices to measure on."""
+        return self._devices
 
     def _can_part(self) -> bool:
         """Returns whether one worker compiles a config and another measures it."""
@@ -171,23 +219,39 @@ class Routes:
         # A function may depend on JAX's devices if its module asked for them during its import.
         return self._target is not None and self._sandbox.forks_loaded and jax_internals.is_jitted(self._problem.fn)
 
-    def _confirm(self, configs: dict[int, Config], unconfirmed: dict[int, tuple[Trial, str]]) -> None:
-        """Repeats the first error of compiling without the device on the device; confirmed there, it stands for all."""
-        first, *others = unconfirmed
-        repeated: list[Trial] = []
+    def _confirm(
+        self,
+        configs: dict[int, Config],
+        unconfirmed: dict[int, tuple[Trial, str]],
+        finish: Finish,
+        run: Callable[[Route, dict[int, Config], Finish], Leftovers],
+    ) -> None:
+        """Repeats the first error of compiling without the device on the device; confirmed there, it stands for all.
 
-        def finish_first(index: int, trial: Trial, log: str) -> None:
-            repeated.append(trial)
-            self._finish(index, trial, log)
+        Args:
+            configs: the configs by index.
+            unconfirmed: the errors and outputs of those that failed, by index.
+            finish: receives the trials.
+            run: runs configs along a route.
+        """
+        if unconfirmed and not self._errors_stand:
+            repeated: list[Trial] = []
 
-        self._run_route({first: configs[first]}, Route.TOGETHER, finish_first)
-        if repeated[0].outcome is Outcome.ERROR:
-            for index in others:
-                self._finish(index, *unconfirmed[index])
-        elif others:
-            self._run_route({index: configs[index] for index in others}, Route.TOGETHER, self._finish)
+            def finish_first(index: int, trial: Trial, log: str) -> None:
+                repeated.append(trial)
+                finish(index, trial, log)
 
-    def _run_route(self, configs: dict[int, Config], route: Route, finish: Finish) -> Leftovers:
+            first = next(iter(unconfirmed))
+            run(Route.TOGETHER, {first: configs[first]}, finish_first)
+            self._errors_stand = repeated[0].outcome is Outcome.ERROR
+            unconfirmed = {index: error for index, error in unconfirmed.items() if index != first}
+        if self._errors_stand:
+            for index, error in unconfirmed.items():
+                finish(index, *error)
+        elif unconfirmed:
+            run(Route.TOGETHER, {index: configs[index] for index in unconfirmed}, finish)
+
+    def _run_route(self, route: Route, configs: dict[int, Config], finish: Finish) -> Leftovers:
         return self._new_scheduler(route, finish).run(configs)
 
     def _new_scheduler(self, route: Route, finish: Finish) -> Scheduler:
@@ -224,6 +288,7 @@ class Routes:
             on_tick=self._events.on_tick,
             on_phase=lambda index, phase: None if index == UNTUNED else self._events.on_phase(index, phase),
             reference=self._reference,
+            programs=self.programs if self._compile_only else None,
             lease_on=self._lease_on,
         )
         self._schedulers.callback(self._scheduler.close)

@@ -17,6 +17,7 @@ from quarantune.devices.targets import Target
 from quarantune.sandbox import shortages, spool, template, wire
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import END, SweepEvents
+from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
@@ -93,11 +94,16 @@ def run(
     measured = dict(known or {})
     finish = _finisher(request, measured)
     packed = _pack(problem, configs, options)
-    if settings.isolation == "none" and target is None:
+    isolation = Isolation.PROCESS if target is not None else isolation_of(settings, problem)
+    if isolation is Isolation.NONE:
         return _run_here(request, packed, configs, measured, finish)
-    _check_devices(request, packed)
+    measures_here = isolation is Isolation.COMPILE and not compile_only
+    if measures_here:
+        _check_manual_mesh(problem, settings)
+    else:
+        _check_devices(request, packed)
     _check_sizes(problem, configs)
-    return _run_in_workers(request, packed, configs, measured, finish)
+    return _run_in_workers(request, packed, configs, measured, finish, measures_here=measures_here)
 
 
 def _finisher(request: SweepRequest, measured: dict[int, Trial]) -> Finish:
@@ -136,6 +142,8 @@ def _run_in_workers(
     configs: Mapping[int, Config],
     measured: Mapping[int, Trial],
     finish: Finish,
+    *,
+    measures_here: bool,
 ) -> Swept:
     # Started before the imports, because it takes longer to start than the modules of the routes take to import.
     template.shared()
@@ -159,10 +167,18 @@ def _run_in_workers(
             plugins=problem.platform != "cpu",
         ) as sandbox,
     ):
-        taken = routes.Routes(sandbox, request, finish, on_many_devices=on_many_devices)
+        measures = not request.compile_only and not measures_here
+        taken = routes.Routes(sandbox, request, finish, on_many_devices=on_many_devices, measures=measures)
         if request.target is not None:
             taken.check(dict(configs))
             return Swept()
+        if measures_here:
+            from quarantune.sweep.measured_here import MeasuredHere
+
+            here = MeasuredHere(
+                request, packed.call, arrays_fd=arrays_fd, routes=taken, device=taken.devices[0], finish=finish
+            )
+            return here.run(dict(configs), measured)
         return taken.compile(dict(configs)) if request.compile_only else taken.run(dict(configs), measured)
 
 
@@ -174,11 +190,7 @@ def _run_here(
     finish: Finish,
 ) -> Swept:
     problem, options = request.problem, request.options
-    if problem.manual_mesh is not None:
-        raise ValueError(
-            f"{problem.name}: inside shard_map, a function that communicates between devices is tuned by workers "
-            f"only: unset QUARANTUNE_ISOLATION, or give its tunables by hand"
-        )
+    _check_manual_mesh(problem, request.settings)
     from quarantune.sweep import in_process, routes
 
     worker_options = routes.worker_options(None, options)
@@ -186,10 +198,32 @@ def _run_here(
         reference, configs = routes.reference_for(problem, options, configs)
         with contextlib.closing(reference):
             in_process.run(
-                packed.call, configs, arrays_fd=arrays_fd, options=worker_options, finish=finish, reference=reference
+                packed.call,
+                configs,
+                arrays_fd=arrays_fd,
+                options=worker_options,
+                finish=finish,
+                reference=reference,
+                reason=_why_here(request),
             )
             final = in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options)
             return Swept(final, default_time_ms=reference.default_time_ms, complaint=reference.complaint())
+
+
+def _why_here(request: SweepRequest) -> str:
+    """Returns the reason why configs run in this process, for a warning."""
+    setting = request.settings.isolation
+    if setting == Isolation.NONE.value:
+        return "QUARANTUNE_ISOLATION=none (unset it to tune in worker processes)"
+    return f"QUARANTUNE_ISOLATION={setting}, and {request.problem.name} has no jax.jit that workers could compile for"
+
+
+def _check_manual_mesh(problem: Problem, settings: Settings) -> None:
+    if problem.manual_mesh is not None:
+        raise ValueError(
+            f"{problem.name}: inside shard_map, a function that communicates between devices is tuned by workers "
+            f"only: unset QUARANTUNE_ISOLATION={settings.isolation}, or give its tunables by hand"
+        )
 
 
 def _check_sizes(problem: Problem, configs: Mapping[int, Config]) -> None:
@@ -217,7 +251,7 @@ def _check_devices(request: SweepRequest, packed: PackedCall) -> None:
     if problem.platform == "tpu":
         raise ValueError(
             "a TPU belongs to the process that uses it, so workers cannot measure on it: "
-            "set QUARANTUNE_ISOLATION=none to tune in this process"
+            "set QUARANTUNE_ISOLATION=compile to measure in this process"
         )
     if problem.platform != "cpu" and packed.devices_needed > options.devices_per_trial:
         why = "its arguments are laid out" if problem.manual_mesh is None else "in shard_map it communicates"

@@ -66,10 +66,14 @@ def dumps(compiled: Any, device_ids: Sequence[int]) -> bytes:
     return struct.pack("<Q", len(text)) + text + parts.program
 
 
-def loads(blob: bytes) -> Loaded:
+def loads(blob: bytes, *, onto: jax.Device | None = None) -> Loaded:
     """Returns the program that `dumps` wrote, for the devices of this process with the same numbers.
 
     No byte is interpreted as Python code. XLA loads the machine code, which runs only when the program is called.
+
+    Args:
+        blob: the bytes.
+        onto: the device for a program that runs on one device; None for the device with the same number.
 
     Raises:
         ValueError: the bytes are not from `dumps`, or this process lacks one of the devices.
@@ -79,7 +83,8 @@ def loads(blob: bytes) -> Loaded:
         if length > _LARGEST_HEADER_BYTES:
             raise ValueError("its header is too long")
         header = json.loads(blob[8 : 8 + length])
-        here = {device.id: device for device in jax.devices()}
+        is_moved = onto is not None and len(header["devices"]) == 1
+        here = {header["devices"][0]: onto} if is_moved else {device.id: device for device in jax.devices()}
         devices = [here[number] for number in header["devices"]]
         parts = jax_internals.ExecutableParts(
             program=blob[8 + length :],

@@ -153,7 +153,7 @@ class Settings:
         devices: the indices or UUIDs of the devices that may be used; None means all.
         configs_per_worker: how many configs one measuring worker may take; None chooses by platform.
         start_method: `fork` or `spawn`; None means fork where that is safe.
-        isolation: `process` or `none`.
+        isolation: `process`, `compile` or `none`: which steps of a trial run in workers; `auto` chooses by platform.
         progress: whether to show progress; None shows it where stderr is a terminal.
         log_dir: the directory in which the output of each trial is kept.
         lock_timeout: the longest wait for the lock of the cache, in seconds.
@@ -180,7 +180,9 @@ class Settings:
     devices: tuple[str, ...] | None = _setting(_names, "different indices or UUIDs, as in '0,2'", unset="all")
     configs_per_worker: int | None = _setting(_integer(least=1), "a whole number of at least 1", unset="auto")
     start_method: str | None = _setting(_choice("fork", "spawn"), "'fork' or 'spawn'", unset="auto")
-    isolation: str = _setting(_choice("process", "none"), "'process' or 'none'", "process")
+    isolation: str = _setting(
+        _choice("auto", "process", "compile", "none"), "'auto', 'process', 'compile' or 'none'", "auto"
+    )
     progress: bool | None = _setting(_flag, "0, 1", unset="auto")
     log_dir: Path | None = _setting(_path, "a directory")  # noqa: RUF009 - makes a field
     lock_timeout: float = _setting(_number(least=0, most=LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)

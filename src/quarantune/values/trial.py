@@ -68,8 +68,10 @@ class Route(enum.StrEnum):
     """One worker compiled and measured."""
     APART = "apart"
     """One worker compiled without the device, another measured on it."""
+    COMPILED_APART = "compiled_apart"
+    """One worker compiled, the caller's own process measured."""
     IN_PROCESS = "in_process"
-    """No worker: the caller's own process, as the operator chose."""
+    """No worker: the caller's own process, as the operator chose, or where the program cannot leave its process."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,12 @@ _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
 
 
+def _is_in_order(sharding: jax.sharding.NamedSharding) -> bool:
+    """Returns whether a mesh has the first devices in their order, as that of a worker has."""
+    mesh = sharding.mesh
+    return [device.id for device in mesh.devices.flat] == list(range(mesh.size))
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A config made ready to run.
@@ -106,6 +112,13 @@ class Bench:
         """Whether there is nothing to compile."""
         return self._arguments.jit is None
 
+    def close(self) -> None:
+        """Detaches the profiler from this process, where it was attached; for a process that outlives the bench."""
+        if self._flush is not None:
+            with contextlib.suppress(Exception):  # an error of a config may have left the device unusable
+                self._flush.detach()
+            self._flush = None
+
     def prepare(self, references: Sequence[int] = ()) -> None:
         """Takes the device, and makes the arguments and all that comparing outputs needs, ahead of the first config.
 
@@ -163,8 +176,8 @@ class Bench:
         Args:
             program: the program.
             fd: the file.
-            as_data: whether it is for the caller, which must not run code from a worker to load it: nothing is written
-                where that is not possible.
+            as_data: whether it is for the caller, which runs no code from a worker to load it: nothing is written where
+                that is not possible.
 
         Raises:
             NeedsDeviceError: it cannot leave this process.
@@ -173,8 +186,6 @@ class Bench:
             spool.write_parts(fd, [self._call.fn.report(program.config), b"", b""])
             return
         if as_data:
-            if self._options.time_grad:
-                return  # the caller runs the program without the gradient
             with contextlib.suppress(ValueError):
                 spool.write_parts(fd, [executable.dumps_as_data(program.call)])
             return
@@ -191,6 +202,28 @@ class Bench:
             return self.compile(config, target=None)
         config = restore(config, self._call.config_values)
         return Program(config, executable.loads(spool.read_parts(fd)[0]), 0.0)
+
+    def load_data(self, config: Config, blob: bytes) -> Program:
+        """Loads a config's program that a worker saved as data, onto the device of the arguments; runs no code of it.
+
+        Raises:
+            ValueError: it cannot be loaded here.
+        """
+        from quarantune.transport import executable_data  # imports modules that workers do not need
+
+        config = restore(config, self._call.config_values)
+        if not all(own is None or _is_in_order(own) for own in self._call.own_shardings):
+            raise ValueError("its arguments are laid out over the devices in another order than in a worker")
+        args, kwargs = self._arguments.dynamic(self._arguments.shared())
+        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
+        onto = {device for array in arrays for device in array.devices()}
+        read = executable_data.loads(blob, onto=onto.pop() if len(onto) == 1 else None)
+        out_tree = read.out_tree
+        if out_tree is None:
+            # Its outputs hold classes that only the function can name. A worker has traced it without harm.
+            jitted, keywords = binding.applied(self._jitted, config)
+            out_tree = jitted.trace(*self._arguments.shared()[0], **self._arguments.shared()[1], **keywords).out_tree
+        return Program(config, read.with_trees(jax.tree.structure((args, kwargs)), out_tree), 0.0)
 
     def run(self, program: Program) -> Any:
         """Runs a program once, to its end, on unmodified arguments, and returns its output."""
@@ -243,7 +276,7 @@ class Bench:
         if self._has_own_clock():
             with contextlib.suppress(clocks.NoDeviceClockError):
                 return clocks.DeviceClock(dispatch, self._flusher() if is_flushed else None)
-        if self._options.platform in ("cuda", "rocm"):
+        if self._options.platform in ("cuda", "rocm", "tpu"):
             return clocks.QueuedClock(dispatch)
         return clocks.WallClock(lambda: jax.block_until_ready(call(*args, **kwargs)), None)
 

@@ -1,0 +1,204 @@
+"""Configs that are compiled in workers and measured in this process (`ISOLATION=compile`)."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from helpers import SOURCE, ends
+from misdeeds import kernel
+
+import quarantune
+from quarantune.sweep import in_process
+from quarantune.sweep.isolation import Isolation, choose
+from quarantune.sweep.watchdog import Watchdog
+from quarantune.values.trial import Route
+
+X = np.ones(8, np.float32)
+GOOD = ("good", "")
+in_this_process = quarantune.settings(isolation="compile")
+
+
+@pytest.mark.parametrize(
+    ("setting", "platform", "is_held", "is_jitted", "chosen"),
+    [
+        ("auto", "cpu", True, True, "process"),
+        ("auto", "cuda", True, True, "process"),
+        ("auto", "tpu", False, True, "process"),
+        ("auto", "tpu", True, True, "compile"),
+        ("auto", "tpu", True, False, "none"),
+        ("compile", "cpu", False, True, "compile"),
+        ("compile", "cuda", True, False, "none"),
+        ("process", "tpu", True, True, "process"),
+        ("none", "cpu", False, True, "none"),
+    ],
+)
+def test_the_isolation_follows_the_platform_and_its_holder(
+    setting: str, platform: str, is_held: bool, is_jitted: bool, chosen: str
+) -> None:
+    assert choose(setting, platform, is_held=is_held, is_jitted=is_jitted) is Isolation(chosen)
+
+
+def test_a_watchdog_reports_work_that_is_overdue_and_again() -> None:
+    reports: list[float] = []
+    twice = threading.Event()
+
+    def report(taken_s: float) -> None:
+        reports.append(taken_s)
+        if len(reports) == 2:
+            twice.set()
+
+    watchdog, threads = Watchdog(), threading.active_count()
+    with watchdog.watching(100.0, report) as short:
+        pass
+    with watchdog.watching(0.1, report) as watched:
+        assert twice.wait(60)
+    watchdog.close()
+    assert (short.is_overdue, watched.is_overdue) == (False, True)
+    assert 0.1 <= reports[0] < reports[1]
+    assert reports[1] >= 0.2
+    assert threading.active_count() == threads
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet_place")
+def test_misdeeds_while_compiling_end_as_with_workers_alone() -> None:
+    space = (GOOD, ("segfault", "tracing"), ("hang", "tracing"), ("starve", "tracing"), ("exit_with_0", "tracing"))
+    space += (("fail", "tracing"), ("leave_a_daemon", "tracing"), GOOD)
+    with quarantune.settings(compile_timeout=5), quarantune.settings(isolation="process"):
+        apart = kernel.tune(X, space=space).trials
+    jnp.ones(3).block_until_ready()  # this process has its device
+    with nothing_is_left(), quarantune.settings(compile_timeout=5), in_this_process:
+        here = kernel.tune(X, space=space).trials
+    assert ends(here) == ends(apart) == ["ok", "crashed", "timeout", "oom", "crashed", "error", "ok", "ok"]
+    assert [trial.phase for trial in here[1:6]] == [trial.phase for trial in apart[1:6]]
+    for ours, theirs in zip(here[1:6], apart[1:6], strict=True):
+        # The memory that it held when it was seen differs.
+        assert ours.message.split(" held ")[0] == theirs.message.split(" held ")[0]
+    assert {trial.route for trial in here if trial.time_ms} == {Route.COMPILED_APART}
+
+
+@quarantune.autotune({"n": [200, 1, 2, 3]}, ref_fn="defaults")
+@functools.partial(jax.jit, static_argnames=["n", "unused"])
+def product(x: jax.Array, n: int = 200, unused: int = 0) -> jax.Array:
+    """Takes longer with n; 2 is wrong, 3 is the program of 1."""
+    n, is_wrong = (1, False) if n == 3 else (n, n == 2)
+    y = jax.lax.fori_loop(0, n, lambda _, y: y @ x, x)
+    return jnp.where(jnp.isnan(y), y, 1.0) + is_wrong
+
+
+@pytest.mark.slow
+def test_outcomes_choice_and_entry_are_those_of_workers_alone(tmp_path: Path) -> None:
+    x = jnp.eye(256)
+    entries, results = [], []
+    for isolation in ("process", "compile"):
+        with quarantune.settings(isolation=isolation, cache_dir=tmp_path / isolation):
+            results.append(product.tune(x))
+        (file,) = (tmp_path / isolation).glob("*product.json")
+        (of_device,) = (value for value in json.loads(file.read_text()).values() if isinstance(value, dict))
+        entries.append(of_device)
+    for result in results:
+        assert ends(result.trials) == ["ok", "ok", "wrong", "ok"]
+        assert result.best_config == {"n": 1}
+        assert "the same program as" in result.trials[3].message
+    assert results[0].trials[2].message == results[1].trials[2].message
+    (of_workers,), (of_both,) = (list(entry.items()) for entry in entries)
+    assert of_workers[0] == of_both[0]
+    for name in of_workers[1].keys() | of_both[1].keys():
+        if name not in ("time_ms", "default_time_ms", "created", "trials"):
+            assert of_workers[1][name] == of_both[1][name]
+    # The result of either is found by both.
+    with quarantune.settings(cache_dir=tmp_path / "compile", isolation="process", on_miss="error"):
+        assert product.lookup(x) == {"n": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"time_grad": True}, {"check_grad": True}, {}, {"ref_fn": jnp.sin}], ids=str)
+def test_gradients_and_references_count_as_with_workers(options: dict[str, Any]) -> None:
+    @jax.custom_vjp
+    def bad(x: jax.Array) -> jax.Array:
+        return jnp.sin(x)
+
+    bad.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (2 * g,))
+
+    @quarantune.autotune({"kind": ["good", "bad gradient", "bad"]}, **options)
+    @functools.partial(jax.jit, static_argnames=["kind"])
+    def sine(x: jax.Array, kind: str = "good") -> jax.Array:
+        return {"good": jnp.sin, "bad gradient": bad, "bad": jnp.cos}[kind](x)
+
+    with in_this_process:
+        result = sine.tune(jnp.linspace(0, 1, 64))
+    counts = "time_grad" in options or "check_grad" in options
+    assert ends(result.trials) == ["ok", "wrong" if counts else "ok", "wrong"]
+    assert {trial.route for trial in result.trials} == {Route.COMPILED_APART}
+
+
+@pytest.mark.slow
+def test_a_program_that_cannot_leave_its_worker_is_compiled_here(caplog: pytest.LogCaptureFixture) -> None:
+    @quarantune.autotune({"n": [1, 2, 3]})
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def calls_back(x: jax.Array, n: int = 1) -> jax.Array:
+        def fails(value: Any) -> Any:
+            assert n != 2, "two is no good"
+            return value
+
+        return jax.pure_callback(fails, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + 0 * n
+
+    with in_this_process, caplog.at_level(logging.WARNING, "quarantune"):
+        result = calls_back.tune(jnp.ones(8))
+    assert ends(result.trials) == ["ok", "error", "ok"]
+    assert "two is no good" in result.trials[1].message
+    assert {trial.route for trial in result.trials} == {Route.IN_PROCESS}
+    assert caplog.text.count("is compiled in this process, without containment") == 1
+
+
+def test_a_plain_callable_runs_in_this_process_with_a_warning() -> None:
+    in_process._warn.cache_clear()
+    tuner = quarantune.AutoTuner(lambda x, n: x * n, {"n": [1, 2]}, ref_fn=None, rep=2)
+    with in_this_process, pytest.warns(RuntimeWarning, match=r"ISOLATION=compile.*has no jax.jit.*in this process"):
+        result = tuner.run(np.ones(4))
+    assert {trial.route for trial in result.trials} == {Route.IN_PROCESS}
+
+
+@pytest.mark.slow
+def test_a_config_that_hangs_here_is_named_and_left_out_by_the_next_process(tmp_path: Path) -> None:
+    program = tmp_path / "hangs.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import functools, jax, jax.numpy as jnp, quarantune
+
+            @quarantune.autotune({"n": [0, 1, 2]}, ref_fn=None, rep=2)
+            @functools.partial(jax.jit, static_argnames=["n"])
+            def loop(x, n: int = 0):
+                return jax.lax.while_loop(lambda y: (y.sum() >= 0) & (n == 1), lambda y: y + n, x) if n else x
+
+            loop(jnp.ones(8))
+            """
+        )
+    )
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "QUARANTUNE_ISOLATION": "compile", "QUARANTUNE_TIMEOUT": "2"}
+    environ |= {"JAX_PLATFORMS": "cpu", "QUARANTUNE_LOG_DIR": str(tmp_path / "logs")}
+    with subprocess.Popen([sys.executable, str(program)], env=environ, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        reports = (line for line in process.stderr if "which cannot end it" in line)
+        first, second = next(reports), next(reports)  # it is reported again
+        process.kill()
+    assert "the config n=1 has run for" in first
+    assert "the config n=1 has run for" in second
+    done = subprocess.run([sys.executable, str(program)], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "n=1" not in done.stderr
