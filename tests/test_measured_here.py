@@ -75,10 +75,11 @@ def test_a_watchdog_reports_work_that_is_overdue_and_again() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
-def test_misdeeds_while_compiling_end_as_with_workers_alone() -> None:
+def test_misdeeds_while_compiling_end_as_with_workers_alone(tmp_path: Path) -> None:
     space = (GOOD, ("segfault", "tracing"), ("hang", "tracing"), ("starve", "tracing"), ("exit_with_0", "tracing"))
     space += (("fail", "tracing"), ("leave_a_daemon", "tracing"), GOOD)
-    with quarantune.settings(compile_timeout=5), quarantune.settings(isolation="process"):
+    # Each has a cache of its own, because a config that failed to compile is not compiled again.
+    with quarantune.settings(compile_timeout=5, isolation="process", cache_dir=tmp_path / "apart"):
         apart = kernel.tune(X, space=space).trials
     jnp.ones(3).block_until_ready()  # this process has its device
     with nothing_is_left(), quarantune.settings(compile_timeout=5), in_this_process:
