@@ -1,8 +1,9 @@
-"""Configs that are compiled in workers and measured in this process (`ISOLATION=compile`)."""
+"""Configs that are compiled in workers and measured in this process (`ISOLATION=compile`), and who may use a TPU."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,21 @@ from helpers import SOURCE, ends
 from misdeeds import kernel
 
 import quarantune
-from quarantune.sweep import in_process
+from quarantune import jax_internals
+from quarantune.devices import discovery
+from quarantune.devices.device import Device
+from quarantune.sweep import in_process, sweep
+from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, choose
+from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.measured_here import MeasuredHere
+from quarantune.sweep.swept import Swept
 from quarantune.sweep.watchdog import Watchdog
-from quarantune.values.trial import Route
+from quarantune.transport import executable_data
+from quarantune.transport.problem import Problem
+from quarantune.values.options import Options
+from quarantune.values.settings import current
+from quarantune.values.trial import Config, Route, Trial
 
 X = np.ones(8, np.float32)
 GOOD = ("good", "")
@@ -203,3 +216,52 @@ def test_a_config_that_hangs_here_is_named_and_left_out_by_the_next_process(tmp_
     done = subprocess.run([sys.executable, str(program)], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "n=1" not in done.stderr
+
+
+def holding_a_tpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this process look as if it held a TPU; returns a function that sweeps on it."""
+    monkeypatch.setattr(jax_internals, "backends_initialized", lambda: True)
+    device = Device("tpu", "TPU v5 lite")
+    monkeypatch.setattr(discovery, "devices_and_target", lambda *_: ([device], None))
+
+    def run(configs: dict[int, Config]) -> None:
+        problem = Problem(
+            fn=kernel.__wrapped__, name="zoo", args=(X,), kwargs={}, platform="tpu", device_kind="TPU v5 lite"
+        )
+        options = Options(ref_fn=None, compile_timeout=60)
+        limits, events = SweepLimits.of(options, current()), SweepEvents(on_trial=lambda index, trial: None)
+        sweep.run(problem, configs, options=options, settings=current(), limits=limits, events=events)
+
+    return run
+
+
+def test_workers_refuse_to_measure_on_a_tpu_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = holding_a_tpu(monkeypatch)
+    with quarantune.settings(isolation="process"), pytest.raises(ValueError, match="set QUARANTUNE_ISOLATION=compile"):
+        run({0: {}})
+
+
+@pytest.mark.target
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the `tpu` extra")
+@pytest.mark.usefixtures("quiet_place")
+def test_configs_for_a_tpu_of_this_process_are_compiled_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, trials, programs = holding_a_tpu(monkeypatch), dict[int, Trial](), dict[int, bytes]()
+
+    def compile_only(self: MeasuredHere, configs: dict[int, Config], measured: object) -> Swept:
+        assert self._routes.load(configs)
+        programs.update(self._routes.compile_batch(configs, lambda index, trial, log: trials.update({index: trial})))
+        return Swept()
+
+    monkeypatch.setattr(MeasuredHere, "run", compile_only)
+    modes = ["good", "segfault", "exit_with_0", "fail", "good"]
+    with nothing_is_left():
+        run({turn: {"mode": mode, "when": "tracing", "turn": turn} for turn, mode in enumerate(modes)})
+    assert ends(trials[turn] for turn in range(5)) == ["ok", "crashed", "crashed", "error", "ok"]
+    assert {trial.phase for trial in trials.values()} == {"compile"}
+    assert programs.keys() == {0, 4}
+    args, output = jax.tree.structure(((0,), {})), jax.tree.structure(0)
+    for program in programs.values():  # they come as data, for a device that this process lacks
+        read = executable_data.loads(program)
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            read.with_trees(args, output)

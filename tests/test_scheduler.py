@@ -414,6 +414,60 @@ def test_every_config_is_measured_and_exactly_all_slots_are_used(route: Route, e
         assert trial.log_tail.startswith("log of ")
 
 
+class OneOwner(FakeSandbox):
+    """A sandbox whose device only one worker may use at a time; workers take long to die."""
+
+    def __init__(self, clock: Clock, act: Act, *, is_together: bool) -> None:
+        super().__init__(clock, act, kill_s=0.5)
+        self.is_together = is_together
+        self.owners: set[int] = set()
+        self.owned = 0
+
+    def start(self, task: codec.Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+        number = super().start(task, fds=fds, environ=environ)
+        if self.is_together or task["message"] != "Compile":
+            assert not [owner for owner in self.owners if owner in self.workers], "the device has an owner already"
+            self.owners.add(number)
+            self.owned += 1
+        return number
+
+
+@ROUTES
+def test_a_device_with_one_owner_is_never_used_by_two_workers(route: Route) -> None:
+    is_together = route is Route.TOGETHER
+
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "Measure" and worker.trial == 3:
+            return [(0.1, worker.ends(-11))]
+        return None
+
+    clock = Clock()
+    sandbox = OneOwner(clock, act, is_together=is_together)
+    slots = 1 if is_together else SLOTS
+    devices = (Device("tpu", f"fake {uuid.uuid4()}"),)
+    plan = plan_for(route, slots=slots, parked=1, devices=devices, configs_per_worker=1 if is_together else 3)
+    result = run(plan, 8, act, clock=clock, sandbox=sandbox)
+    assert result.outcomes == ["ok"] * 3 + ["crashed"] + ["ok"] * 4
+    assert sandbox.owned >= 3
+
+
+@ROUTES
+def test_the_owner_of_a_device_ends_before_a_side_task_or_another_run(route: Route) -> None:
+    is_together = route is Route.TOGETHER
+    clock = Clock()
+    sandbox = OneOwner(clock, lambda worker: None, is_together=is_together)
+    devices = (Device("tpu", f"fake {uuid.uuid4()}"),)
+    plan = plan_for(route, slots=1, parked=1, devices=devices)
+    scheduler = Scheduler(sandbox, plan, on_trial=lambda index, trial, log: None, clock=clock)
+    configs = {index: {"id": index} for index in range(3)}
+    scheduler.run(configs)
+    assert scheduler.compare(configs).rounds_ms
+    scheduler.run({3: {"id": 3}})
+    scheduler.free_devices()
+    assert not [owner for owner in sandbox.owners if owner in sandbox.workers]
+    scheduler.close()
+
+
 def test_a_run_without_configs_ends_at_once() -> None:
     assert run(plan_for(Route.APART), 0).seconds == 0
 

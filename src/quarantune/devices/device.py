@@ -38,6 +38,11 @@ class Device:
         return tuple(dataclasses.replace(self, token=token) for token in self.token.split(","))
 
     @property
+    def has_one_owner(self) -> bool:
+        """Whether only one process can use it at a time; the next one has to wait until that has ended."""
+        return self.platform == "tpu"
+
+    @property
     def environ(self) -> dict[str, str]:
         """The environment variables of a process that sees no other device of this platform."""
         variable = _VISIBLE.get(self.platform)

@@ -90,6 +90,8 @@ def devices_and_target(
     allowed = visible_devices(backend.devices, environ=os.environ, allowed=settings.devices)
     kinds = [device.kind for device in allowed]
     devices = grouped([device for device in allowed if device.kind == kinds[0]], devices_per_trial)
+    if platform == "tpu":
+        return [Device(platform, kinds[0])], None  # a process takes all of the machine's TPUs
     if backend.config_text is None or platform not in ("cuda", "rocm"):
         return devices, None
     device = next(device for device in backend.devices if device.kind == kinds[0])

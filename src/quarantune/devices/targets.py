@@ -110,6 +110,14 @@ def find(name: str | Target) -> Target:
     raise ValueError(f"target={shown(name)} is not known.{did_you_mean(name, known)} Known are: {', '.join(known)}.")
 
 
+def of_tpu(kind: str) -> CompileTarget | None:
+    """Returns what compile workers need to know of a kind of TPU; None where no worker can compile for it."""
+    known = next((target for target in _by_name() if target.device_kind == kind), None)
+    if known is None or importlib.util.find_spec("libtpu") is None:
+        return None
+    return known.for_compiling
+
+
 def usable(name: str | Target) -> Target:
     """Returns the target of a name, as `find` does, if this Python has a compiler for it.
 

@@ -39,10 +39,10 @@ class Apart:
     def prepare_standby(self, device: DeviceState) -> None:
         """Starts the standby workers that will be needed, since the driver takes long to make a context."""
         run = self._run
-        if run.plan.exclusive or run.plan.compile_only or device.is_cramped:
+        if run.plan.exclusive or run.plan.compile_only or device.is_cramped or not run.may_start_on(device):
             return
         each = run.plan.configs_per_worker
-        most = _STANDBY_WORKERS if each == 1 else 1
+        most = _STANDBY_WORKERS if each == 1 and not device.device.has_one_owner else 1
         share = -(-self._unmeasured() // len(run.devices))
         waiting = share - sum(each - worker.used for worker in device.standby)
         if device.measuring is not None:
@@ -65,7 +65,7 @@ class Apart:
         if ready and ready[0].needs_fresh:
             for used in [worker for worker in device.standby if worker.used]:
                 run.workers.retire(used)
-        if self._unmeasured() and not device.standby:
+        if self._unmeasured() and not device.standby and run.may_start_on(device):
             self._start_standby(device)
         # One that was used before goes first, so that a fresh one stays at hand.
         idle = [worker for worker in device.standby if worker.state is WorkerState.IDLE]

@@ -49,6 +49,8 @@ class Bursts:
             return False
         if not self._is_any_pending():
             return False
+        if run.plan.is_together and not run.may_start_on(run.least_used_device()):
+            return False
         if self._suspect_runs() or (pending[0].was_lost and (workers.compiling() or workers.measuring())):
             return False
         if self._runs_alone() or (pending[0].is_alone and not self._is_quiet()):

@@ -152,6 +152,15 @@ class Scheduler:
         programs = self._run.jobs.programs
         return programs.with_copies(executables), programs.with_copies(for_cache)
 
+    def free_devices(self) -> None:
+        """Ends the workers that own a device, and waits until they are gone, so that another process can use it."""
+        owners = [worker for worker in self._run.workers if worker.device and worker.device.device.has_one_owner]
+        for worker in owners:
+            if not worker.is_dying:
+                self._run.workers.retire(worker)
+        while any(worker in owners for worker in self._run.workers):
+            self._step(TICK_S)
+
     def close(self) -> None:
         """Lets idle workers end, and closes the executables kept for a comparison."""
         self._run.workers.finish_all()

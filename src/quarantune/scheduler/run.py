@@ -49,6 +49,10 @@ class Run:
         """Returns the device that the fewest workers use."""
         return min(self.devices, key=self.workers.on)
 
+    def may_start_on(self, device: DeviceState | None) -> bool:
+        """Whether a further worker may use a device: not while another one, even a dying one, owns it."""
+        return device is None or not device.device.has_one_owner or not self.workers.on(device)
+
     def compile_task(self, job: Job) -> Compile:
         """Returns the task that compiles a job, whose memory limit is set here where it runs alone."""
         if job.is_alone and self.plan.may_exceed_alone:

@@ -154,7 +154,8 @@ class SideTasks:
         run = self._run
         while not device.lease.acquire(run.clock()):
             self._step(TICK_S)
-        worker = next((worker for worker in device.standby if worker.state is WorkerState.IDLE), None)
+        while (worker := _idle(device)) is None and not run.may_start_on(device):
+            self._step(TICK_S)
         if worker is None:
             worker = run.workers.start(task, WorkerState.SIDE_TASK, device=device, fds=fds)
         else:
@@ -164,3 +165,8 @@ class SideTasks:
         device.measuring = worker
         worker.deadline = run.workers.startup_deadline()
         return worker
+
+
+def _idle(device: DeviceState) -> Worker | None:
+    """Returns a standby worker that is ready, if there is one."""
+    return next((worker for worker in device.standby if worker.state is WorkerState.IDLE), None)

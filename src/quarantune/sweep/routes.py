@@ -43,6 +43,8 @@ _CPU_SHARES = 4
 _DEVICE_PARKED = 4
 """How many compiled configs wait for each accelerator, where every one of them holds a context."""
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
+_CONFIGS_PER_TPU_WORKER = 1000
+"""No worker can be made ready while another one owns the TPU, which takes seconds to initialise."""
 
 
 class Routes:
@@ -85,9 +87,11 @@ class Routes:
         self._lease_on = functools.cache(functools.partial(Lease, thread=threading.get_ident()))
         self._on_many_devices = on_many_devices
         self._on_cpu = request.problem.platform == "cpu"
+        self._on_tpu = request.problem.platform == "tpu"
         # A TPU belongs to the process that uses it.
-        self._device_is_taken = request.problem.platform == "tpu" and jax_internals.backends_initialized()
-        self._errors_stand = self._device_is_taken
+        self._device_is_taken = self._on_tpu and jax_internals.backends_initialized()
+        # libtpu compiles alike with its device and without it.
+        self._errors_stand = self._on_tpu
         self._is_check = request.target is not None
         if request.target is not None:
             self._devices, self._target = [request.target.device], request.target.for_compiling
@@ -95,6 +99,8 @@ class Routes:
             self._devices, self._target = discovery.devices_and_target(
                 request.problem.platform, request.settings, request.options.devices_per_trial
             )
+            if self._on_tpu:
+                self._target = targets.of_tpu(self._devices[0].kind)
             targets.remember(self._target, request.settings)
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
@@ -256,7 +262,8 @@ class Routes:
 
     def _new_scheduler(self, route: Route, finish: Finish) -> Scheduler:
         exclusive = (self._on_cpu or route is Route.TOGETHER) and not self._compile_only
-        slots = self._limits.compile_slots
+        # Where workers with the device compile, and only one at a time may have it, they do all one after another.
+        slots = 1 if self._on_tpu and route is Route.TOGETHER else self._limits.compile_slots
         parked = max(_CPU_PARKED, 2 * slots) if self._on_cpu else len(self._devices) * min(_DEVICE_PARKED, slots)
         if not exclusive:
             workers = slots + len(self._devices)
@@ -281,6 +288,8 @@ class Routes:
             compile_only=self._compile_only,
             is_check=self._is_check,
         )
+        if self._scheduler is not None:
+            self._scheduler.free_devices()
         self._scheduler = Scheduler(
             self._sandbox,
             plan,
@@ -292,11 +301,14 @@ class Routes:
             lease_on=self._lease_on,
         )
         self._schedulers.callback(self._scheduler.close)
+        self._schedulers.callback(self._scheduler.free_devices)
         return self._scheduler
 
     def _configs_per_worker(self) -> int:
         if self._limits.configs_per_worker is not None:
             return self._limits.configs_per_worker
+        if self._on_tpu:
+            return _CONFIGS_PER_TPU_WORKER
         return 1 if self._on_cpu else _CONFIGS_PER_ACCELERATOR_WORKER
 
     def _fail_all(self, configs: dict[int, Config], report: LoadFailed) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from quarantune import jax_internals
 from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery
 from quarantune.devices.targets import Target
@@ -248,10 +249,10 @@ def _check_devices(request: SweepRequest, packed: PackedCall) -> None:
                 f"is for one: give it the arguments of one device, as arrays or as jax.ShapeDtypeStruct"
             )
         return
-    if problem.platform == "tpu":
+    if problem.platform == "tpu" and jax_internals.backends_initialized() and not request.compile_only:
         raise ValueError(
-            "a TPU belongs to the process that uses it, so workers cannot measure on it: "
-            "set QUARANTUNE_ISOLATION=compile to measure in this process"
+            f"{problem.name}: this process uses the TPU, so workers cannot measure on it: set "
+            f"QUARANTUNE_ISOLATION=compile to measure in this process, or tune before JAX is used here"
         )
     if problem.platform != "cpu" and packed.devices_needed > options.devices_per_trial:
         why = "its arguments are laid out" if problem.manual_mesh is None else "in shard_map it communicates"

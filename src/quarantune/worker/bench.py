@@ -387,7 +387,7 @@ class Bench:
             args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
             jitted, keywords = binding.applied(self._jitted, config)
             traced = jitted.trace(*args, **kwargs, **keywords)
-            if not is_check and (reason := why_device_is_needed(traced.jaxpr.jaxpr)):
+            if not is_check and (reason := why_device_is_needed(traced.jaxpr.jaxpr, target.platform)):
                 raise NeedsDeviceError(reason)
             lowered = traced.lower(lowering_platforms=(target.platform,))
             self._announce(lowered, config, announce)
