@@ -20,7 +20,15 @@ from quarantune.values.trial import Outcome
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "quarantune"
-DOCUMENTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "docs/coming-from.md", "docs/tables.md"]
+DOCUMENTS = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "ARCHITECTURE.md",
+    "docs/coming-from.md",
+    "docs/tables.md",
+    "docs/tpu.md",
+]
 DOCUMENTS = [name for name in DOCUMENTS if (ROOT / name).exists()]  # a source distribution may leave some out
 
 
