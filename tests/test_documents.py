@@ -26,6 +26,7 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     "ARCHITECTURE.md",
     "docs/coming-from.md",
+    "docs/search.md",
     "docs/tables.md",
     "docs/tpu.md",
 ]

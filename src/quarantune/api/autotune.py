@@ -15,7 +15,7 @@ from quarantune.resolve import suitable
 from quarantune.results.result import TuningResult
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding, differentiation, pickling
-from quarantune.values import config_space, naming
+from quarantune.values import config_space, grid, naming
 from quarantune.values.options import OptionKeywords, Options, checked_options
 from quarantune.values.trial import Config
 
@@ -90,21 +90,20 @@ class Autotuned:
         plain = inspect.unwrap(fn)
         label = getattr(fn, "__qualname__", "fn")
         listed = (
-            configs
-            if callable(configs)
-            else config_space.expand(configs, fn_name=label, parameters=inspect.signature(plain))
+            configs if callable(configs) else grid.expand(configs, fn_name=label, parameters=inspect.signature(plain))
         )
         self.name = options.name or f"{naming.module_name(fn)}.{label}"
         suitable.check_jit_options(fn, self.name)
         self._signature = inspect.signature(plain)
         if not callable(configs):
+            examples = grid.examples(listed)
             config_space.check_parameters(
-                listed,
+                examples,
                 parameters=self._signature,
                 static_names=frozenset(self._jit_options.static_argnames),
                 fn_name=self.name,
             )
-            binding.check(fn, listed, name=self.name)
+            binding.check(fn, examples, name=self.name)
         self._configs = listed
         self._options = options
         self._array_type = jax_internals.array_type()

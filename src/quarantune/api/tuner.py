@@ -12,7 +12,7 @@ from quarantune.resolve import suitable
 from quarantune.results.result import TuningResult
 from quarantune.transport import binding
 from quarantune.transport.problem import as_structs, describe_function
-from quarantune.values import config_space, naming
+from quarantune.values import config_space, grid, naming
 from quarantune.values.config_values import text_of
 from quarantune.values.options import OptionKeywords, Options, checked_options
 from quarantune.values.trial import Config
@@ -57,7 +57,7 @@ class AutoTuner:
         label = naming.cache_name(fn)
         if static_names is not None:
             suitable.check_jit_options(fn, label)
-        listed = configs if callable(configs) else config_space.expand(configs, fn_name=label, parameters=signature)
+        listed = configs if callable(configs) else grid.expand(configs, fn_name=label, parameters=signature)
         function = TunedFunction(
             fn,
             listed,

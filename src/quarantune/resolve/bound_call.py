@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from quarantune.transport.call import Arguments
 from quarantune.transport.problem import as_structs, fitted, is_array, named
 from quarantune.values import config_space
 from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, freeze
+from quarantune.values.grid import Grid
 from quarantune.values.trial import Config
 
 
@@ -36,6 +37,7 @@ class BoundCall:
         self.function = function
         self.args = args
         self.kwargs = dict(kwargs)
+        self._pruned: dict[int, bool] = {}
 
     @property
     def name(self) -> str:
@@ -63,11 +65,11 @@ class BoundCall:
         return frozenset(name for name, value in named(bound) if not any(map(is_array, jax.tree.leaves(value))))
 
     @locks.lazy
-    def configs(self) -> list[Config]:
+    def configs(self) -> Sequence[Config]:
         """The configs to try, with those that `prune_fn` drops."""
         function = self.function
         if not callable(function.configs):
-            return list(function.configs)
+            return function.configs
         struct_args, struct_kwargs = self.fitted(function.configs, *as_structs(self.args, self.kwargs))
         configs = config_space.expand_callable(
             function.configs, struct_args, struct_kwargs, fn_name=function.name, parameters=function.signature
@@ -77,14 +79,29 @@ class BoundCall:
 
     @locks.lazy
     def pruned(self) -> frozenset[int]:
-        """The indices of the configs that `prune_fn` drops."""
-        prune_fn = self.function.options.prune_fn
-        if prune_fn is None:
+        """The indices of the configs that `prune_fn` drops, which is called for all of them."""
+        if self.function.options.prune_fn is None:
             return frozenset()
+        return frozenset(filter(self.is_pruned, range(len(self.configs))))
+
+    def is_pruned(self, index: int) -> bool:
+        """Returns whether `prune_fn` drops the config at an index."""
+        if self.function.options.prune_fn is None:
+            return False
+        if index not in self._pruned:
+            self._pruned[index] = not self.keeps(self.configs[index])
+        return self._pruned[index]
+
+    def keeps(self, config: Config) -> bool:
+        """Returns whether `prune_fn` accepts a config, or there is no `prune_fn`."""
+        return self.function.options.prune_fn is None or self._keep(dict(config))
+
+    @locks.lazy
+    def _keep(self) -> Callable[[Config], bool]:
+        prune_fn = self.function.options.prune_fn
+        assert prune_fn is not None
         args, kwargs = self.fitted(functools.partial(prune_fn, {}), *as_structs(self.args, self.kwargs))
-        return frozenset(
-            index for index, config in enumerate(self.configs) if not prune_fn(dict(config), *args, **kwargs)
-        )
+        return lambda config: bool(prune_fn(config, *args, **kwargs))
 
     @property
     def tunables(self) -> frozenset[str]:
@@ -111,6 +128,9 @@ class BoundCall:
         defaults = {name: freeze(parameters[name].default) for name in self.configs[0] if name in parameters}
         if COMPILER_OPTIONS in self.configs[0]:
             defaults.setdefault(COMPILER_OPTIONS, NO_OPTIONS)
+        if isinstance(self.configs, Grid):
+            index = self.configs.index_of(defaults)
+            return index if index is not None and _same(self.configs[index], defaults) else None
         return next((index for index, config in enumerate(self.configs) if _same(config, defaults)), None)
 
     @property
@@ -120,7 +140,7 @@ class BoundCall:
         tunables = [self.function.parameters.get(name) for name in keywords]
         if any(tunable is None or tunable.default is inspect.Parameter.empty for tunable in tunables):
             return None
-        return None if self.default_index in self.pruned else {}
+        return None if self.default_index is not None and self.is_pruned(self.default_index) else {}
 
     def fitted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Returns the call as one of the author's functions takes it, which may leave static parameters out."""

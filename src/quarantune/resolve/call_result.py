@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.entries import Times
+from quarantune.resolve.entries import Searched, Times
 from quarantune.results.compiled_winner import without_arrays
 from quarantune.results.result import FromCache, TuningResult
 from quarantune.transport import binding
 from quarantune.transport.problem import as_structs
 from quarantune.values import versions
 from quarantune.values.trial import Config, Trial
+
+_UNKNOWN = Searched()
 
 
 def call_result(
@@ -21,6 +23,7 @@ def call_result(
     tie: tuple[Config, ...] = (),
     from_cache: FromCache = False,
     executable: bytes | None = None,
+    searched: Searched = _UNKNOWN,
 ) -> TuningResult:
     """Returns the result of a call.
 
@@ -32,6 +35,7 @@ def call_result(
         tie: the configs that are as fast as the best.
         from_cache: whether the result was remembered; `nearest` where that of a near call stands in.
         executable: the executable of the best config, where there is one.
+        searched: how thorough the search was.
     """
     call = keyed.call
     return TuningResult(
@@ -43,6 +47,9 @@ def call_result(
         from_cache=from_cache,
         tie=tie,
         default_time_ms=times.default_ms,
+        stopped=searched.stopped,
+        seen=searched.seen,
+        space_size=searched.space_size,
         versions=versions.versions(),
         executable=executable,
         call=without_arrays(call.args, call.kwargs),

@@ -9,6 +9,7 @@ import inspect
 import logging
 import random
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from quarantune.cache import Entry
 from quarantune.measure import finals
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
-from quarantune.resolve.entries import Times, space_of
+from quarantune.resolve.entries import Searched, Times, searched_of, space_of
 from quarantune.resolve.known_results import KnownResults
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
@@ -26,9 +27,12 @@ from quarantune.results import report
 from quarantune.results.contextual_result import ContextualResult, KernelChoice, labels
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
+from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
+from quarantune.sweep.search_limits import EXHAUSTED, SearchLimits, space_for
+from quarantune.sweep.searching import Searching
 from quarantune.sweep.swept import Swept
 from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
@@ -93,6 +97,19 @@ def _is_offered(name: str, space: Any) -> bool:
     return not listed or any(space_of(configs) == space for configs in listed)
 
 
+def _is_never_pruned(_: int) -> bool:
+    """Returns that no config of a kernel is dropped here: those that its `prune_fn` drops are left out before."""
+    return False
+
+
+def _together(searched: Sequence[Searched], limits: SearchLimits) -> Searched:
+    """Returns how thorough the searches of all kernels were together."""
+    ends = [part.stopped for part in searched]
+    stopped = next((end for end in ends if end != EXHAUSTED), EXHAUSTED if ends else "")
+    seen, size = sum(part.seen or 0 for part in searched), sum(part.space_size or 0 for part in searched)
+    return Searched(stopped, seen, size, limits.budget(stopped))
+
+
 def _shown(chosen: Mapping[Slot, Config]) -> Config:
     """Returns the configs of some kernels as one, for messages."""
     names = labels([slot.name for slot in chosen])
@@ -108,18 +125,37 @@ class _Step:
         winner: the index of the best.
         tie: the indices of those that are as fast.
         slots: the kernels that were called under the best assignment.
+        searched: how thorough it was.
     """
 
     trials: tuple[Trial, ...]
     winner: int
     tie: tuple[int, ...]
     slots: dict[Slot, Seen]
+    searched: Searched
 
     @property
     def time_ms(self) -> float:
         time_ms = self.trials[self.winner].time_ms
         assert time_ms is not None
         return time_ms
+
+
+class _KernelSearch:
+    """The search over one kernel's configs, each as an assignment of configs to all kernels."""
+
+    def __init__(self, searching: Searching, texts: Sequence[str]) -> None:
+        self._searching = searching
+        self._texts = texts
+        self.ended = searching.ended
+        self.reason_to_stop = searching.reason_to_stop
+
+    @property
+    def is_closed(self) -> bool:
+        return self._searching.is_closed
+
+    def take(self, count: int) -> dict[int, Config]:
+        return {index: {KEY: self._texts[index]} for index in self._searching.take(count)}
 
 
 class ContextualJob(TuningJob):
@@ -129,6 +165,7 @@ class ContextualJob(TuningJob):
         """Sets up a job, as `TuningJob` does."""
         super().__init__(keyed, context, settings, start_over=start_over)
         assert isinstance(keyed.call.function, ContextualFunction)
+        self._all_searched = Searched()
         self._runner = keyed.call.function.runner
 
     def run(self) -> ContextualResult:
@@ -146,17 +183,34 @@ class ContextualJob(TuningJob):
                     return self._result_of(answer)
             return self._tune_kernels()
 
+    @property
+    def _search(self) -> SearchLimits:
+        """The search of each kernel, and the budgets that they divide."""
+        return SearchLimits.of(self._options, self._settings)
+
+    def _searched(self) -> Searched:
+        """Returns how thorough the searches of all kernels were together."""
+        return self._all_searched
+
     def _tune_kernels(self) -> ContextualResult:
         others, start, step = self._begin()
         baseline_ms = step.time_ms if others == FIRST else None
         slots, time_ms = step.slots, step.time_ms
         choices: dict[Slot, KernelChoice] = {}
+        searched: list[Searched] = []
+        started_s = time.monotonic()
         spaces: list[JsonObject] = []
         tries: list[tuple[dict[Slot, Config], Trial]] = []
         # One at a time, because the call of a kernel may depend on the config of the kernel that calls it.
         while slot := next((slot for slot, seen in slots.items() if seen.configs and slot not in choices), None):
             chosen = start | {settled: choice.config for settled, choice in choices.items()}
-            step = self._tune_kernel(slot, slots[slot], chosen, others)
+            share = self._search.share(
+                sum(bool(seen.configs) and slot not in choices for slot, seen in slots.items()),
+                spent_trials=sum(len(choice.trials) for choice in choices.values()),
+                spent_s=time.monotonic() - started_s,
+            )
+            step = self._tune_kernel(slot, slots[slot], chosen, others, share)
+            searched.append(step.searched)
             best = step.trials[step.winner]
             tie = tuple(step.trials[index].config for index in step.tie)
             choices[slot] = KernelChoice(
@@ -167,6 +221,7 @@ class ContextualJob(TuningJob):
             spaces.append(slots[slot].space)
             slots, time_ms = step.slots, step.time_ms
         _logger.info("%s: %.4g ms with %d kernels tuned", self._name, time_ms, len(choices))
+        self._all_searched = _together(searched, self._search)
         return self._conclude_kernels(choices, spaces, tries, time_ms, baseline_ms)
 
     def _begin(self) -> tuple[str, dict[Slot, Config], _Step]:
@@ -233,15 +288,24 @@ class ContextualJob(TuningJob):
         step = self._try([*by_text], [_shown(chosen) for chosen in candidates], "combinations", runner)
         return candidates[step.winner], step
 
-    def _tune_kernel(self, slot: Slot, seen: Seen, chosen: Mapping[Slot, Config], others: str) -> _Step:
-        """Tries every config of one kernel."""
+    def _tune_kernel(
+        self, slot: Slot, seen: Seen, chosen: Mapping[Slot, Config], others: str, share: SearchLimits
+    ) -> _Step:
+        """Tries the configs of one kernel, all or those that a search asks."""
         texts = [assignment.encode({**chosen, slot: config}, others=others) for config in seen.configs]
-        step = self._try(texts, seen.configs, slot.name)
+        step = self._try(texts, seen.configs, slot.name, share=share.resolved(seen.configs, _is_never_pruned))
         best = shown.format_config(step.trials[step.winner].config)
         _logger.info("%s: %s is best with %s: %.4g ms", self._name, slot.name, best, step.time_ms)
         return step
 
-    def _try(self, texts: Sequence[str], shown: Sequence[Config], kernel: str, runner: Runner | None = None) -> _Step:
+    def _try(
+        self,
+        texts: Sequence[str],
+        shown: Sequence[Config],
+        kernel: str,
+        runner: Runner | None = None,
+        share: SearchLimits | None = None,
+    ) -> _Step:
         """Runs the whole function under each assignment.
 
         Args:
@@ -249,6 +313,7 @@ class ContextualJob(TuningJob):
             shown: the config that trials and messages show for each.
             kernel: the kernel in which they differ.
             runner: calls the function; None for the runner of the function itself.
+            share: the search among the assignments and its budgets; None runs all of them.
 
         Raises:
             TuningFailedError: the function failed under every assignment.
@@ -257,6 +322,15 @@ class ContextualJob(TuningJob):
         runner = runner or self._runner
         label = f"{self._name} ({kernel})"
         progress = Progress(label, len(texts), shown=self._settings.progress)
+        configs: Mapping[int, Config] = {index: {KEY: text} for index, text in enumerate(texts)}
+        possible, searching = list(configs.values()), None
+        source: ConfigSource = NOTHING_MORE
+        if share is not None and not share.tries_all:
+            trial_s = self._limits.compile_timeout_s + self._limits.timeout_s
+            searching = Searching(share, space_for(shown, _is_never_pruned), defaults=0, trial_s=trial_s)
+            progress.expect(searching.total)
+            source = _KernelSearch(searching, texts)
+            configs = source.take(1)
 
         def on_trial(index: int, trial: Trial) -> None:
             trials[index] = dataclasses.replace(trial, config=dict(shown[index]))
@@ -273,20 +347,33 @@ class ContextualJob(TuningJob):
         with contextlib.closing(progress):
             swept = sweep.run(
                 problem,
-                {index: {KEY: text} for index, text in enumerate(texts)},
+                configs,
                 options=self._options,
                 settings=self._settings,
                 limits=self._limits.compiling_as_it_runs(),
                 events=SweepEvents(on_trial=on_trial, on_tick=self._refresh_claim),
+                space=possible,
+                source=source,
             )
         if swept.complaint:
             _logger.warning("%s: %s", label, swept.complaint)
         if not any(trial.outcome is Outcome.OK for trial in trials.values()):
-            ordered = [trials[index] for index in range(len(texts))]
+            ordered = [trials[index] for index in sorted(trials)]
             raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.text)
         settled, verdict = finals.conclude(trials, swept.final, default=0)
         slots = self._slots(problem, swept, verdict.winner, texts[verdict.winner], runner)
-        return _Step(tuple(settled[index] for index in range(len(texts))), verdict.winner, verdict.tie, slots)
+        places = {index: place for place, index in enumerate(sorted(settled))}
+        return _Step(
+            tuple(settled[index] for index in places),
+            places[verdict.winner],
+            tuple(places[index] for index in verdict.tie),
+            slots,
+            Searched(
+                EXHAUSTED if searching is None else searching.stopped,
+                sum(trial.outcome is not Outcome.NOT_RUN for trial in settled.values()),
+                len(texts),
+            ),
+        )
 
     def _slots(self, problem: Problem, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
         """Returns the kernels that were called under the winning assignment."""
@@ -327,7 +414,7 @@ class ContextualJob(TuningJob):
                 "baseline_ms": baseline_ms,
             }
             self._save(entry)
-        result = call_result(self._keyed, config, Times(time_ms, None), tuple(trials))
+        result = call_result(self._keyed, config, Times(time_ms, None), tuple(trials), searched=self._all_searched)
         return self._contextual(result, [*choices.values()], baseline_ms)
 
     def _result_of(self, entry: Entry) -> ContextualResult:
@@ -338,7 +425,7 @@ class ContextualJob(TuningJob):
             for slot, chosen in assignment.Assignment(str(config[KEY])).chosen.items()
         ]
         time_ms, baseline_ms = float(entry["time_ms"]), entry.get("baseline_ms")
-        result = call_result(self._keyed, config, Times(time_ms, None), from_cache=True)
+        result = call_result(self._keyed, config, Times(time_ms, None), from_cache=True, searched=searched_of(entry))
         return self._contextual(result, kernels, baseline_ms)
 
     def _contextual(

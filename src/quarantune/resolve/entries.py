@@ -9,8 +9,9 @@ from typing import Any
 
 from quarantune import cache
 from quarantune.cache import Entry, Store
-from quarantune.values import versions
+from quarantune.values import grid, versions
 from quarantune.values.config_values import text_of
+from quarantune.values.grid import Grid
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config
@@ -29,6 +30,67 @@ class Times:
     default_ms: float | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Searched:
+    """How thoroughly a space was searched.
+
+    Attributes:
+        stopped: why the search ended: `exhausted`, `max_trials`, `time_budget` or `patience`; empty where that is not
+            known, as for results of earlier versions.
+        seen: how many configs were tried, or dropped by `prune_fn`.
+        space_size: how many configs there are.
+        budget: the budget that ended it, as a number of trials or of seconds; None for another end.
+    """
+
+    stopped: str = ""
+    seen: int | None = None
+    space_size: int | None = None
+    budget: float | None = None
+
+    def to_json(self) -> JsonObject:
+        """Returns the part of an entry that says how thorough its search was."""
+        return dataclasses.asdict(self)
+
+    @property
+    def thoroughness(self) -> float:
+        """The larger, the more thorough; a result of an earlier version comes from all configs."""
+        return math.inf if self.seen is None or self.stopped == "exhausted" else self.seen
+
+
+def searched_of(entry: Entry) -> Searched:
+    """Returns how thorough the search was that an entry comes from; the file may hold anything."""
+    record = dict_or_empty(entry.get("search"))
+    stopped, budget = record.get("stopped"), record.get("budget")
+    return Searched(
+        stopped if isinstance(stopped, str) else "",
+        _count_or_none(record.get("seen")),
+        _count_or_none(record.get("space_size")),
+        float(budget) if isinstance(budget, (int, float)) and not isinstance(budget, bool) else None,
+    )
+
+
+def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entry:
+    """Returns the one of two entries for one problem to keep.
+
+    That is the offered one, unless the present one comes from a more thorough search of the same space under the same
+    versions, and its config is as fast.
+
+    Args:
+        device: the kind of device.
+        key: the key of the problem.
+        present: the entry that is saved.
+        offered: the entry to save.
+    """
+    is_alike = all(present.get(part) == offered.get(part) for part in ("space", "versions", "fingerprint"))
+    is_less = searched_of(offered).thoroughness < searched_of(present).thoroughness
+    is_slower = times_of(offered).best_ms >= times_of(present).best_ms
+    return present if is_alike and is_less and is_slower else offered
+
+
+def _count_or_none(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
 def open_store(settings: Settings) -> Store:
     """Returns the store of results in the cache directory."""
     return Store(settings.cache_dir, lock_timeout_s=settings.lock_timeout)
@@ -36,7 +98,7 @@ def open_store(settings: Settings) -> Store:
 
 def space_of(configs: Sequence[Config]) -> JsonObject:
     """Returns values that distinguish one config space from another, whatever the order of the configs."""
-    texts = sorted(map(text_of, configs))
+    texts = sorted(grid.texts(configs))
     return {"configs": len(texts), "hash": cache.short_hash("\n".join(texts))}
 
 
@@ -51,6 +113,9 @@ def times_of(entry: Entry) -> Times:
 
 def find_config(raw: Any, configs: Sequence[Config]) -> Config | None:
     """Returns the config that is equal to the `config` of an entry, or None where there is none."""
+    if isinstance(configs, Grid):
+        index = configs.index_of(raw) if isinstance(raw, dict) else None
+        return None if index is None else configs[index]
     try:
         text = cache.canonical_json(raw)
     except ValueError:  # 1e999 is JSON, and infinite

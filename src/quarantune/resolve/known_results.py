@@ -11,10 +11,20 @@ from quarantune import cache
 from quarantune.cache import Entry
 from quarantune.resolve import layers, misses, nearest
 from quarantune.resolve.call_key import CallKey, KeyedCall
-from quarantune.resolve.entries import Times, changed_versions, find_config, open_store, space_of, times_of
+from quarantune.resolve.entries import (
+    Searched,
+    Times,
+    changed_versions,
+    find_config,
+    open_store,
+    searched_of,
+    space_of,
+    times_of,
+)
 from quarantune.resolve.layers import Found, Layer
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
+from quarantune.sweep.search_limits import SearchLimits
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, TuningFailedError
 
@@ -23,10 +33,11 @@ _logger = logging.getLogger("quarantune")
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A remembered config and its times."""
+    """A remembered config, its times, and how thorough the search was that found it."""
 
     config: Config
     times: Times
+    searched: Searched = dataclasses.field(default_factory=Searched)
 
 
 class KnownResults:
@@ -50,7 +61,7 @@ class KnownResults:
             config = self.config_of(entry, keyed.call.configs, settings, is_own=layer.is_own)
             if config is not None:
                 _logger.debug("%s: found in %s", self._function.name, layer.label)
-                known = self._winners[keyed.key] = Known(config, times_of(entry))
+                known = self._winners[keyed.key] = Known(config, times_of(entry), searched_of(entry))
                 return known
         return None
 
@@ -61,12 +72,12 @@ class KnownResults:
         config is in the call's config space, and `prune_fn` accepts it. The result is not remembered.
         """
         candidates = []
-        for found in self._entries(settings):
+        for found in self.entries(settings):
             away = nearest.distance(found.key, keyed.key.text) if found.device == keyed.key.device else None
             if away is not None:
                 candidates.append((away, found))
         for _, found in sorted(candidates, key=lambda candidate: candidate[0]):
-            config = find_config(found.entry.get("config"), _kept(keyed))
+            config = _kept(found, keyed)
             if config is not None and self.versions_serve(found.entry, settings, is_own=found.layer.is_own):
                 wanted, there = (
                     cache.canonical_json(keyed.readable),
@@ -85,12 +96,22 @@ class KnownResults:
         They come from all layers in their order, each once, and only those in the call's config space.
         """
         seeds: list[Config] = []
-        for found in self._entries(settings):
+        for found in self.entries(settings):
             if found.device == keyed.key.device and misses.describe_same_call(found.key, keyed.key.text):
-                config = find_config(found.entry.get("config"), _kept(keyed))
+                config = _kept(found, keyed)
                 if config is not None and config not in seeds:
                     seeds.append(config)
         return seeds
+
+    def is_enough(self, searched: Searched, settings: Settings) -> bool:
+        """Returns whether a result is as thorough as the call demands; if not, its search goes on.
+
+        Only a larger budget of the kind that ended the search demands more, and only where a miss is tuned for.
+        """
+        limits = SearchLimits.of(self._function.options, settings)
+        wanted = limits.budget(searched.stopped)
+        is_larger = wanted is not None and searched.budget is not None and wanted > searched.budget
+        return not is_larger or settings.on_miss != "tune"
 
     def must_tune(self, key: CallKey, settings: Settings) -> bool:
         """Returns whether `ALWAYS_TUNE` demands another sweep, which it does once per process and key."""
@@ -101,10 +122,13 @@ class KnownResults:
         if key in self._failures:
             raise _without_traceback(self._failures[key])
 
-    def remember(self, key: CallKey, result: TuningResult) -> None:
+    def remember(self, key: CallKey, result: TuningResult, settings: Settings) -> None:
         """Remembers a result in this process."""
         self._failures.pop(key, None)
-        self._winners[key] = Known(result.best_config, Times(result.time_ms, result.default_time_ms))
+        limits = SearchLimits.of(self._function.options, settings)
+        budget = limits.budget(result.stopped) or result.seen  # `auto` has a budget of its own
+        searched = Searched(result.stopped, result.seen, result.space_size, budget)
+        self._winners[key] = Known(result.best_config, Times(result.time_ms, result.default_time_ms), searched)
         self._tuned.add(key)
 
     def remember_failure(self, key: CallKey, error: TuningFailedError) -> None:
@@ -160,20 +184,21 @@ class KnownResults:
     def explain_miss(self, keyed: KeyedCall, settings: Settings) -> str:
         """Returns a message with the missing key, the layers, and the differences from the nearest entry."""
         labels = [layer.label for layer in self._layers(settings)]
-        return misses.explain(keyed, labels, self._entries(settings), settings)
+        return misses.explain(keyed, labels, self.entries(settings), settings)
 
     def _layers(self, settings: Settings) -> Iterator[Layer]:
         return iter(()) if settings.disable_cache else layers.open_layers(settings, self._function.options.tables)
 
-    def _entries(self, settings: Settings) -> Iterator[Found]:
+    def entries(self, settings: Settings) -> Iterator[Found]:
+        """Yields the entries of all layers, in their order."""
         for layer in self._layers(settings):
             yield from layers.entries_of(layer, self._function.name)
 
 
-def _kept(keyed: KeyedCall) -> list[Config]:
-    """Returns the configs of a call that `prune_fn` accepts."""
-    call = keyed.call
-    return [config for index, config in enumerate(call.configs) if index not in call.pruned]
+def _kept(found: Found, keyed: KeyedCall) -> Config | None:
+    """Returns the config of an entry if it is one of a call's that `prune_fn` accepts."""
+    config = find_config(found.entry.get("config"), keyed.call.configs)
+    return config if config is not None and keyed.call.keeps(config) else None
 
 
 def _without_traceback(error: TuningFailedError) -> TuningFailedError:

@@ -113,8 +113,9 @@ class Resolver:
             settings = environment.current()
             must_tune = self._known.must_tune(described.key, settings)
             if not must_tune:
-                if (known := self._known.find(described, settings)) is not None:
-                    return call_result(described, known.config, known.times, from_cache=True)
+                known = self._known.find(described, settings)
+                if known is not None and self._known.is_enough(known.searched, settings):
+                    return call_result(described, known.config, known.times, from_cache=True, searched=known.searched)
                 self._known.raise_failure(described.key)
                 if settings.on_miss == "nearest" and (near := self._known.nearest(described, settings)) is not None:
                     return call_result(described, near.config, near.times, from_cache="nearest")
@@ -215,7 +216,8 @@ class Resolver:
         is_inside = template.is_inside()
         must_tune = self._known.must_tune(described.key, settings) and not is_inside and not call.is_symbolic
         if not must_tune:
-            if (known := self._known.find(described, settings)) is not None:
+            known = self._known.find(described, settings)
+            if known is not None and (is_inside or self._known.is_enough(known.searched, settings)):
                 return Choice(known.config)
             self._known.raise_failure(described.key)
             if settings.on_miss == "nearest" and (near := self._known.nearest(described, settings)) is not None:
@@ -255,7 +257,7 @@ class Resolver:
         except TuningFailedError as error:
             self._known.remember_failure(described.key, error)
             raise
-        self._known.remember(described.key, result)
+        self._known.remember(described.key, result, settings)
         return result
 
     def _check_outside(self) -> None:

@@ -12,7 +12,7 @@ from quarantune.cache import Fingerprint
 from quarantune.host import locks
 from quarantune.resolve.entries import space_of
 from quarantune.transport import binding
-from quarantune.values import config_space
+from quarantune.values import config_space, grid
 from quarantune.values.options import Options
 from quarantune.values.trial import Config
 
@@ -93,6 +93,7 @@ class TunedFunction:
 
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where the function cannot take the keys of a config."""
+        configs = grid.examples(configs)
         if not self.is_jitted:
             config_space.check_keywords(configs, parameters=self.signature, fn_name=self.name)
             return

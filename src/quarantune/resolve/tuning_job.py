@@ -7,28 +7,43 @@ import dataclasses
 import datetime
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quarantune import cache
 from quarantune.cache import CacheWriteError, Claim, Entry, Journal
+from quarantune.host import locks
 from quarantune.measure import finals, sampling
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.compile_failures import CompileFailures
-from quarantune.resolve.entries import Times, find_config, open_store, space_of, times_of
+from quarantune.resolve.entries import (
+    Searched,
+    Times,
+    find_config,
+    more_thorough,
+    open_store,
+    searched_of,
+    space_of,
+    times_of,
+)
 from quarantune.resolve.known_results import KnownResults
+from quarantune.resolve.starts import starts
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
+from quarantune.scheduler.source import NOTHING_MORE
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits, space_for
+from quarantune.sweep.searching import Searching
 from quarantune.sweep.swept import Swept
 from quarantune.values import shown, versions
-from quarantune.values.config_values import encode, text_of
+from quarantune.values.config_values import encode
+from quarantune.values.grid import Positions
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError, count_outcomes, pruned_trial
 
@@ -69,7 +84,8 @@ class TuningJob:
             keyed: the call.
             context: the surroundings of the job.
             settings: the operator's settings.
-            start_over: whether every config runs again, whatever the cache and the journal hold.
+            start_over: whether to tune even if the call is cached. A search that its budget had ended goes on, if it
+                is not spent by now; otherwise every config runs again, whatever the journal holds.
         """
         self._keyed = keyed
         self._key = keyed.key
@@ -80,7 +96,9 @@ class TuningJob:
         self._context = context
         self._settings = settings
         self._limits = SweepLimits.of(self._options, settings)
+        self._must_tune = start_over
         self._start_over = start_over
+        self._stopped = EXHAUSTED
         self._trials: dict[int, Trial] = {}
         self._troubled: set[int] = set()
         self._not_compiling: set[int] = set()
@@ -100,15 +118,17 @@ class TuningJob:
         progress = Progress(self._name, len(self._configs), shown=self._settings.progress)
         with contextlib.closing(progress), contextlib.ExitStack() as stack:
             stack.callback(self._report_unsaved)
+            self._start_over = self._must_tune and not self._may_go_on()
             if self._directory is not None:
                 answer = self._take_claim(progress, self._directory, stack)
                 if answer is not None:
                     return self._result_of(answer)
                 self._read_journal()
-            self._prune(progress)
-            if self._directory is not None:
-                self._recall_compile_failures()
-            return self._conclude(self._sweep(progress))
+            if self._search.tries_all:
+                self._prune(progress)
+                self._trials |= self._known_not_to_compile()
+                return self._conclude(self._sweep(progress))
+            return self._conclude(self._sweep_by_search(progress))
 
     # The claim
 
@@ -121,7 +141,11 @@ class TuningJob:
         claim = Claim(directory, self._name, self._key.device, self._key.text, worst_case_s=self._claim_worst_case_s())
 
         def done() -> Entry | TuningFailedError | None:
-            return None if self._start_over else self._context.known.usable_entry(self._keyed, self._settings)
+            if self._must_tune:
+                return None
+            known = self._context.known
+            entry = known.usable_entry(self._keyed, self._settings)
+            return entry if entry and known.is_enough(searched_of(entry), self._settings) else None
 
         next_message_s = 0.0
 
@@ -162,7 +186,9 @@ class TuningJob:
 
     def _failure_of(self, about: Mapping[str, object]) -> Entry | TuningFailedError | None:
         """Returns the failure of the job that tuned meanwhile, if it ran the same configs under the same limits."""
-        if self._start_over or about.get("space") != space_of(self._configs):
+        if self._must_tune or about.get("space") != space_of(self._configs):
+            return None
+        if about.get("search", {}) != ({} if self._search.tries_all else self._search.to_json()):
             return None
         trials = about.get("trials")
         if about.get("limits") != self._limits.deadlines() or not isinstance(trials, list):
@@ -171,10 +197,11 @@ class TuningJob:
             trials = [Trial.from_json(trial) for trial in trials]
         except (KeyError, TypeError, ValueError):
             return None
-        if len(trials) != len(self._configs):
+        indices = [index for trial in trials if (index := self._positions.of(trial.config)) is not None]
+        if len(indices) < len(trials) or (self._search.tries_all and len(trials) != len(self._configs)):
             return None
-        pairs = zip(trials, self._configs, strict=True)
-        return self._failure(tuple(dataclasses.replace(trial, config=config) for trial, config in pairs))
+        pairs = zip(trials, indices, strict=True)
+        return self._failure(tuple(dataclasses.replace(trial, config=self._configs[index]) for trial, index in pairs))
 
     def _failure(self, trials: tuple[Trial, ...]) -> TuningFailedError:
         return TuningFailedError(report.failure_message(self._name, trials), trials=trials, key=self._key.text)
@@ -183,12 +210,11 @@ class TuningJob:
 
     def _read_journal(self) -> None:
         """Takes over the trials of an interrupted sweep, or discards them where the job starts over."""
-        positions = {text_of(config): index for index, config in enumerate(self._configs)}
         refused = 0
         for record in self._journal.records():
             try:
                 trial = Trial.from_json(record["trial"])
-                index = positions.get(cache.canonical_json(trial.config))
+                index = self._positions.of(trial.config)
                 if index is None:
                     continue
                 trial = dataclasses.replace(trial, config=self._configs[index])
@@ -212,7 +238,7 @@ class TuningJob:
         return not self._settings.version_check or record["versions"] == versions.versions()
 
     def _record(self, index: int, trial: Trial) -> None:
-        if self._directory is None:
+        if self._directory is None or trial.outcome is Outcome.NOT_RUN:
             return
         self._refresh_claim()
         with self._saving():
@@ -239,27 +265,29 @@ class TuningJob:
         if self._unsaved is not None:
             cache.report_once(str(self._unsaved))
 
-    def _recall_compile_failures(self) -> None:
-        """Takes over the trials of configs that are known not to compile, unless no other config is left.
+    def _known_not_to_compile(self) -> dict[int, Trial]:
+        """Returns the trials of further configs that are known not to compile, unless no other config is left.
 
         If everything is known to fail, something around the configs may have been wrong, and all are tried.
         """
-        known = self._compile_failures.known(start_over=self._start_over)
-        left = [index for index in range(len(self._configs)) if index not in self._trials]
-        failed = [index for index in left if text_of(self._configs[index]) in known]
+        if self._directory is None:
+            return {}
+        found: dict[int, Trial] = {}
+        for text, trial in self._compile_failures.known(start_over=self._start_over).items():
+            index = self._positions.of_text(text)
+            if index is not None and index not in self._trials:
+                found[index] = dataclasses.replace(trial, config=self._configs[index])
         some_work = any(trial.outcome is Outcome.OK for trial in self._trials.values())
-        if not failed or (len(failed) == len(left) and not some_work):
-            return
-        for index in failed:
-            config = self._configs[index]
-            self._trials[index] = dataclasses.replace(known[text_of(config)], config=config)
-        self._not_compiling = set(failed)
+        if not found or (len(found) + len(self._trials) == len(self._configs) and not some_work):
+            return {}
+        self._not_compiling = set(found)
         _logger.info(
             "%s: %d configs are known not to compile for %s, and are not compiled again",
             self._name,
-            len(failed),
+            len(found),
             self._key.device,
         )
+        return found
 
     # The sweep
 
@@ -275,9 +303,43 @@ class TuningJob:
         progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
         if not left and len(finals.finalists(self._trials)) < 2:
             return Swept()
-        self._troubled = self._find_troubled(left)
+        self._troubled = self._find_troubled() & left.keys()
         last = set() if self._start_over else self._troubled
         ordered = sorted(left, key=lambda index: index in last)
+        return self._run({index: left[index] for index in ordered}, progress, last)
+
+    def _sweep_by_search(self, progress: Progress) -> Swept:
+        """Runs the configs that the search asks, and compares the fastest of all."""
+        is_pruned = self._call.is_pruned
+        self._trials = {index: trial for index, trial in self._trials.items() if not is_pruned(index)}
+        self._troubled = self._find_troubled()
+        failures = self._known_not_to_compile()
+        first = (
+            [] if self._directory is None else starts(self._keyed, self._context.known, self._positions, self._settings)
+        )
+        default = self._call.default_index
+        searching = Searching(
+            self._search,
+            space_for(self._configs, is_pruned),
+            defaults=None if default is None or is_pruned(default) or default in failures else default,
+            starts=[self._configs[index] for index in first if index not in self._troubled],
+            known=self._trials,
+            failures=failures,
+            trial_s=self._limits.compile_timeout_s + self._limits.timeout_s,
+        )
+        progress.expect(searching.total)
+        progress.recall(list(self._trials.values()))
+        configs = searching.take(1)
+        swept = Swept()
+        if configs or len(finals.finalists(self._trials)) >= 2:
+            swept = self._run(configs, progress, self._troubled, searching)
+        self._stopped = searching.stopped
+        return swept
+
+    def _run(
+        self, configs: Mapping[int, Config], progress: Progress, last: Collection[int], source: Searching | None = None
+    ) -> Swept:
+        """Runs configs, and those that a search asks after them."""
 
         def on_trial(index: int, trial: Trial) -> None:
             self._trials[index] = trial
@@ -289,7 +351,7 @@ class TuningJob:
             problem = dataclasses.replace(problem, untuned=None)  # the defaults are not compiled again either
         return sweep.run(
             problem,
-            {index: left[index] for index in ordered},
+            configs,
             options=self._options,
             settings=self._settings,
             limits=self._limits,
@@ -301,14 +363,49 @@ class TuningJob:
             ),
             troubled=last,
             known=self._trials,
+            space=None if source is None else self._configs,
+            source=source or NOTHING_MORE,
         )
 
-    def _find_troubled(self, left: Mapping[int, Config]) -> set[int]:
+    def _find_troubled(self) -> set[int]:
         """Returns the configs that crashed or hung for this function on this device, whatever the shapes."""
         if self._directory is None:
             return set()
         known = cache.troublesome(self._directory, self._name, self._key.device)
-        return {index for index, config in left.items() if text_of(config) in known}
+        found = (self._positions.of_text(text) for text in known)
+        return {index for index in found if index is not None}
+
+    @locks.lazy
+    def _search(self) -> SearchLimits:
+        """The search and its budgets."""
+        return SearchLimits.of(self._options, self._settings).resolved(self._configs, self._call.is_pruned)
+
+    @locks.lazy
+    def _positions(self) -> Positions:
+        return Positions(self._configs)
+
+    def _may_go_on(self) -> bool:
+        """Returns whether an earlier search was ended by a budget that is not spent by now."""
+        if self._directory is None or self._search.tries_all:
+            return False
+        entry = self._context.known.usable_entry(self._keyed, self._settings)
+        searched = Searched() if entry is None else searched_of(entry)
+        most = self._search.max_trials
+        is_left = most is None or (searched.seen is not None and searched.seen < most)
+        return searched.stopped in (MAX_TRIALS, TIME_BUDGET) and is_left
+
+    def _all_trials(self) -> tuple[Trial, ...]:
+        """Returns the trials: of all configs in their order, or of those that a search asked."""
+        if self._search.tries_all:
+            return tuple(self._trials[index] for index in range(len(self._configs)))
+        return tuple(self._trials.values())
+
+    def _searched(self) -> Searched:
+        """Returns how thorough the sweep was."""
+        tried = sum(trial.outcome is not Outcome.NOT_RUN for trial in self._trials.values())
+        size = len(self._configs)
+        seen = size if self._stopped == EXHAUSTED else tried
+        return Searched(self._stopped, seen, size, self._search.budget(self._stopped))
 
     # The result
 
@@ -320,21 +417,24 @@ class TuningJob:
             raise self._leave_failure()
         default = self._call.default_index
         self._trials, verdict = finals.conclude(self._trials, swept.final, default=default)
-        trials = tuple(self._trials[index] for index in range(len(self._configs)))
-        best, tie = trials[verdict.winner], tuple(trials[index].config for index in verdict.tie)
+        trials = self._all_trials()
+        best, tie = self._trials[verdict.winner], tuple(self._trials[index].config for index in verdict.tie)
         self._log_winner(best, tie, usable)
         assert best.time_ms is not None
-        times = Times(best.time_ms, swept.default_time_ms if default is None else trials[default].time_ms)
+        defaults = None if default is None else self._trials.get(default)
+        times = Times(best.time_ms, swept.default_time_ms if defaults is None else defaults.time_ms)
         self._save(self._entry(best.config, times, trials) | {"samples": len(best.samples_ms)})
         executable = None
         if self._keyed.axes is None:  # otherwise the executable is for the arrays of all shards
             self._context.seeds.add(swept.compiled.get(verdict.winner, {}))
             executable = swept.executables.get(verdict.winner)
-        return call_result(self._keyed, best.config, times, trials, tie=tie, executable=executable)
+        return call_result(
+            self._keyed, best.config, times, trials, tie=tie, executable=executable, searched=self._searched()
+        )
 
     def _leave_failure(self) -> TuningFailedError:
         """Returns the error that every config failed; jobs that wait now get it too, and later ones tune again."""
-        trials = tuple(self._trials[index] for index in range(len(self._configs)))
+        trials = self._all_trials()
         if self._directory is not None:
             # Another process may find the machine in a better state.
             with self._saving():
@@ -344,7 +444,7 @@ class TuningJob:
                 "space": space_of(self._configs),
                 "limits": self._limits.deadlines(),
                 "trials": [trial.to_json() for trial in trials],
-            }
+            } | ({} if self._search.tries_all else {"search": self._search.to_json()})
             self._claim.leave_failure(failure)
         return self._failure(trials)
 
@@ -352,7 +452,7 @@ class TuningJob:
         _logger.info(
             "%s: best of %d is %s: %.4g ms%s",
             self._name,
-            len(self._configs),
+            len(self._trials),
             shown.format_config(best.config),
             best.time_ms,
             f", level with {' and '.join(map(shown.format_config, tie))}" if tie else "",
@@ -376,14 +476,16 @@ class TuningJob:
             "versions": versions.versions(),
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "trials": count_outcomes(trials),
+            "search": {"name": self._search.label, "seed": self._search.seed} | self._searched().to_json(),
         }
 
     def _save(self, entry: Entry) -> None:
         if self._directory is not None:
             with self._saving():
-                open_store(self._settings).put(self._name, self._key.device, self._key.text, entry)
+                contents = {self._key.device: {self._key.text: entry}}
+                open_store(self._settings).merge(self._name, contents, prefer=more_thorough)
 
     def _result_of(self, entry: Entry) -> TuningResult:
         config = find_config(entry["config"], self._configs)
         assert config is not None  # or the entry would not be usable
-        return call_result(self._keyed, config, times_of(entry), from_cache=True)
+        return call_result(self._keyed, config, times_of(entry), from_cache=True, searched=searched_of(entry))

@@ -33,6 +33,10 @@ class Progress:
         self._done = self._failed = 0
         self._best: Trial | None = None
 
+    def expect(self, total: int) -> None:
+        """Sets how many configs are to be tried."""
+        self._total = total
+
     def step(self, trial: Trial) -> None:
         """Counts a trial that ended."""
         self._count(trial)

@@ -43,13 +43,18 @@ class TuningResult:
     Attributes:
         best_config: the fastest config.
         time_ms: its median time in milliseconds.
-        trials: the trial of every config, in their order; empty for a result from the cache.
+        trials: the trial of every config, in their order; of a search, the trial of every config that it asked, in the
+            order of their ends; empty for a result from the cache.
         key: the problem's key in the cache.
         device: the kind of device it was tuned on.
         from_cache: whether it was found in the cache and not measured now; `"nearest"` for the config of another call
             that stands in for one that was never tuned, whose time is not known (NaN).
         tie: the configs that the noise cannot tell from the best, without the best.
         default_time_ms: the time of the function with its own defaults, in milliseconds; None where it is not known.
+        stopped: why the search ended: `exhausted`, `max_trials`, `time_budget` or `patience`; empty where that is not
+            known.
+        seen: how many configs were tried, or dropped by `prune_fn`; None where that is not known.
+        space_size: how many configs there are; None where that is not known.
         versions: the versions of JAX and others under which it was tuned.
         fn: the tuned function with the best config bound.
         executable: the executable that a worker compiled from the two, for `save`; None where there is none.
@@ -65,6 +70,9 @@ class TuningResult:
     from_cache: FromCache = False
     tie: tuple[Config, ...] = ()
     default_time_ms: float | None = None
+    stopped: str = ""
+    seen: int | None = None
+    space_size: int | None = None
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     fn: Callable[..., Any] = dataclasses.field(repr=False, compare=False)
     executable: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
@@ -165,6 +173,9 @@ class TuningResult:
             "default_time_ms": self.default_time_ms,
             "device": self.device,
             "versions": self.versions,
+            "stopped": self.stopped,
+            "seen": self.seen,
+            "space_size": self.space_size,
             "tie": encode(self.tie),
             "key": self.key,
             "from_cache": self.from_cache,
@@ -198,6 +209,9 @@ class TuningResult:
                 best_config=restore(about["best_config"], {}),
                 time_ms=math.nan if about["time_ms"] is None else float(about["time_ms"]),
                 default_time_ms=None if about.get("default_time_ms") is None else float(about["default_time_ms"]),
+                stopped=str(about.get("stopped", "")),
+                seen=None if about.get("seen") is None else int(about["seen"]),
+                space_size=None if about.get("space_size") is None else int(about["space_size"]),
                 trials=tuple(Trial.from_json(trial) for trial in about["trials"]),
                 key=about["key"],
                 device=about["device"],

@@ -164,6 +164,7 @@ class Jobs:
         self.programs.forget(unfits)
         for unfit in unfits:
             self.leftovers.unfit[unfit.index] = reason
+            self.leftovers.unfit_configs[unfit.index] = unfit.config
             self._reference.ended(unfit.index)
             self.unfinished -= 1
         self.pending.clear()

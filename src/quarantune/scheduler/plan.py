@@ -6,7 +6,7 @@ import dataclasses
 
 from quarantune.devices.device import Device
 from quarantune.sandbox.messages import BenchOptions, CompileTarget
-from quarantune.values.trial import Route, Trial
+from quarantune.values.trial import Config, Route, Trial
 
 STARTUP_DEADLINE_S = 120.0
 """Seconds that a worker may take before its first message; only a broken machine needs them."""
@@ -69,8 +69,10 @@ class Leftovers:
 
     Attributes:
         unfit: why a config's program must be compiled on its device, by the config's index.
+        unfit_configs: those configs.
         unconfirmed: errors raised where there was no device, each with the worker's output, by the config's index.
     """
 
     unfit: dict[int, str]
     unconfirmed: dict[int, tuple[Trial, str]]
+    unfit_configs: dict[int, Config] = dataclasses.field(default_factory=dict)

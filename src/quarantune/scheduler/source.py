@@ -47,6 +47,21 @@ class _Nothing:
 NOTHING_MORE: ConfigSource = _Nothing()
 
 
+class _OnlyStopping(_Nothing):
+    """Says when to stop as another source does, and gives no configs."""
+
+    def __init__(self, source: ConfigSource) -> None:
+        self._source = source
+
+    def reason_to_stop(self) -> str:
+        return self._source.reason_to_stop()
+
+
+def only_stopping(source: ConfigSource) -> ConfigSource:
+    """Returns a source that says when to stop as another one does, but gives no configs and receives no trials."""
+    return _OnlyStopping(source)
+
+
 def one_by_one(configs: Mapping[int, Config], source: ConfigSource) -> Iterator[tuple[int, Config]]:
     """Yields configs in order, then those of a source, each once the trial of the one before it has ended."""
     yield from configs.items()

@@ -18,6 +18,7 @@ from quarantune.measure import finals
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.scheduler.reference import Reference, unlike
+from quarantune.scheduler.source import ConfigSource, one_by_one
 from quarantune.sweep.request import Finish
 from quarantune.transport.call import Call
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
@@ -37,6 +38,7 @@ def run(
     finish: Finish,
     reference: Reference,
     reason: str,
+    source: ConfigSource,
 ) -> None:
     """Computes the reference, then runs the configs one after another in this process; only exceptions are contained.
 
@@ -48,6 +50,7 @@ def run(
         finish: receives the trials.
         reference: the reference for outputs; the output of `ref_fn` is computed here and given to it.
         reason: why configs run here, for the warning.
+        source: gives further configs.
 
     Raises:
         ReferenceFailedError: `ref_fn` raised.
@@ -62,10 +65,12 @@ def run(
             give_reference(call, bench(), reference)
     take = reference.hold(finish)
     reference.begin(configs.keys())
-    for index in sorted(configs, key=lambda index: not reference.is_default(index)):
+    ordered = sorted(configs, key=lambda index: not reference.is_default(index))
+    for index, config in one_by_one({index: configs[index] for index in ordered}, source):
         with undisturbed():
-            ended = _run_one(bench(), configs[index], index, reference)
+            ended = _run_one(bench(), config, index, reference)
         reference.ended(index)
+        source.ended(index, ended)
         take(index, ended, ended.log_tail)
     reference.settle(finish)
 

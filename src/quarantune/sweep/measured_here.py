@@ -38,6 +38,10 @@ _BATCH = 64
 """How many configs are compiled before they are measured: a sweep that is interrupted loses the work on no more."""
 
 
+_SEARCH_BATCH = 8
+"""The same where a search decides what is tried, which learns from one batch for the next."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Attempt:
     """A config on its way from its program to its times.
@@ -125,6 +129,9 @@ class MeasuredHere:
             while left:
                 batch, left = left[:_BATCH], left[_BATCH:]
                 self._run_batch({index: configs[index] for index in batch})
+            source = request.source
+            while not source.is_closed and (taken := source.take(max(_SEARCH_BATCH, self._limits.compile_slots))):
+                self._run_batch(taken)
             reference.settle(finish)
             final = self._compare({index: measured[index].config for index in finals.finalists(measured)})
             return Swept(final, default_time_ms=reference.default_time_ms, complaint=reference.complaint())
@@ -165,7 +172,7 @@ class MeasuredHere:
             else:  # it failed, or has the program of a config that was measured before
                 self._end(index, trial, log)
 
-        executables = self._routes.compile_batch(dict(batch), on_compiled)
+        executables = self._routes.compile_batch(dict(batch), on_compiled, source=self._request.source)
         attempts = [
             _Attempt(index, trial, log, executables.get(index))
             for index, (trial, log) in compiled.items()
@@ -180,7 +187,9 @@ class MeasuredHere:
     def _measure_all(self, attempts: list[_Attempt]) -> None:
         """Runs each config once; then measures those that may still win, the fastest first."""
         for attempt in attempts:
-            self._load(attempt)
+            self._stop_in_time(attempt)
+            if not attempt.is_over:
+                self._load(attempt)
             if not attempt.is_over:
                 self._step(attempt, Phase.CHECK, self._check)
             if attempt.is_over:
@@ -188,9 +197,15 @@ class MeasuredHere:
         parked = [attempt for attempt in attempts if not attempt.is_over]
         for attempt in sorted(parked, key=lambda attempt: attempt.run_ms or 0.0):
             self._rule_out(attempt)
+            self._stop_in_time(attempt)
             if not attempt.is_over:
                 self._step(attempt, Phase.MEASURE, self._measure)
             self._conclude(attempt)
+
+    def _stop_in_time(self, attempt: _Attempt) -> None:
+        """Ends a config that should not go on, because the time of the search is over."""
+        if not attempt.is_over and (reason := self._request.source.reason_to_stop()):
+            attempt.update(outcome=Outcome.NOT_RUN, message=reason)
 
     def _load(self, attempt: _Attempt) -> None:
         """Loads the program of a config, or compiles it here where it cannot be passed on."""
@@ -270,6 +285,7 @@ class MeasuredHere:
 
     def _end(self, index: int, trial: Trial, log: str) -> None:
         self._reference.ended(index)
+        self._request.source.ended(index, trial)
         self._finish(index, trial, log)
         self._request.events.on_tick()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 from quarantune.devices.targets import Target
+from quarantune.scheduler.source import ConfigSource
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport.problem import Problem
@@ -31,6 +32,7 @@ class SweepRequest:
         troubled: the indices of configs that hung or crashed before, and come last.
         compile_only: whether configs are only compiled.
         target: the device for which it is only found out which configs compile; None where they are for running here.
+        source: gives configs in addition to those that are known from the start.
     """
 
     problem: Problem
@@ -41,3 +43,4 @@ class SweepRequest:
     troubled: Collection[int]
     compile_only: bool
     target: Target | None
+    source: ConfigSource

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quarantune import jax_internals
@@ -16,6 +16,7 @@ from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery
 from quarantune.devices.targets import Target
 from quarantune.sandbox import shortages, spool, template, wire
+from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import END, SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
@@ -25,7 +26,7 @@ from quarantune.sweep.swept import Swept
 from quarantune.transport import payload
 from quarantune.transport.call import PackedCall
 from quarantune.transport.problem import Problem
-from quarantune.values import config_values, shown
+from quarantune.values import config_values, grid, shown
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, Trial
@@ -59,6 +60,8 @@ def run(
     known: Mapping[int, Trial] | None = None,
     compile_only: bool = False,
     target: Target | None = None,
+    space: Sequence[Config] | None = None,
+    source: ConfigSource = NOTHING_MORE,
 ) -> Swept:
     """Runs every config to its outcome, then times the fastest once more, in alternation.
 
@@ -73,6 +76,8 @@ def run(
         known: the trials of an earlier sweep by index; their configs do not run again, but may be finalists.
         compile_only: whether configs are only compiled, and their executables returned.
         target: the device for which it is only found out which configs compile; it need not exist here.
+        space: all configs that may be tried, where `source` gives more than `configs`.
+        source: gives further configs while the sweep runs; the first ones are in `configs`.
 
     Returns:
         The findings beside the trials.
@@ -91,10 +96,12 @@ def run(
         troubled=troubled,
         compile_only=compile_only or target is not None,
         target=target,
+        source=source,
     )
     measured = dict(known or {})
     finish = _finisher(request, measured)
-    packed = _pack(problem, configs, options)
+    possible = grid.examples(list(configs.values()) if space is None else space)
+    packed = _pack(problem, possible, options)
     isolation = Isolation.PROCESS if target is not None else isolation_of(settings, problem)
     if isolation is Isolation.NONE:
         return _run_here(request, packed, configs, measured, finish)
@@ -103,7 +110,7 @@ def run(
         _check_manual_mesh(problem, settings)
     else:
         _check_devices(request, packed)
-    _check_sizes(problem, configs)
+    _check_sizes(problem, possible)
     return _run_in_workers(request, packed, configs, measured, finish, measures_here=measures_here)
 
 
@@ -122,7 +129,7 @@ def _finisher(request: SweepRequest, measured: dict[int, Trial]) -> Finish:
     return finish
 
 
-def _pack(problem: Problem, configs: Mapping[int, Config], options: Options) -> PackedCall:
+def _pack(problem: Problem, configs: Sequence[Config], options: Options) -> PackedCall:
     """Packs the call, with the arguments to run with and the functions that judge outputs."""
     judges = {"ref_fn": options.ref_fn if callable(options.ref_fn) else None, "check_fn": options.check_fn}
     args, kwargs = sweep_inputs.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
@@ -131,7 +138,7 @@ def _pack(problem: Problem, configs: Mapping[int, Config], options: Options) -> 
         args,
         kwargs,
         {name: fn for name, fn in judges.items() if fn is not None},
-        config_values.originals(configs.values()),
+        config_values.originals(configs),
         problem.manual_mesh,
         devices=math.inf if problem.platform == "cpu" else options.devices_per_trial,
     )
@@ -206,6 +213,7 @@ def _run_here(
                 finish=finish,
                 reference=reference,
                 reason=_why_here(request),
+                source=request.source,
             )
             final = in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options)
             return Swept(final, default_time_ms=reference.default_time_ms, complaint=reference.complaint())
@@ -227,9 +235,9 @@ def _check_manual_mesh(problem: Problem, settings: Settings) -> None:
         )
 
 
-def _check_sizes(problem: Problem, configs: Mapping[int, Config]) -> None:
+def _check_sizes(problem: Problem, configs: Sequence[Config]) -> None:
     """Raises where a config is too large for a message to a worker."""
-    for config in configs.values():
+    for config in configs:
         size_bytes = len(config_values.text_of(config))
         if size_bytes > _LARGEST_CONFIG_BYTES:
             largest = max(config, key=lambda name: len(config_values.text_of(config[name])))

@@ -7,12 +7,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
 
 from quarantune.values import table_name
+from quarantune.values.search_choice import AUTO, Search, check_search
 from quarantune.values.settings import LONGEST_S, parse_memory
 from quarantune.values.texts import did_you_mean, shown
 from quarantune.values.tolerance import Tolerance
 
 DEFAULTS = "defaults"
 """The `ref_fn` that stands for the function with its own defaults."""
+_BUDGETS = {"max_trials": 1, "patience": 1}
+"""Options that may be left out, and the least value of each."""
 SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 
 
@@ -47,6 +50,13 @@ class Options:
         check_grad: whether gradients must agree too, with those of `ref_fn` or of the defaults.
         time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
             floating arguments, so that the winner suits training.
+        search: which configs are tried: `auto` (all of up to 300 configs, else `surrogate` with 400 trials and a
+            patience of 200), `exhaustive`, `random`, `surrogate`, `optuna:<sampler>`, or an object with the methods of
+            `Search`, which serves one problem.
+        max_trials: at most this many configs are tried, those of an interrupted sweep included.
+        time_budget: seconds after which no further config is tried.
+        patience: the search ends after this many trials without a gain of 0.5%.
+        seed: the same seed and the same trials give the same search.
         devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
             effect on a CPU, where a worker has as many devices as this process, or as the arguments need.
         tables: `package:directory`, results that a package ships; they are looked up after the user's cache.
@@ -68,6 +78,11 @@ class Options:
     max_mismatched_ratio: float = 0.01
     check_grad: bool = False
     time_grad: bool = False
+    search: str | Search = AUTO
+    max_trials: int | None = None
+    time_budget: float | None = None
+    patience: int | None = None
+    seed: int = 0
     devices_per_trial: int = 1
     tables: str | None = None
 
@@ -82,11 +97,14 @@ class Options:
             value = getattr(self, field)
             if value is not None and not callable(value):
                 raise TypeError(f"{field}={value!r} is not callable: give a function, or leave it out")
-        for field, least in (("warmup", 0), ("rep", 1), ("devices_per_trial", 1)):
+        check_search(self.search)
+        for field, least in (("warmup", 0), ("rep", 1), ("devices_per_trial", 1), *_BUDGETS.items(), ("seed", 0)):
             value = getattr(self, field)
+            if value is None and field in _BUDGETS:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{field}={shown(value)} is not valid: give a whole number of at least {least}")
-        for field in ("compile_timeout", "timeout"):
+        for field in ("compile_timeout", "timeout", *(["time_budget"] if self.time_budget is not None else [])):
             value = getattr(self, field)
             if not _is_number(value) or not 0 < value <= LONGEST_S:
                 raise ValueError(
@@ -136,6 +154,11 @@ class ContextualKeywords(TypedDict, total=False):
     max_mismatched_ratio: float
     check_grad: bool
     time_grad: bool
+    search: str | Search
+    max_trials: int | None
+    time_budget: float | None
+    patience: int | None
+    seed: int
     devices_per_trial: int
     tables: str | None
 

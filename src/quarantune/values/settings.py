@@ -15,6 +15,7 @@ from typing import Any
 
 from quarantune.host import caller
 from quarantune.values.scoped_stack import ScopedStack
+from quarantune.values.search_choice import Search, check_search
 from quarantune.values.texts import did_you_mean, shown
 
 LONGEST_S = 1e9
@@ -88,6 +89,12 @@ def _choice(*names: str) -> Callable[[Any], str]:
     return parse
 
 
+def _search(value: Any) -> str | Search:
+    search = value.strip().lower() if isinstance(value, str) else value
+    check_search(search)
+    return search
+
+
 def _path(value: Any) -> Path:
     # Absolute, because a later chdir in the caller must not move the cache.
     return Path(value).expanduser().absolute()
@@ -150,6 +157,9 @@ class Settings:
         compile_timeout: seconds for compiling one config.
         timeout: seconds for checking and measuring one config.
         memory_limit: bytes of host memory for one worker and its children.
+        search: which configs are tried, as the option of that name.
+        max_trials: at most this many configs are tried.
+        time_budget: seconds after which no further config is tried.
         devices: the indices or UUIDs of the devices that may be used; None means all.
         configs_per_worker: how many configs one measuring worker may take; None chooses by platform.
         start_method: `fork` or `spawn`; None means fork where that is safe.
@@ -177,6 +187,13 @@ class Settings:
     )
     timeout: float | None = _setting(_number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9")
     memory_limit: int | None = _setting(parse_memory, "bytes, or a number with a unit such as '8GB' or '512MiB'")
+    search: str | Search | None = _setting(  # noqa: RUF009 - makes a field
+        _search, "'auto', 'exhaustive', 'random', 'surrogate', 'optuna:<sampler>', or an object with ask and tell"
+    )
+    max_trials: int | None = _setting(_integer(least=1), "a whole number of at least 1")
+    time_budget: float | None = _setting(
+        _number(above=0, most=LONGEST_S), "a number of seconds above 0 and at most 1e9"
+    )
     devices: tuple[str, ...] | None = _setting(_names, "different indices or UUIDs, as in '0,2'", unset="all")
     configs_per_worker: int | None = _setting(_integer(least=1), "a whole number of at least 1", unset="auto")
     start_method: str | None = _setting(_choice("fork", "spawn"), "'fork' or 'spawn'", unset="auto")

@@ -1,0 +1,97 @@
+"""Configs to try first: the best ones of similar problems of the same function on the same kind of device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from quarantune.cache import Entry, Journal
+from quarantune.resolve.call_key import KeyedCall
+from quarantune.resolve.entries import dict_or_empty
+from quarantune.resolve.known_results import KnownResults
+from quarantune.values.grid import Positions
+from quarantune.values.settings import Settings
+from quarantune.values.trial import Outcome, Trial
+
+_MOST_NEIGHBOURS = 8
+"""How many winners of similar problems are tried first."""
+_MOST_FROM_JOURNAL = 8
+"""How many of the nearest problem's fastest configs are tried after them."""
+_UNLIKE = 4.0
+"""How far apart two different words or flags count, such as dtypes: as far as sizes that differ by a factor of 16."""
+
+
+def starts(keyed: KeyedCall, known: KnownResults, positions: Positions, settings: Settings) -> list[int]:
+    """Returns the indices of configs to try first, those of the most similar problems first.
+
+    First come those that won for this call with other code or configs: the best starts for a function that was edited
+    are its own earlier winners.
+
+    Args:
+        keyed: the call.
+        known: the known results of its function.
+        positions: finds configs in the space of the call.
+        settings: the operator's settings.
+    """
+    name, device = keyed.call.name, keyed.key.device
+    entries: dict[str, Entry] = {}
+    for it in known.entries(settings):
+        if it.device == device and it.key != keyed.key.text:
+            entries.setdefault(it.key, it.entry)
+    ours = keyed.readable
+    nearest = sorted(entries, key=lambda key: (distance(ours, dict_or_empty(entries[key].get("key_values"))), key))
+    won = [*map(positions.of, known.seeds(keyed, settings)), *(_winner(entries[key], positions) for key in nearest)]
+    found = dict.fromkeys([index for index in dict.fromkeys(won) if index is not None][:_MOST_NEIGHBOURS])
+    for key in nearest[:1]:
+        journal = Journal(settings.cache_dir, name, device, key)
+        found |= dict.fromkeys(_fastest(journal, positions)[:_MOST_FROM_JOURNAL])
+    return list(found)
+
+
+def distance(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
+    """Returns how different two described problems are: the sum of the differences of their sizes in powers of two."""
+    here, there = dict(_leaves(ours)), dict(_leaves(theirs))
+    return sum(_apart(here.get(path), there.get(path)) for path in here.keys() | there.keys())
+
+
+def _apart(ours: Any, theirs: Any) -> float:
+    if ours == theirs and type(ours) is type(theirs):
+        return 0.0
+    if _is_size(ours) and _is_size(theirs):
+        return abs(math.log2(1 + abs(ours)) - math.log2(1 + abs(theirs)))
+    return _UNLIKE
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, (*path, str(name)))
+    elif isinstance(value, (list, tuple)):
+        for at, item in enumerate(value):
+            yield from _leaves(item, (*path, str(at)))
+    else:
+        yield path, value
+
+
+def _winner(entry: Entry, positions: Positions) -> int | None:
+    config = entry.get("config")
+    return positions.of(config) if isinstance(config, dict) else None
+
+
+def _fastest(journal: Journal, positions: Positions) -> list[int]:
+    """Returns the configs of a journal that were measured, the fastest first."""
+    times: dict[int, float] = {}
+    for record in journal.records():
+        try:
+            trial = Trial.from_json(record["trial"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+        index = positions.of(trial.config)
+        if index is not None and trial.outcome is Outcome.OK and trial.level_ms is not None:
+            times[index] = trial.level_ms
+    return sorted(times, key=lambda index: times[index])

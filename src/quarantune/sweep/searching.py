@@ -1,0 +1,137 @@
+"""Gives the configs that a search asks to a sweep, wherever its trials run, and ends the search with its budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from quarantune import search
+from quarantune.search import Space
+from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, PATIENCE, TIME_BUDGET, SearchLimits
+from quarantune.values.search_choice import LEAST_GAIN
+from quarantune.values.trial import Config, Outcome, Trial
+
+
+class Searching:
+    """The search of one sweep; it implements `ConfigSource` for the scheduler and for trials in this process.
+
+    When the time is over, configs that are being measured finish, and the others are not run. Where no config is usable
+    by then, those in progress go on until one is, but for no longer than one trial may take.
+    """
+
+    def __init__(
+        self,
+        limits: SearchLimits,
+        space: Space,
+        *,
+        defaults: int | None = None,
+        starts: Iterable[Config] = (),
+        known: Mapping[int, Trial] | None = None,
+        failures: Mapping[int, Trial] | None = None,
+        trial_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begins a search, and its time.
+
+        Args:
+            limits: the search and its budgets.
+            space: the configs.
+            defaults: the index of the function's own defaults, which come first; None where they are not in the space.
+            starts: the configs to try next.
+            known: the trials that are known already, in the order in which they ended; they count as tried.
+            failures: further configs that need not be tried, because they are known to fail.
+            trial_s: seconds that one trial may take.
+            clock: seconds.
+        """
+        self._limits = limits
+        self._space = space
+        self._clock = clock
+        self._trial_s = trial_s
+        self._ends_at = float("inf") if limits.time_budget_s is None else clock() + limits.time_budget_s
+        first = None if defaults is None else space[defaults]
+        self._search = search.make(limits.search, space, defaults=first, seed=limits.seed, starts=starts)
+        self._pending: set[int] = set()
+        self._ended: set[int] = set()
+        self._tried = 0
+        self._best_ms: float | None = None
+        self._is_usable = False
+        self._without_gain = 0
+        self._stopped = ""
+        for index, trial in (failures or {}).items():
+            self._ended.add(index)
+            self._search.tell(space[index], trial)
+        for index, trial in (known or {}).items():
+            self.ended(index, trial)
+
+    @property
+    def stopped(self) -> str:
+        """Why the search has ended; empty while it goes on."""
+        if self._stopped in (MAX_TRIALS, PATIENCE) and self._is_all():
+            return EXHAUSTED
+        return self._stopped
+
+    @property
+    def total(self) -> int:
+        """The most configs that the search may try."""
+        size = self._space.whole()
+        return size if self._limits.max_trials is None else min(size, self._limits.max_trials)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the search asks for no further configs."""
+        limits = self._limits
+        if self._stopped:
+            return True
+        if limits.max_trials is not None and self._tried + len(self._pending) >= limits.max_trials:
+            self._stopped = MAX_TRIALS
+        elif limits.patience is not None and self._without_gain >= limits.patience:
+            self._stopped = PATIENCE
+        elif self._clock() >= self._ends_at:
+            self._stopped = TIME_BUDGET
+        return bool(self._stopped)
+
+    def take(self, count: int) -> dict[int, Config]:
+        """Returns configs to try next by index; fewer than `count` where the search waits for trials, or at its end."""
+        if self.is_closed:
+            return {}
+        if self._limits.max_trials is not None:
+            count = min(count, self._limits.max_trials - self._tried - len(self._pending))
+        taken: dict[int, Config] = {}
+        for config in self._search.ask(count):
+            index = self._space.find(config)
+            assert index is not None  # a search asks only configs of its space
+            taken[index] = config
+        self._pending |= taken.keys()
+        if not taken and not self._pending:
+            self._stopped = EXHAUSTED
+        return taken
+
+    def ended(self, index: int, trial: Trial) -> None:
+        """Tells the search of a trial, once."""
+        if index < 0 or index in self._ended:  # the defaults, where they are no config of the space
+            return
+        self._pending.discard(index)
+        if trial.outcome is Outcome.PRUNED:
+            return
+        self._ended.add(index)
+        self._search.tell(trial.config, trial)
+        if trial.outcome is Outcome.NOT_RUN:
+            return
+        self._tried += 1
+        self._without_gain += self._best_ms is not None
+        if trial.outcome is Outcome.OK and trial.level_ms is not None:
+            self._is_usable = True
+            if self._best_ms is None or trial.level_ms < (1 - LEAST_GAIN) * self._best_ms:
+                self._best_ms, self._without_gain = trial.level_ms, 0
+
+    def reason_to_stop(self) -> str:
+        """Returns why configs that are not being measured should not go on; empty while they should."""
+        now = self._clock()
+        if now < self._ends_at or not (self._is_usable or now >= self._ends_at + self._trial_s):
+            return ""
+        self._stopped = self._stopped or TIME_BUDGET
+        return f"the time budget of {self._limits.time_budget_s:g} s was over"
+
+    def _is_all(self) -> bool:
+        size = self._space.size
+        return size is not None and self._tried + self._space.dropped >= size

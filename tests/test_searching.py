@@ -1,0 +1,405 @@
+"""A search decides which configs a sweep tries, as places become free, and its budget ends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from test_scheduler import GB, SLOTS, Clock, FakeSandbox, compiles, measures, memory, plan_for  # noqa: F401
+
+from quarantune import settings
+from quarantune.resolve import entries
+from quarantune.resolve.starts import distance
+from quarantune.scheduler.loop import Scheduler
+from quarantune.search import Space
+from quarantune.sweep.search_limits import SearchLimits, space_for
+from quarantune.sweep.searching import Searching
+from quarantune.values import config_space, grid
+from quarantune.values import settings as environment
+from quarantune.values.config_values import text_of
+from quarantune.values.grid import Grid, Positions
+from quarantune.values.options import Options
+from quarantune.values.trial import Config, Outcome, Phase, Route, Trial
+
+ROUTES = pytest.mark.parametrize("route", [Route.APART, Route.TOGETHER])
+
+
+class Growing:
+    """Gives configs one after another, waits for trials now and then, and notes what it was asked."""
+
+    def __init__(self, count: int, *, batch: int = 100, stop_after: int | None = None) -> None:
+        self.left = list(range(count))
+        self.batch = batch
+        self.stop_after = stop_after
+        self.pending: set[int] = set()
+        self.told: dict[int, Trial] = {}
+        self.most_pending = 0
+        self.times_asked: list[float] = []
+
+    @property
+    def is_closed(self) -> bool:
+        return not self.left
+
+    def take(self, count: int) -> Mapping[int, Config]:
+        assert count > 0
+        count = min(count, self.batch - len(self.pending))
+        taken, self.left = self.left[:count], self.left[count:]
+        self.pending |= set(taken)
+        self.most_pending = max(self.most_pending, len(self.pending))
+        return {index: {"id": index} for index in taken}
+
+    def ended(self, index: int, trial: Trial) -> None:
+        assert index not in self.told
+        self.pending.remove(index)
+        self.told[index] = trial
+
+    def reason_to_stop(self) -> str:
+        if self.stop_after is None or len(self.told) < self.stop_after:
+            return ""
+        self.left = []
+        return "the time was over"
+
+
+def run(source: Growing, route: Route, act: Any = lambda worker: None, **changes: Any) -> tuple[dict[int, Trial], Any]:
+    clock = Clock()
+    sandbox = FakeSandbox(clock, act)
+    trials: dict[int, Trial] = {}
+    scheduler = Scheduler(
+        sandbox,
+        plan_for(route, **changes),
+        on_trial=lambda index, trial, log: trials.update({index: trial}),
+        source=source,
+        clock=clock,
+        available_memory=lambda: 100 * GB,
+    )
+    scheduler.run({})
+    scheduler.close()
+    return trials, (sandbox, clock.now - 1000.0)
+
+
+@ROUTES
+def test_every_config_that_a_source_gives_comes_to_its_outcome(route: Route) -> None:
+    source = Growing(20)
+    trials, (sandbox, _) = run(source, route)
+    assert sorted(trials) == sorted(source.told) == list(range(20))
+    assert {trial.outcome for trial in trials.values()} == {Outcome.OK}
+    assert sandbox.most_compiling == SLOTS
+
+
+@ROUTES
+def test_a_source_is_asked_as_late_as_places_become_free(route: Route) -> None:
+    source = Growing(40)
+    run(source, route, parked=4)
+    # Those that compile, those that wait, and the one that is measured.
+    assert source.most_pending <= SLOTS + 4 + 1
+
+
+@ROUTES
+def test_a_source_that_waits_for_trials_gets_them_without_delay(route: Route) -> None:
+    waiting = Growing(12, batch=2)
+    trials, (_, waited_s) = run(waiting, route)
+    assert len(trials) == 12
+    # Each pair compiles for about a second, and is measured in turn: nothing waits for a tick or a deadline.
+    assert waited_s < 6 * 2.5
+
+
+def test_growing_takes_as_long_as_knowing_all_configs_from_the_start() -> None:
+    _, (_, growing_s) = run(Growing(30), Route.APART)
+    clock = Clock()
+    plan = plan_for(Route.APART)
+    Scheduler(
+        FakeSandbox(clock, lambda worker: None),
+        plan,
+        on_trial=lambda *_: None,
+        clock=clock,
+        available_memory=lambda: GB,
+    ).run({index: {"id": index} for index in range(30)})
+    assert growing_s <= 1.1 * (clock.now - 1000.0)
+
+
+@ROUTES
+def test_when_the_time_is_over_only_measured_configs_finish(route: Route) -> None:
+    def act(worker: Any) -> Any:
+        if worker.do == "Compile" and worker.trial >= 6:
+            return compiles(worker, compile_s=4.0)
+        return measures(worker, seconds=1.5) if worker.do == "Measure" else None
+
+    source = Growing(100, stop_after=2)
+    trials, (_, seconds) = run(source, route, act)
+    outcomes = [trial.outcome for trial in trials.values()]
+    assert set(outcomes) == {Outcome.OK, Outcome.NOT_RUN}
+    assert len(trials) < 20
+    assert all(trial.message == "the time was over" for trial in trials.values() if trial.outcome is Outcome.NOT_RUN)
+    assert source.told == trials
+    assert seconds < 15
+
+
+@ROUTES
+def test_configs_that_a_source_gives_may_fail_like_all_others(route: Route) -> None:
+    def act(worker: Any) -> Any:
+        return [(0.1, worker.ends(3))] if worker.do == "Compile" and worker.trial % 2 else None
+
+    source = Growing(10)
+    trials, _ = run(source, route, act)
+    assert [trials[index].outcome for index in range(10)] == [Outcome.OK, Outcome.CRASHED] * 5
+
+
+# The search of a sweep
+
+
+def trial(config: Config, time_ms: float | None, outcome: Outcome = Outcome.OK) -> Trial:
+    return Trial(config=config, outcome=outcome, phase=Phase.MEASURE, time_ms=time_ms)
+
+
+def limits(**changes: Any) -> SearchLimits:
+    plain = SearchLimits(search="exhaustive", max_trials=None, time_budget_s=None, patience=None, seed=0)
+    return dataclasses.replace(plain, **changes)
+
+
+SPACE = [{"n": n} for n in range(10)]
+
+
+def searching(given: SearchLimits, configs: list[Config] = SPACE, **more: Any) -> Searching:
+    return Searching(given, space_for(configs, lambda index: False), **more)
+
+
+def test_defaults_come_first_then_starts_then_the_search() -> None:
+    search = searching(limits(), defaults=4, starts=[{"n": 7}, {"n": 4}, {"n": 99}])
+    assert list(search.take(4)) == [4, 7, 0, 1]
+
+
+def test_trials_are_counted_up_to_the_budget_and_pruned_ones_are_not() -> None:
+    search = Searching(limits(max_trials=3), space_for(SPACE, lambda index: index < 2))
+    taken = search.take(10)
+    assert list(taken) == [2, 3, 4]
+    assert search.is_closed
+    for index, config in taken.items():
+        search.ended(index, trial(config, 1.0))
+    assert search.stopped == "max_trials"
+
+
+def test_a_search_that_has_tried_all_says_so_whatever_its_budget() -> None:
+    search = searching(limits(max_trials=10))
+    for index, config in search.take(10).items():
+        search.ended(index, trial(config, 1.0))
+    assert search.take(1) == {}
+    assert search.stopped == "exhausted"
+
+
+def test_a_search_without_a_gain_ends_after_its_patience() -> None:
+    search = searching(limits(patience=3))
+    times = [5.0, 4.0, 3.99, 3.985, 4.5]  # the later ones are no gain of half a percent over 4.0
+    for time_ms in times:
+        assert search.stopped == ""
+        ((index, config),) = search.take(1).items()
+        search.ended(index, trial(config, time_ms))
+    assert search.is_closed
+    assert search.stopped == "patience"
+
+
+def test_failures_use_up_patience_only_once_something_works() -> None:
+    search = searching(limits(patience=2))
+    for _ in range(6):
+        ((index, config),) = search.take(1).items()
+        search.ended(index, trial(config, None, Outcome.ERROR))
+    assert not search.is_closed
+
+
+def test_known_trials_count_and_are_not_tried_again() -> None:
+    known = {index: trial(SPACE[index], 1.0) for index in range(4)}
+    search = searching(limits(max_trials=6), known=known)
+    assert list(search.take(10)) == [4, 5]
+
+
+def test_when_the_time_is_over_a_search_goes_on_only_until_something_works() -> None:
+    now = 0.0
+    search = searching(limits(time_budget_s=5.0), clock=lambda: now, trial_s=10.0)
+    taken = search.take(3)
+    now = 4.9
+    assert (search.is_closed, search.reason_to_stop()) == (False, "")
+    now = 5.0
+    assert (search.is_closed, search.reason_to_stop(), search.take(1)) == (True, "", {})
+    search.ended(0, trial(taken[0], 1.0))
+    assert search.reason_to_stop() == "the time budget of 5 s was over"
+    assert search.stopped == "time_budget"
+
+
+def test_no_trial_goes_on_for_longer_than_a_trial_may_take_after_the_time() -> None:
+    now = 0.0
+    search = searching(limits(time_budget_s=5.0), clock=lambda: now, trial_s=10.0)
+    search.take(3)
+    now = 15.0
+    assert search.reason_to_stop()
+
+
+def test_a_config_that_was_not_run_does_not_count_as_tried() -> None:
+    search = searching(limits(max_trials=2))
+    for index, config in search.take(2).items():
+        search.ended(index, trial(config, None, Outcome.NOT_RUN))
+    assert list(search.take(2)) == [2, 3]
+
+
+# The choice of a search
+
+
+@pytest.mark.parametrize(
+    ("size", "dropped", "given", "wanted"),
+    [
+        (300, 0, {}, ("exhaustive", None, None)),
+        (301, 0, {}, ("surrogate", 400, 200)),
+        (700, 400, {}, ("exhaustive", None, None)),
+        (301, 0, {"max_trials": 50}, ("surrogate", 50, 200)),
+        (200, 0, {"max_trials": 50}, ("surrogate", 50, 200)),
+        (200, 0, {"max_trials": 200}, ("exhaustive", 200, None)),
+        (5000, 0, {"search": "random"}, ("random", None, None)),
+        (5000, 0, {"patience": 9}, ("surrogate", 400, 9)),
+    ],
+)
+def test_auto_tries_all_of_a_small_space_and_searches_a_large_one(
+    size: int, dropped: int, given: Any, wanted: Any
+) -> None:
+    chosen = SearchLimits.of(Options(**given), environment.current()).resolved(
+        [{"n": n} for n in range(size)], lambda index: index < dropped
+    )
+    assert (chosen.search, chosen.max_trials, chosen.patience) == wanted
+
+
+def test_the_operators_search_and_budgets_beat_the_authors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUARANTUNE_SEARCH", "random")
+    monkeypatch.setenv("QUARANTUNE_MAX_TRIALS", "7")
+    monkeypatch.setenv("QUARANTUNE_TIME_BUDGET", "2.5")
+    options = Options(search="surrogate", max_trials=100, time_budget=60, seed=3)
+    assert SearchLimits.of(options, environment.current()) == limits(
+        search="random", max_trials=7, time_budget_s=2.5, seed=3
+    )
+    with settings(max_trials=9, search="exhaustive"):
+        assert SearchLimits.of(options, environment.current()).max_trials == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"search": "surogate"}, ValueError, "Did you mean 'surrogate'"),
+        ({"search": 3}, TypeError, "ask"),
+        ({"max_trials": 0}, ValueError, "max_trials=0 is not valid: give a whole number of at least 1"),
+        ({"max_trials": 2.5}, ValueError, "max_trials"),
+        ({"time_budget": -1}, ValueError, "time_budget=-1 is not valid: give a number of seconds"),
+        ({"patience": 0}, ValueError, "patience"),
+        ({"seed": -1}, ValueError, "seed"),
+        ({"seed": None}, ValueError, "seed"),
+    ],
+)
+def test_bad_searches_and_budgets_are_refused(options: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        Options(**options)
+
+
+def test_searches_and_budgets_are_no_part_of_the_fingerprint() -> None:
+    searched = Options(search="random", max_trials=5, time_budget=1.0, patience=3, seed=2)
+    assert searched.deciding() == Options().deciding() == {}
+
+
+def test_several_searches_divide_their_budgets() -> None:
+    whole = limits(max_trials=90, time_budget_s=60.0)
+    first = whole.share(3, spent_trials=0, spent_s=0.0)
+    assert (first.max_trials, first.time_budget_s) == (30, 20.0)
+    second = whole.share(2, spent_trials=10, spent_s=40.0)
+    assert (second.max_trials, second.time_budget_s) == (40, 10.0)
+    assert limits().share(2, spent_trials=5, spent_s=1.0) == limits()
+
+
+# Large grids
+
+
+def test_a_grid_is_a_list_that_is_not_kept() -> None:
+    axes: dict[str, list[Any]] = {"b": [1, 2, 4], "a": ["x", True, None], "c": [(1, 2), 1.5]}
+    listed, computed = config_space.expand(axes, fn_name="f"), Grid(axes)
+    assert list(computed) == [computed[index] for index in range(len(computed))] == listed
+    assert computed[-1] == listed[-1]
+    assert computed[2:5] == listed[2:5]
+    assert sorted(computed.texts()) == sorted(map(text_of, listed))
+    assert [computed.index_of(config) for config in listed] == list(range(len(listed)))
+    assert computed.index_of({"a": 1, "b": 1, "c": 1.5}) is None
+    assert computed.index_of({"a": "x"}) is None
+    assert entries.space_of(computed) == entries.space_of(listed)
+    assert [Positions(computed).of_text(text_of(config)) for config in listed] == list(range(len(listed)))
+    with pytest.raises(IndexError):
+        computed[len(listed)]
+
+
+def test_large_grids_are_not_listed_and_small_ones_are() -> None:
+    assert isinstance(grid.expand({"a": [1, 2]}, fn_name="f", parameters=None), list)
+    large = grid.expand({name: list(range(10)) for name in "abcde"}, fn_name="f", parameters=None)
+    assert isinstance(large, Grid)
+    assert len(large) == 100_000
+    assert len(grid.examples(large)) == 50
+    assert Space(large.axes).find(large[4321]) == 4321
+
+
+# Similar problems
+
+
+def array(*shape: int, dtype: str = "float32") -> dict[str, Any]:
+    return {"shape": list(shape), "dtype": dtype, "weak_type": False}
+
+
+def test_problems_are_the_nearer_the_less_their_sizes_differ() -> None:
+    here = {"x": array(1024, 1024), "causal": True}
+    others = [
+        {"x": array(1024, 1024), "causal": True},
+        {"x": array(1024, 2048), "causal": True},
+        {"x": array(512, 512), "causal": True},
+        {"x": array(1024, 1024), "causal": False},
+        {"x": array(1024, 1024, dtype="int8"), "causal": False},
+    ]
+    distances = [distance(here, other) for other in others]
+    assert distances[0] == 0
+    assert all(nearer < farther for nearer, farther in itertools.pairwise(distances))
+    assert distance({"key_fn": ["small", 64]}, {"key_fn": ["small", 128]}) < distance(here, {"key_fn": 3})
+
+
+def entry(time_ms: float, stopped: str, seen: int) -> dict[str, Any]:
+    search = {"stopped": stopped, "seen": seen, "space_size": 100, "budget": None}
+    return {"time_ms": time_ms, "space": {"configs": 100}, "versions": {}, "fingerprint": {}, "search": search}
+
+
+def test_a_less_thorough_result_never_replaces_a_better_one() -> None:
+    thorough, quick, better = entry(1.0, "max_trials", 80), entry(1.1, "max_trials", 20), entry(0.9, "patience", 30)
+    assert entries.more_thorough("gpu", "key", thorough, quick) is thorough
+    assert entries.more_thorough("gpu", "key", quick, thorough) is thorough
+    assert entries.more_thorough("gpu", "key", thorough, better) is better
+    everything = entry(1.2, "exhausted", 100)
+    assert entries.more_thorough("gpu", "key", thorough, everything) is everything
+    assert entries.more_thorough("gpu", "key", everything, everything | {"time_ms": 1.3})["time_ms"] == 1.3
+    of_another_space = quick | {"space": {"configs": 7}}
+    assert entries.more_thorough("gpu", "key", thorough, of_another_space) is of_another_space
+
+
+@pytest.mark.parametrize("record", [None, 3, {"stopped": 5, "seen": -1, "budget": "x"}, {"seen": True}])
+def test_whatever_a_file_says_of_a_search_is_read_without_an_error(record: Any) -> None:
+    found = entries.searched_of({"search": record})
+    assert (found.stopped, found.seen, found.budget) == ("", None, None)
+
+
+def test_a_search_may_be_an_object_that_is_asked_and_told() -> None:
+    class Mine:
+        def __init__(self) -> None:
+            self.told: list[tuple[Config, Outcome]] = []
+
+        def ask(self, n: int) -> list[Config]:
+            return [{"n": np.random.default_rng(0).integers(0, 3).item()}][:n]
+
+        def tell(self, config: Config, trial: Trial) -> None:
+            self.told.append((config, trial.outcome))
+
+    mine = Mine()
+    search = searching(limits(search=mine))
+    ((index, config),) = search.take(4).items()
+    search.ended(index, trial(config, 1.0))
+    assert mine.told == [(config, Outcome.OK)]
+    assert search.take(1) == {}
+    assert search.stopped == "exhausted"
