@@ -85,14 +85,14 @@ def test_the_table_has_the_compilers_figures_and_reasons() -> None:
     header, ok, over = table.splitlines()
     assert header.split() == ["BM", "outcome", "compile", "s", "VMEM", "MiB", "GFLOP"]
     assert ok.split() == ["8", "ok", "1.25", "5", "2"]
-    assert "over VMEM: 73.39 MiB of 16.00 MiB" in over
+    assert "over VMEM: 73.39 of 16.00 MiB" in over
 
 
 def test_shared_memory_overflows_state_their_amounts_first() -> None:
     triton = "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 524288, available: 232448, context: []"
     mosaic = "Mosaic GPU kernel exceeds available shared memory: smem_bytes=297048 > max_smem_bytes=232448"
-    assert briefly(triton).startswith("over shared memory: 512 KiB of 227 KiB; RESOURCE")
-    assert briefly(mosaic).startswith("over shared memory: 290.1 KiB of 227 KiB; Mosaic")
+    assert briefly(triton).startswith("over shared memory: 512 of 227 KiB; RESOURCE")
+    assert briefly(mosaic).startswith("over shared memory: 290.1 of 227 KiB; Mosaic")
     assert briefly("TypeError: no") == "TypeError: no"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from jax.experimental import pallas as pl
@@ -87,14 +88,17 @@ def wait_for_others(directory: Path, count: int) -> None:
 
 
 @needs_libtpu
-@pytest.mark.parametrize("target", ["TPU v5e", "TPU v6e"])
-def test_jaxs_flash_attention_compiles_block_by_block(target: str) -> None:
-    blocks = {"bq": [128, 256, 512, 1024], "bk": [128, 512, 1024]}
-    report = quarantune.compile_check(flash, blocks, *[struct(1, 2, 1024, 128)] * 3, target=target)
-    assert ends(report) == ["ok"] * 12, report.table()
-    vmem = [trial.figures.vmem_bytes for trial in report.trials if trial.figures is not None]
-    assert all(vmem)
-    assert vmem[-1] > 4 * vmem[0], "larger blocks take more VMEM"
+def test_larger_blocks_of_jaxs_flash_attention_take_more_vmem() -> None:
+    report = quarantune.compile_check(
+        flash, {"bq": [128, 512], "bk": [128, 512]}, *[struct(1, 2, 1024, 128)] * 3, target="v5e"
+    )
+    figures = [trial.figures for trial in report.trials if trial.figures is not None]
+    assert ends(report) == ["ok"] * 4, report.table()
+    used = [each.vmem_bytes or 0 for each in figures]
+    assert 0 < 2 * used[0] < used[3] < 16 << 20
+    assert {each.flops for each in figures} == {figures[0].flops}
+    assert (figures[0].flops or 0) > 4 * 2 * 1024**2 * 128
+    assert {each.argument_bytes for each in figures} == {3 * 2 * 1024 * 128 * 2}
 
 
 @needs_libtpu
@@ -144,7 +148,7 @@ def test_two_configs_are_compiled_at_a_time(tmp_path: Path) -> None:
 
 @needs_libtpu
 def test_compile_configs_for_a_target_tells_which_ones_compile() -> None:
-    x = jnp.ones((64, 128))
+    x = np.ones((64, 128), np.float32)
     with pytest.warns(UserWarning, match=r"'scratch': 262144.*did not compile: error"):
         small, large = quarantune.compile_configs(scaled, {"scratch": [8, 1 << 18]}, x, target="TPU v5e")
     assert small is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from aftermath import MARK, carriers, eventually, shared_memory
 
 import quarantune
+from quarantune.devices import targets
 
 SOURCE = Path(quarantune.__file__).parents[1]
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -32,7 +34,7 @@ TABLES = [
 ]
 
 
-def run(example: str, place: Path) -> str:
+def run(example: str, place: Path, *, timeout_s: float = 110) -> str:
     """Runs an example to its good end and returns what it printed."""
     mark, tmpdir = uuid.uuid4().hex, place / "tmp"
     tmpdir.mkdir()
@@ -43,7 +45,7 @@ def run(example: str, place: Path) -> str:
         env={**os.environ, "PYTHONPATH": str(SOURCE), MARK: mark, **about},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert eventually(lambda: not carriers(MARK, mark), timeout_s=2)
@@ -89,3 +91,24 @@ def test_the_hostile_example_names_every_outcome_and_leaves_nothing(tmp_path: Pa
     # Its longest timeout is 2 s, and 3 s are allowed besides for each of its 29 rounds of one worker.
     assert time.monotonic() - start < 2 + 3 * 29
     assert "all 29 outcomes are right; the best config is {'mode': 'good'}" in printed
+
+
+@pytest.mark.target
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the `tpu` extra")
+def test_the_tpu_example_names_what_each_generation_cannot_compile(tmp_path: Path) -> None:
+    printed = run("tpu_flash_attention.py", tmp_path, timeout_s=280)
+    assert re.findall(r"^TPU v\w+", printed, re.MULTILINE) == ["TPU v5e", "TPU v6e"]
+    assert len(re.findall(r"^ +\d+ +\d+ +(?:ok|error|timeout) ", printed, re.MULTILINE)) == 2 * 12
+    # Its compiler takes seconds to find out, which on a busy machine is longer than the example's deadline.
+    assert re.search(r"^ +1024 +4096 +(?:error .* over VMEM: 20\.95 of 16\.00 MiB|timeout)", printed, re.MULTILINE)
+    assert re.search(r"\d of 12 block sizes compile for TPU v5e and TPU v6e", printed)
+
+
+@pytest.mark.target
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not any("cuda" in name for name in targets._plugins()), reason="needs the `cuda-compile` extra")
+def test_the_hopper_example_tells_which_configs_compile(tmp_path: Path) -> None:
+    printed = run("hopper_matmul.py", tmp_path, timeout_s=280)
+    assert "14 of 24 configs compile for NVIDIA H100" in printed
+    assert len(re.findall("over shared memory: ", printed)) == 10

@@ -101,6 +101,7 @@ def test_the_devices_of_this_machine_are_listed_first(monkeypatch: pytest.Monkey
     listed = quarantune.targets()
     assert [target.name for target in listed[:3]] == ["cpu", "NVIDIA L4", "TPU v4"]
     assert listed[1].config_text == TEXT
+    assert [target.is_here for target in listed[:3]] == [True, True, False]
 
 
 @pytest.mark.parametrize(("target", "extra"), [("v5e", r"quarantune\[tpu\]"), ("H100", r"quarantune\[cuda-compile\]")])

@@ -50,6 +50,7 @@ class Target:
         config_text: XLA's description of a GPU; empty for other devices.
         num_cores: the number of its cores, as JAX counts them; None where it is not known.
         origin: where its description comes from.
+        is_here: whether this machine has one.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Target:
     config_text: str = dataclasses.field(default="", repr=False)
     num_cores: int | None = None
     origin: str = ""
+    is_here: bool = False
 
     @property
     def device(self) -> Device:
@@ -67,7 +69,7 @@ class Target:
 
     @property
     def for_compiling(self) -> CompileTarget | None:
-        """What a compile worker needs to know of it; None for the CPU, for which every process can compile."""
+        """Its description for a compile worker; None for the CPU, for which every process can compile."""
         if self.platform == "cpu":
             return None
         return CompileTarget(
@@ -195,7 +197,7 @@ def _of_text(name: str, text: target_texts.TargetText) -> Target:
 
 def _here() -> Iterator[Target]:
     """Yields the devices of this machine, one of each kind."""
-    yield Target(name="cpu", platform="cpu", device_kind=cpu_device().kind, origin="this machine")
+    yield Target(name="cpu", platform="cpu", device_kind=cpu_device().kind, origin="this machine", is_here=True)
     try:
         backend = discovery.accelerators()
     except SandboxError as error:
@@ -215,9 +217,10 @@ def _here() -> Iterator[Target]:
                 config_text=backend.config_text,
                 num_cores=device.num_cores,
                 origin="read from this machine's device",
+                is_here=True,
             )
         elif known is not None:
-            yield dataclasses.replace(known, origin=f"{known.origin}; this machine has one")
+            yield dataclasses.replace(known, is_here=True)
 
 
 def _plugins() -> set[str]:

@@ -79,14 +79,14 @@ def briefly(message: str) -> str:
     """Returns a compiler's message, or the gist of it in front where that is at its end."""
     for pattern, memory in _OVERFLOWS:
         if (found := pattern.search(message)) is not None:
-            wanted, there = (_readable(amount) for amount in found.groups())
-            return f"over {memory}: {wanted} of {there}; {message}"
+            (wanted, unit), (there, other) = (_readable(amount) for amount in found.groups())
+            return f"over {memory}: {wanted}{'' if unit == other else f' {unit}'} of {there} {other}; {message}"
     return message
 
 
-def _readable(amount: str) -> str:
-    """Returns an amount of memory from a compiler's message, which is in bytes or has a unit as in `16.00M`."""
-    return f"{int(amount) / 1024:.4g} KiB" if amount.isdigit() else f"{amount[:-1]} {amount[-1]}iB"
+def _readable(amount: str) -> tuple[str, str]:
+    """Returns the number and unit of an amount in a compiler's message, which is in bytes or has a unit as `16.00M`."""
+    return (f"{int(amount) / 1024:.4g}", "KiB") if amount.isdigit() else (amount[:-1], f"{amount[-1]}iB")
 
 
 def _columns(trials: tuple[Trial, ...]) -> Iterator[tuple[str, Callable[[Trial], str]]]:
@@ -104,7 +104,6 @@ def _columns(trials: tuple[Trial, ...]) -> Iterator[tuple[str, Callable[[Trial],
         ("VMEM MiB", "vmem_bytes", 1 << 20),
         ("temp MiB", "temporary_bytes", 1 << 20),
         ("GFLOP", "flops", 1e9),
-        ("moved MB", "moved_bytes", 1e6),
     ):
         if any(getattr(trial.figures or CompilerFigures(), name) for trial in trials):
             yield heading, column(name, unit)

@@ -15,11 +15,14 @@ from quarantune import jax_internals
 from quarantune.sandbox.messages import CompileTarget
 from quarantune.worker.failures import NeedsDeviceError, UncheckableError
 
-_LIBTPU_ENVIRON = {
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # else only one process at a time may load it
-    "TPU_SKIP_MDS_QUERY": "1",  # no query of a cloud machine's metadata, which waits for the network
+LIBTPU_LOGS = {
     "TPU_LOG_DIR": "disabled",  # no directory of logs in /tmp
     "TPU_MIN_LOG_LEVEL": "3",  # and no file in TMPDIR instead: below level 3, the fatal errors, it logs to files too
+}
+"""The environment in which libtpu leaves no files."""
+_LIBTPU_ENVIRON = LIBTPU_LOGS | {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",  # else only one process at a time may load it
+    "TPU_SKIP_MDS_QUERY": "1",  # no query of a cloud machine's metadata, which waits for the network
     "TPU_WORKER_HOSTNAMES": "localhost",  # else it warns that it knows none
 }
 """The environment in which libtpu compiles without a TPU; the caller's own variables have priority."""
