@@ -12,6 +12,7 @@ import pytest
 
 import quarantune
 from quarantune import Outcome, Trial, search
+from quarantune.host import blas
 from quarantune.search import Space
 from quarantune.values.search_choice import check_search
 from quarantune.values.trial import Config
@@ -211,3 +212,14 @@ def test_a_search_by_optuna_without_optuna_says_how_to_install_it(monkeypatch: p
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(ImportError, match=r"needs Optuna.*pip install 'quarantune\[optuna\]'"):
         search.make("optuna:tpe", Space(GRID))
+
+
+def test_linear_algebra_of_a_search_uses_one_thread() -> None:
+    pytest.importorskip("scipy.linalg")
+    functions = blas._functions()
+    if not functions:
+        pytest.skip("NumPy does not use OpenBLAS here")
+    before = [get() for get, _ in functions]
+    with blas.one_thread():
+        assert [get() for get, _ in functions] == [1] * len(functions)
+    assert [get() for get, _ in functions] == before

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from quarantune.devices.targets import Target, targets
     from quarantune.metrics import KernelMetrics, compute_elementwise_metrics, compute_gemm_metrics
     from quarantune.results.compile_report import CompileReport
+    from quarantune.results.replay import ReplayResult, replay
     from quarantune.spaces import filter_valid_configs, generate_configs, get_default_config
 
 _LAZY = {
@@ -38,11 +39,13 @@ _LAZY = {
     "CompileReport": "results.compile_report",
     "TuningCache": "cache",
     "KernelMetrics": "metrics",
+    "ReplayResult": "results.replay",
     "compute_elementwise_metrics": "metrics",
     "compute_gemm_metrics": "metrics",
     "filter_valid_configs": "spaces",
     "generate_configs": "spaces",
     "get_default_config": "spaces",
+    "replay": "results.replay",
     "targets": "devices.targets",
 }
 """The modules of names that are imported on first use, which keeps the import of this package quick."""
@@ -61,6 +64,7 @@ __all__ = [
     "Outcome",
     "Phase",
     "ReferenceFailedError",
+    "ReplayResult",
     "Route",
     "SandboxError",
     "SavedResultError",
@@ -81,6 +85,7 @@ __all__ = [
     "generate_configs",
     "get_default_config",
     "grid",
+    "replay",
     "set_autotune_inputs",
     "settings",
     "targets",

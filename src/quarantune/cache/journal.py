@@ -184,6 +184,11 @@ def _append_line(path: Path, line: bytes) -> None:
         os.close(fd)
 
 
+def read(path: Path) -> list[JsonObject]:
+    """Returns the whole records of one file."""
+    return _read_lines(path)[0]
+
+
 def damage(directory: Path) -> list[str]:
     """Returns a sentence for each journal below a cache directory that has damaged lines."""
     found = {path: _read_lines(path)[1] for path in sorted(directory.glob("*.trials/*.jsonl"))}

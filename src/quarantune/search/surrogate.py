@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
+from quarantune.host import blas
 from quarantune.search.features import Features, Floats
 from quarantune.search.gaussian import GaussianProcess
 from quarantune.search.space import Space
@@ -48,6 +49,7 @@ _BEYOND = 0.3
 """The part that is left of a distance beyond that."""
 _DOUBTFUL = 0.2
 """A config that works with less than this probability is asked when there is no other candidate."""
+_LAST = 1e6
 
 _DRAWS = 50
 _MOST_LOOKED_AT = 1_000_000
@@ -83,7 +85,10 @@ class Surrogate(Strategy):
             if start is None:
                 return picked
             picked.append(start)
-        return picked + self._promising(told, logs, n - len(picked), picked) if len(picked) < n else picked
+        if len(picked) < n:
+            with blas.one_thread():
+                picked += self._promising(told, logs, n - len(picked), picked)
+        return picked
 
     def _results(self) -> tuple[list[int], Floats]:
         """Returns the configs that count as measured, and the logarithms of their times; NaN for failures."""
@@ -127,16 +132,17 @@ class Surrogate(Strategy):
         for index in range(len(candidates), len(there)):
             prediction.observe(index)
         succeeds = np.ones(len(there)) if works.all() else SuccessModel(points, works).probability(there)
-        weight = np.where(succeeds < _DOUBTFUL, 1e-4, 1) * succeeds**2
-        weight[len(candidates) :] = -1  # pending ones
+        rank = 2 * np.log(succeeds + 1e-12) - np.where(succeeds < _DOUBTFUL, _LAST, 0)
+        rank[len(candidates) :] = -np.inf  # pending ones
         chosen: list[int] = []
         for _ in range(min(n, len(candidates))):
             deviation = np.sqrt(prediction.variance * self._model.variance)
             gain = (-mean / spread - prediction.mean) / deviation
             improvement = deviation * (gain * special.ndtr(gain) + np.exp(-0.5 * gain**2) / np.sqrt(2 * np.pi))
-            index = int(np.argmax(np.where(weight > 0, improvement * weight, -1)))
+            # Where there is no improvement to be expected anywhere, the model's times decide.
+            index = int(np.argmax(rank + np.log(np.maximum(improvement, 1e-30)) - 1e-3 * prediction.mean))
             prediction.observe(index)
-            weight[index] = -1
+            rank[index] = -np.inf
             chosen.append(candidates[index])
         return chosen
 

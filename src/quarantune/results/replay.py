@@ -1,0 +1,199 @@
+"""Runs searches against recorded trials, without a device, to compare how soon they find the best config."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+from quarantune.results import recorded as recordings
+from quarantune.search import Space, make
+from quarantune.values.config_values import text_of
+from quarantune.values.search_choice import Search, check_search
+from quarantune.values.texts import shown
+from quarantune.values.trial import Config, Outcome, Trial
+
+Strategy: TypeAlias = "str | Callable[[list[Config], int], Search]"
+"""The name of a search, or a function of the configs and a seed that makes one."""
+
+_ROUNDING = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One search with one seed.
+
+    Attributes:
+        seed: the seed.
+        best_ms: the best time after each trial, in milliseconds; infinite until a config worked.
+        evaluations: the number of trials until a config was within the tolerance of the best; None if none was.
+        failures: the number of trials that failed.
+        cpu_ms: CPU time of the search per trial, in milliseconds.
+    """
+
+    seed: int
+    best_ms: tuple[float, ...]
+    evaluations: int | None
+    failures: int
+    cpu_ms: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplayResult:
+    """Searches that ran against the same recorded trials.
+
+    Attributes:
+        size: the number of recorded configs.
+        invalid: the share of them that fails.
+        optimum_ms: the best time among them, in milliseconds.
+        within: the tolerance: a config counts as found if it takes at most this share longer.
+        max_trials: the most trials of a run.
+        runs: the runs of each search, by its name, in the order of the seeds.
+    """
+
+    size: int
+    invalid: float
+    optimum_ms: float
+    within: float
+    max_trials: int
+    runs: dict[str, tuple[Run, ...]]
+
+    def evaluations(self, search: str, share: float = 0.9) -> int | None:
+        """Returns after how many trials this share of a search's runs had found the best; None if fewer ever did."""
+        found = sorted(math.inf if run.evaluations is None else run.evaluations for run in self.runs[search])
+        after = found[max(math.ceil(share * len(found) - _ROUNDING), 1) - 1]
+        return None if after == math.inf else int(after)
+
+    def table(self) -> str:
+        """Returns the searches side by side."""
+        header = ["search", "50% of runs", "90% of runs", "found", "worst end", "failed", "CPU per trial"]
+        rows = [header, *(self._row(name, runs) for name, runs in self.runs.items())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        about = (
+            f"{self.size:,} configs, {self.invalid:.0%} of them fail; best {self.optimum_ms:.4g} ms; trials until a "
+            f"config within {self.within:.2g} of it was found, of at most {self.max_trials}:"
+        )
+        return "\n".join([about, *lines])
+
+    def _row(self, name: str, runs: tuple[Run, ...]) -> list[str]:
+        trials = sum(len(run.best_ms) for run in runs)
+        return [
+            name,
+            *(str(self.evaluations(name, share) or f"over {self.max_trials}") for share in (0.5, 0.9)),
+            f"{sum(run.evaluations is not None for run in runs)} of {len(runs)}",
+            f"{max((math.inf, *run.best_ms)[-1] for run in runs) / self.optimum_ms:.3f} x",
+            f"{sum(run.failures for run in runs) / max(trials, 1):.0%}",
+            f"{statistics.median(run.cpu_ms for run in runs):.1f} ms",
+        ]
+
+
+def replay(
+    recorded: Any,
+    search: Strategy | Iterable[Strategy] = ("surrogate", "random"),
+    *,
+    seeds: Iterable[int] = range(20),
+    max_trials: int = 400,
+    batch: int = 8,
+    within: float = 0.01,
+) -> ReplayResult:
+    """Runs searches against recorded trials: each config that a search asks gets the outcome that it had.
+
+    Args:
+        recorded: a `TuningResult`, a list of trials, the directory of a saved result or of a function's journals, or a
+            file of T4 JSON, of Kernel Tuner or of KTT, which may be compressed by gzip.
+        search: names such as `"surrogate"` or `"optuna:tpe"`, or functions of the configs and a seed that return an
+            object with `ask` and `tell`.
+        seeds: the seeds of the runs of each search.
+        max_trials: the most trials of a run.
+        batch: how many configs are asked before they are told.
+        within: the tolerance: a config counts as found if it takes at most this share longer than the best.
+
+    Returns:
+        The runs, which `table()` shows side by side.
+
+    Raises:
+        TypeError: `recorded` or `search` is of another type.
+        ValueError: nothing was recorded, a file is damaged, or an argument is out of range.
+        OSError: a file cannot be read.
+
+    Example:
+        >>> print(quarantune.replay("matmul.json.gz", ("surrogate", "random")).table())  # doctest: +SKIP
+    """
+    strategies = _checked(search)
+    seeds = list(seeds)
+    for name, value in (("max_trials", max_trials), ("batch", batch), ("the number of seeds", len(seeds))):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {shown(value)}: give a whole number of at least 1")
+    if not 0 <= within < 1:
+        raise ValueError(f"within is {shown(within)}: give a share from 0 to 1, such as 0.01")
+    trials = recordings.read(recorded)
+    space = Space([trial.config for trial in trials], fn_name="replay")
+    by_config = {text_of(trial.config): trial for trial in trials}
+    works = [trial.level_ms for trial in trials if trial.outcome is Outcome.OK and trial.level_ms]
+    enough_ms = min(works) * (1 + within) * (1 + _ROUNDING)
+    runs = {
+        name: tuple(_run(strategy, space, seed, by_config, max_trials, batch, enough_ms) for seed in seeds)
+        for name, strategy in strategies.items()
+    }
+    return ReplayResult(
+        size=len(trials),
+        invalid=sum(trial.outcome.is_failure for trial in trials) / len(trials),
+        optimum_ms=min(works),
+        within=within,
+        max_trials=max_trials,
+        runs=runs,
+    )
+
+
+def _checked(search: Strategy | Iterable[Strategy]) -> dict[str, Strategy]:
+    given: Sequence[Strategy] = [search] if isinstance(search, str) or callable(search) else list(search)
+    if not given:
+        raise ValueError("search is empty: give at least one name, as in ('surrogate', 'random')")
+    named: dict[str, Strategy] = {}
+    for strategy in given:
+        if not callable(strategy):
+            if not isinstance(strategy, str):
+                raise TypeError(
+                    f"search holds {shown(strategy)}: an object serves one run only, so give its name, or a function "
+                    "of the configs and a seed that makes one"
+                )
+            check_search(strategy)
+        named[strategy if isinstance(strategy, str) else getattr(strategy, "__name__", str(strategy))] = strategy
+    return named
+
+
+def _run(
+    strategy: Strategy,
+    space: Space,
+    seed: int,
+    by_config: dict[str, Trial],
+    max_trials: int,
+    batch: int,
+    enough_ms: float,
+) -> Run:
+    began = time.process_time()
+    made = make(strategy if isinstance(strategy, str) else strategy(list(space), seed), space, seed=seed)
+    best: list[float] = []
+    found: int | None = None
+    failures = 0
+    while len(best) < max_trials and (asked := made.ask(min(batch, max_trials - len(best)))):
+        for config in asked:
+            trial = by_config[text_of(config)]
+            made.tell(config, trial)
+            failures += trial.outcome.is_failure
+            time_ms = trial.level_ms if trial.outcome is Outcome.OK and trial.level_ms else math.inf
+            best.append(min(best[-1], time_ms) if best else time_ms)
+            if found is None and time_ms <= enough_ms:
+                found = len(best)
+    spent_ms = 1e3 * (time.process_time() - began)
+    return Run(
+        seed=seed,
+        best_ms=tuple(best),
+        evaluations=found,
+        failures=failures,
+        cpu_ms=spent_ms / max(len(best), 1),
+    )

@@ -1,0 +1,194 @@
+"""Replays of searches against recorded trials."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quarantune
+from quarantune import Outcome, Trial
+from quarantune.cache import Journal
+from quarantune.values.trial import Config
+
+SHARED_MEMORY_BYTES = 176 * 1024
+
+
+def hopper_like() -> list[Trial]:
+    """Returns 648 trials like those of a Hopper matmul, of which 408 need more shared memory than there is."""
+    trials = []
+    sizes, names = (64, 128, 256), ("tile_m", "tile_n", "tile_k", "steps", "minor", "width", "wg")
+    for values in itertools.product(sizes, sizes, (64, 128), (2, 4, 6), "MN", (1, 8, 16), "MN"):
+        m, n, k, steps, minor, width, wg = values
+        needed = steps * (m + n) * k * 2 + m * n * 2
+        time_ms = (
+            (1 + abs(math.log2(m * n / 2**15)) / 4 + 0.3 / steps + (k == 64) / 20)
+            * (1.0, 1.02)[minor == "M"]
+            * {1: 1.2, 8: 1.0, 16: 1.03}[width]
+            * (1.0, 1.03)[(wg == "M") == (m > n)]
+        )
+        works = needed <= SHARED_MEMORY_BYTES and m * n <= 2**15
+        outcome = Outcome.OK if works else Outcome.ERROR
+        config = dict(zip(names, values, strict=True))
+        trials.append(Trial(config=config, outcome=outcome, time_ms=time_ms if works else None))
+    return trials
+
+
+def t4(rows: list[tuple[Config, Any]], unit: str = "milliseconds") -> dict[str, Any]:
+    results = []
+    for config, time in rows:
+        valid = not isinstance(time, str)
+        measured = [{"name": "time", "value": time if valid else "RuntimeFailedConfig", "unit": unit if valid else ""}]
+        results.append(
+            {
+                "configuration": config,
+                "invalidity": "correct" if valid else time,
+                "measurements": measured,
+                "objectives": ["time"],
+            }
+        )
+    return {"metadata": {"timeunit": "miliseconds"}, "results": results, "schema_version": "1.0.0"}
+
+
+ROWS: list[tuple[Config, Any]] = [
+    ({"BM": 16, "via": "a"}, 3.0),
+    ({"BM": 32, "via": "a"}, 2.0),
+    ({"BM": 16, "via": "b"}, "runtime"),
+    ({"BM": 32, "via": "b"}, "compile"),
+]
+
+
+def expected(result: quarantune.ReplayResult) -> None:
+    assert (result.size, result.invalid, result.optimum_ms) == (4, 0.5, 2.0)
+    (run,) = result.runs["exhaustive"]
+    assert (run.best_ms, run.evaluations, run.failures) == ((3.0, 2.0, 2.0, 2.0), 2, 2)
+
+
+def test_t4_json_replays_with_and_without_compression(tmp_path: Path) -> None:
+    for unit, scale in (("milliseconds", 1), ("", 1), ("us", 1000)):
+        text = json.dumps(t4([(c, t if isinstance(t, str) else t * scale) for c, t in ROWS], unit))
+        (tmp_path / "space.json").write_text(text)
+        (tmp_path / "space.json.gz").write_bytes(gzip.compress(text.encode()))
+        for name in ("space.json", "space.json.gz"):
+            expected(quarantune.replay(tmp_path / name, "exhaustive", seeds=[0]))
+
+
+def test_the_files_of_ktt_and_of_kernel_tuners_cache_replay(tmp_path: Path) -> None:
+    ktt = [
+        {
+            "Configuration": [{"Name": key, "Value": value, "ValueType": "Int"} for key, value in config.items()],
+            "Status": "ComputationFailed" if isinstance(time, str) else "Ok",
+            "TotalDuration": 0.0 if isinstance(time, str) else time * 1000,
+        }
+        for config, time in ROWS
+    ]
+    (tmp_path / "ktt.json").write_text(json.dumps({"Metadata": {"TimeUnit": "Microseconds"}, "Results": ktt}))
+    cache = {
+        str(at): {**c, "time": "RuntimeFailedConfig" if isinstance(t, str) else t} for at, (c, t) in enumerate(ROWS)
+    }
+    tuned = {"tune_params_keys": ["BM", "via"], "objective": "time", "cache": cache}
+    (tmp_path / "cache.json").write_text(json.dumps(tuned))
+    for name in ("ktt.json", "cache.json"):
+        expected(quarantune.replay(str(tmp_path / name), "exhaustive", seeds=[0]))
+
+
+def test_our_journals_and_trials_in_memory_replay(tmp_path: Path) -> None:
+    trials = [
+        Trial(
+            config=config,
+            outcome=Outcome.ERROR if isinstance(time, str) else Outcome.OK,
+            time_ms=None if isinstance(time, str) else time,
+        )
+        for config, time in ROWS
+    ]
+    trials.append(Trial(config={"BM": 64, "via": "a"}, outcome=Outcome.NOT_RUN))
+    expected(quarantune.replay(trials, "exhaustive", seeds=[0]))
+    journal = Journal(tmp_path, "matmul", "cpu", "key")
+    journal.append({"trial": Trial(config=ROWS[0][0], outcome=Outcome.CRASHED).to_json()})  # measured again later
+    for trial in trials:
+        journal.append({"trial": trial.to_json()})
+    Journal(tmp_path, "matmul", "cpu", "trouble").append({"config": "{}", "outcome": "crashed"})
+    expected(quarantune.replay(tmp_path / "matmul.trials", "exhaustive", seeds=[0]))
+    Journal(tmp_path, "matmul", "cpu", "other").append({"trial": trials[0].to_json()})
+    with pytest.raises(ValueError, match=r"matmul.trials holds the journals of 2 problems; give the path of one: "):
+        quarantune.replay(tmp_path / "matmul.trials")
+    (file,) = (path for path in (tmp_path / "matmul.trials").iterdir() if path.read_text().count('"trial"') > 1)
+    expected(quarantune.replay(file, "exhaustive", seeds=[0]))
+
+
+def test_searches_are_compared_side_by_side() -> None:
+    class Mine:
+        def __init__(self, configs: list[Config], seed: int) -> None:
+            self.left = configs
+
+        def ask(self, n: int) -> list[Config]:
+            return [self.left.pop() for _ in range(min(n, len(self.left)))]
+
+        def tell(self, config: Config, trial: Trial) -> None:
+            pass
+
+    result = quarantune.replay(hopper_like(), ("surrogate", "random", Mine), seeds=range(3), max_trials=60)
+    assert list(result.runs) == ["surrogate", "random", "Mine"]
+    for runs in result.runs.values():
+        assert [len(run.best_ms) for run in runs] == [60, 60, 60]
+        assert all(list(run.best_ms) == sorted(run.best_ms, reverse=True) for run in runs)
+    title, header, *rows = result.table().splitlines()
+    assert title.startswith("648 configs, 63% of them fail; best 1.")
+    assert [row.split()[0] for row in (header, *rows)] == ["search", *result.runs]
+    assert result.evaluations("surrogate", 0.5) < 60
+
+
+@pytest.mark.parametrize(
+    ("recorded", "options", "message"),
+    [
+        (7, {}, r"recorded is 7: give a path"),
+        ([7], {}, r"recorded holds 7, which is no quarantune.Trial"),
+        ([], {}, r"the list holds no trial that was measured"),
+        (hopper_like(), {"search": "surrogat"}, r"Did you mean 'surrogate'\?"),
+        (hopper_like(), {"search": ()}, r"search is empty"),
+        (hopper_like(), {"search": [7]}, r"search holds 7: an object serves one run only"),
+        (hopper_like(), {"batch": 0}, r"batch is 0: give a whole number of at least 1"),
+        (hopper_like(), {"seeds": []}, r"the number of seeds is 0"),
+        (hopper_like(), {"within": 2}, r"within is 2: give a share"),
+    ],
+)
+def test_replays_of_nonsense_are_refused(recorded: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        quarantune.replay(recorded, **options)
+
+
+def test_damaged_recordings_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "space.json"
+    for text, message in (
+        ("{", "is no JSON"),
+        ("{}", "is neither T4 JSON"),
+        ('{"results": [{}]}', "is damaged"),
+        (json.dumps(t4([({"BM": 1}, -1)])), "is damaged.*the time of"),
+        (json.dumps(t4([({"BM": 1}, 1)], "fortnights")), "the unit of time is 'fortnights'"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            quarantune.replay(file)
+    file.write_bytes(b"\x1f\x8b gzip?")
+    with pytest.raises(ValueError, match="cannot be decompressed"):
+        quarantune.replay(file)
+    with pytest.raises(ValueError, match="holds neither a saved result nor a journal"):
+        quarantune.replay(tmp_path)
+
+
+@pytest.mark.slow
+def test_few_of_the_configs_tried_fail_where_most_of_the_space_does() -> None:
+    trials = hopper_like()
+    assert sum(trial.outcome is Outcome.ERROR for trial in trials) == 408
+    result = quarantune.replay(trials, seeds=range(8), max_trials=150)
+    tried = {name: sum(run.failures for run in runs) / (150 * len(runs)) for name, runs in result.runs.items()}
+    assert tried["surrogate"] <= 0.35
+    assert tried["random"] > 0.5
+    assert all(run.evaluations for run in result.runs["surrogate"])
+    assert result.evaluations("surrogate") < (result.evaluations("random", 0.5) or math.inf)
+    assert all(run.cpu_ms < 15 for run in result.runs["surrogate"])
