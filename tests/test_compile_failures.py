@@ -66,12 +66,14 @@ def test_a_failure_is_known_to_later_jobs_with_its_date_and_source(tmp_path: Pat
         failed(message="FileNotFoundError: no tables.npy"),
         failed(message="ModuleNotFoundError: no module named 'kernels'"),
         failed(message="quarantune.worker.failures.UncheckableError: it calls jax.devices() while it is traced"),
+        failed(message="jax.errors.JaxRuntimeError: INTERNAL: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"),
+        failed(message="jax.errors.JaxRuntimeError: INTERNAL: ptxas: No space left on device"),
         failed(Outcome.DEVICE_OOM, "RESOURCE_EXHAUSTED: Out of memory", route=Route.TOGETHER),
         failed(Outcome.LOST),
         failed(Outcome.NOT_RUN),
         failed(Outcome.WRONG, phase=Phase.CHECK),
     ],
-    ids=lambda trial: f"{trial.outcome}-{trial.phase}-{trial.message.partition(':')[0]}",
+    ids=lambda trial: f"{trial.outcome}-{trial.phase}-{trial.message.rpartition(':')[2].strip()[:20]}",
 )
 def test_a_failure_that_says_nothing_about_the_config_is_not_remembered(tmp_path: Path, trial: Trial) -> None:
     assert not remembered(tmp_path, trial)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import datetime
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -20,6 +21,11 @@ from quarantune.values.trial import Outcome, Phase, Route, Trial
 _UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
 _TRANSIENT = (OSError, ImportError, MemoryError, EOFError, KeyboardInterrupt, SystemExit, GeneratorExit)
 """Exceptions that tell something about the machine rather than about the config."""
+_PASSING = re.compile(
+    r"\b(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|(CUDA|HIP)_ERROR_\w+"
+    r"|No space left on device|Too many open files|Cannot allocate memory|Resource temporarily unavailable)\b"
+)
+"""Texts of a compiler's errors that do the same."""
 _AT_COMPILE_TIME = frozenset({Outcome.ERROR, Outcome.DEVICE_OOM, Outcome.TIMEOUT, Outcome.OOM, Outcome.CRASHED})
 
 
@@ -215,7 +221,8 @@ def _is_transient(message: str) -> bool:
     name = message.partition(":")[0].strip()
     kind = getattr(builtins, name, None)
     is_ours = name.startswith("quarantune.")  # such as `UncheckableError`: the config did not get as far as a compiler
-    return is_ours or (isinstance(kind, type) and issubclass(kind, _TRANSIENT))
+    is_transient = isinstance(kind, type) and issubclass(kind, _TRANSIENT)
+    return is_ours or is_transient or _PASSING.search(message) is not None
 
 
 def _is_same(before: _Failure, after: _Failure) -> bool:
