@@ -327,7 +327,7 @@ class ContextualJob(TuningJob):
         source: ConfigSource = NOTHING_MORE
         if share is not None and not share.tries_all:
             trial_s = self._limits.compile_timeout_s + self._limits.timeout_s
-            searching = Searching(share, space_for(shown, _is_never_pruned), defaults=0, trial_s=trial_s)
+            searching = Searching(share, space_for(shown, None), defaults=0, trial_s=trial_s)
             progress.expect(searching.total)
             source = _KernelSearch(searching, texts)
             configs = source.take(1)

@@ -320,7 +320,7 @@ class TuningJob:
         default = self._call.default_index
         searching = Searching(
             self._search,
-            space_for(self._configs, is_pruned),
+            space_for(self._configs, None if self._options.prune_fn is None else self._call.keeps),
             defaults=None if default is None or is_pruned(default) or default in failures else default,
             starts=[self._configs[index] for index in first if index not in self._troubled],
             known=self._trials,

@@ -11,6 +11,9 @@ _PARKED_S = 5.0
 """Seconds that a compiled config may wait for those before it: a config with a result is not lost with the sweep."""
 _PARKED_SHARE = 0.25
 """The share of the memory, free without them, that compiled configs may hold while others are compiled."""
+_ASKED_AT_ONCE = 8
+"""Configs that a source is asked for at once where compiling and measuring do not alternate. Asking `surrogate` for one
+config took 13 ms of CPU at 400 trials, for eight 24 ms (on a CPU with 2 cores)."""
 _MAX_READY = 64
 """Executables that wait to be measured; each holds a descriptor."""
 
@@ -60,19 +63,19 @@ class Bursts:
         return len(run.jobs.ready) < _MAX_READY or run.jobs.default_is_pending()
 
     def _is_any_pending(self) -> bool:
-        """Returns whether a config is pending; the source is asked for no more than could begin now.
+        """Returns whether a config is pending; the source is asked once one could begin now.
 
-        The later a search is asked, the more trials it has learnt from.
+        The later a search is asked, the more trials it has learnt from. Within a burst of compiling there are no new
+        trials, so that a whole burst is asked at once.
         """
         run = self._run
         if run.jobs.pending or not run.jobs.may_grow:
             return bool(run.jobs.pending)
         compiling = run.workers.compiling()
-        places = run.plan.parked - len(self._route.waiting()) - (compiling if run.plan.exclusive else 0)
-        room = min(run.plan.slots - compiling, places)
+        room = run.plan.parked - len(self._route.waiting()) - (compiling if run.plan.exclusive else 0)
         if room <= 0 or (run.plan.exclusive and (run.workers.measuring() or not self.has_room())):
             return False
-        return run.jobs.refill(room)
+        return run.jobs.refill(room if run.plan.exclusive else max(_ASKED_AT_ONCE, run.plan.slots - compiling))
 
     def may_measure(self, device: DeviceState) -> bool:
         """Whether a device may be assigned now; if not, and configs compile, its lease is released."""

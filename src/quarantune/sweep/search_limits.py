@@ -108,15 +108,14 @@ class SearchLimits:
         }
 
 
-def space_for(configs: Sequence[Config], is_pruned: Callable[[int], bool]) -> Space:
-    """Returns the configs of a call as a search sees them, at the positions that they have in `configs`."""
-    space = Space(configs.axes if isinstance(configs, Grid) else list(configs))
+def space_for(configs: Sequence[Config], keep: Callable[[Config], bool] | None) -> Space:
+    """Returns the configs of a call as a search sees them, at the positions that they have in `configs`.
 
-    def keep(config: Config) -> bool:
-        position = space.find(config)
-        return position is not None and not is_pruned(position)
-
-    return space.where(keep)
+    Args:
+        configs: the configs.
+        keep: False for a config that is dropped; called once for each config that the search looks at. None keeps all.
+    """
+    return Space(configs.axes if isinstance(configs, Grid) else list(configs), keep=keep)
 
 
 def _keeps_more_than(count: int, size: int, is_pruned: Callable[[int], bool]) -> bool:
