@@ -23,6 +23,7 @@ from quarantune.jax_internals.configuration import (
     trace_context_names,
     user_contexts,
 )
+from quarantune.jax_internals.coordination import Coordination, CoordinationError, coordination
 from quarantune.jax_internals.custom_rules import custom_rule_types, custom_rules
 from quarantune.jax_internals.executables import (
     ExecutableParts,
@@ -59,6 +60,8 @@ from quarantune.jax_internals.tracing import (
 
 __all__ = [
     "CONTEXTS",
+    "Coordination",
+    "CoordinationError",
     "ExecutableParts",
     "HeldBack",
     "JitOptions",
@@ -74,6 +77,7 @@ __all__ = [
     "compilation_cache_in_memory",
     "config_values",
     "contexts",
+    "coordination",
     "custom_rule_types",
     "custom_rules",
     "executable_from_parts",

@@ -47,6 +47,8 @@ _logger = logging.getLogger("quarantune")
 
 _COMBINATIONS = 64
 """How many combinations of configs are tried where no kernel alone keeps a function from running."""
+_MOST_CONFIGS = 256
+"""How many configs all kernels of a function may have, as far as waiting for another rank's result is concerned."""
 
 
 class ContextualFunction(TunedFunction):
@@ -70,6 +72,10 @@ class ContextualFunction(TunedFunction):
         super().__init__(fn, space, name=name, signature=signature, static_names=static_names, options=options)
         self.runner = Runner(fn)
 
+    def most_configs(self, configs: Sequence[Config]) -> int:
+        """Returns how many configs a sweep may try; a guess, as only calling the function shows its kernels."""
+        return _MOST_CONFIGS
+
 
 class _KnownAssignments(KnownResults):
     """The known assignments for the calls of one function."""
@@ -89,6 +95,18 @@ class _KnownAssignments(KnownResults):
         if not all(offered) or not self.versions_serve(entry, settings, is_own=is_own):
             return None
         return {KEY: assignment.encode(chosen, others=OWN)}
+
+    def config_from(self, encoded: JsonObject, configs: Sequence[Config]) -> Config | None:
+        """Returns the assignment that another process has encoded, or None where it is none."""
+        try:
+            chosen = assignment.Assignment(str(encoded[KEY])).chosen
+        except (KeyError, TypeError, ValueError):
+            return None
+        return {KEY: assignment.encode(chosen, others=OWN)}
+
+    def text_of(self, config: Config) -> str:
+        """Returns an assignment as messages show it."""
+        return shown.format_config(_shown(assignment.Assignment(str(config[KEY])).chosen))
 
 
 def _is_offered(name: str, space: Any) -> bool:

@@ -25,6 +25,8 @@ from quarantune.resolve.layers import Found, Layer
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
 from quarantune.sweep.search_limits import SearchLimits
+from quarantune.values import shown
+from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, TuningFailedError
 
@@ -122,6 +124,10 @@ class KnownResults:
         if key in self._failures:
             raise _without_traceback(self._failures[key])
 
+    def failure(self, key: CallKey) -> TuningFailedError | None:
+        """Returns the error with which tuning for a key ended earlier in this process, if it did."""
+        return self._failures.get(key)
+
     def remember(self, key: CallKey, result: TuningResult, settings: Settings) -> None:
         """Remembers a result in this process."""
         self._failures.pop(key, None)
@@ -135,6 +141,14 @@ class KnownResults:
         """Remembers in this process that every config failed."""
         self._failures[key] = _without_traceback(error)
         self._tuned.add(key)
+
+    def config_from(self, encoded: JsonObject, configs: Sequence[Config]) -> Config | None:
+        """Returns the config that another process has encoded, or None where it cannot be used here."""
+        return find_config(encoded, configs)
+
+    def text_of(self, config: Config) -> str:
+        """Returns a config as messages show it."""
+        return shown.format_config(config)
 
     # Entries of the cache
 

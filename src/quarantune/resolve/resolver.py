@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from quarantune import cache
 from quarantune.devices.targets import Target
+from quarantune.jax_internals import Coordination
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall, keyed, keyed_to_tune
 from quarantune.resolve.call_result import call_result
@@ -17,7 +18,8 @@ from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.compile_failures import CompileFailures, note_check
 from quarantune.resolve.entries import space_of
 from quarantune.resolve.key_locks import KeyLocks
-from quarantune.resolve.known_results import KnownResults
+from quarantune.resolve.known_results import Known, KnownResults
+from quarantune.resolve.ranks import Agreed, Ranks
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.resolve.tuning_job import JobContext, TuningJob
 from quarantune.results.compile_report import CompileReport
@@ -48,6 +50,8 @@ class Choice:
 
 _DEFAULTS = Choice(None, is_settled=False)  # another job may tune the call at any time
 
+_UNTUNED = "{}: not tuned for this call, running with its defaults (ON_MISS={})"
+
 
 class Resolver:
     """Finds the best config for each call of one function: remembered, or by tuning for it."""
@@ -64,6 +68,7 @@ class Resolver:
         """
         self.function = function
         self._known = self._known_results(function)
+        self._ranks = Ranks(function.name, self._known)
         self._locks = KeyLocks()
         self._seeds = CompilationSeeds()
         self._context = JobContext(
@@ -112,6 +117,8 @@ class Resolver:
         with self._locks.of(described.key):
             settings = environment.current()
             must_tune = self._known.must_tune(described.key, settings)
+            if (us := self._coordination(settings)) is not None:
+                return self._result_of_all(described, settings, us, start_over=must_tune)
             if not must_tune:
                 known = self._known.find(described, settings)
                 if known is not None and self._known.is_enough(known.searched, settings):
@@ -130,13 +137,17 @@ class Resolver:
             TuningFailedError: every config failed.
             TypeError: the call sets a tunable parameter by hand.
         """
-        return self._tune(keyed_to_tune(call), environment.current(), start_over=True)
+        described, settings = keyed_to_tune(call), environment.current()
+        result = self._tune(described, settings, start_over=True)
+        if (us := self._coordination(settings)) is not None:
+            self._ranks.compare(described, settings, us, own=lambda: None, found=result)
+        return result
 
     def lookup(self, call: BoundCall) -> Config | None:
         """Returns the remembered config for a call, or None; never tunes."""
         if call.has_no_key:
             return None
-        known = self._known.find(keyed(call), environment.current())
+        known = self._find(keyed(call), environment.current())
         return None if known is None else known.config
 
     def compile(self, call: BoundCall, *, num_workers: int | None) -> list[tuple[Trial, bytes | None]]:
@@ -213,10 +224,13 @@ class Resolver:
 
     def _choice(self, described: KeyedCall) -> Choice:
         call, settings = described.call, environment.current()
+        us = None if call.is_symbolic else self._coordination(settings)
+        if us is not None:
+            return self._choice_of_all(described, settings, us)
         is_inside = template.is_inside()
         must_tune = self._known.must_tune(described.key, settings) and not is_inside and not call.is_symbolic
         if not must_tune:
-            known = self._known.find(described, settings)
+            known = self._find(described, settings)
             if known is not None and (is_inside or self._known.is_enough(known.searched, settings)):
                 return Choice(known.config)
             self._known.raise_failure(described.key)
@@ -228,9 +242,7 @@ class Resolver:
         if not must_tune and settings.on_miss == "error":
             raise CacheMissError(self._known.explain_miss(described, settings))
         if not must_tune and settings.on_miss != "tune":
-            cache.report_once(
-                f"{call.name}: not tuned for this call, running with its defaults (ON_MISS={settings.on_miss})"
-            )
+            cache.report_once(_UNTUNED.format(call.name, settings.on_miss))
             return _DEFAULTS
         if call.is_symbolic:
             cache.report_once(
@@ -248,6 +260,13 @@ class Resolver:
             return lambda trial: None
         return functools.partial(note_check, CompileFailures(described, settings.cache_dir, limits))
 
+    def _find(self, described: KeyedCall, settings: Settings) -> Known | None:
+        """Returns the remembered result for a call: the one of all ranks, if there are several; never waits."""
+        if (us := self._coordination(settings)) is None:
+            return self._known.find(described, settings)
+        agreed = self._ranks.compare(described, settings, us, own=lambda: self._known.find(described, settings))
+        return None if agreed is None else agreed.known
+
     def _tune(self, described: KeyedCall, settings: Settings, *, start_over: bool) -> TuningResult:
         self._check_outside()
         if described.axes is not None:
@@ -259,6 +278,59 @@ class Resolver:
             raise
         self._known.remember(described.key, result, settings)
         return result
+
+    # Programs of several ranks
+
+    def _coordination(self, settings: Settings) -> Coordination | None:
+        return None if template.is_inside() else self._ranks.coordination(settings)
+
+    def _agree(self, described: KeyedCall, settings: Settings, us: Coordination, *, start_over: bool) -> Agreed:
+        """Returns the result of all ranks for a call, which this rank may have found by tuning."""
+
+        def tune() -> TuningResult | None:
+            try:
+                return self._tune(described, settings, start_over=start_over)
+            except TuningFailedError:  # it is remembered, and another rank may be more successful
+                return None
+
+        def own() -> Known | None:
+            known = None if start_over else self._known.find(described, settings)
+            return known if known is not None and self._known.is_enough(known.searched, settings) else None
+
+        may_tune = (start_over or settings.on_miss == "tune") and self._known.failure(described.key) is None
+        return self._ranks.settle(
+            described,
+            settings,
+            us,
+            own=own,
+            near=lambda: self._known.nearest(described, settings) if settings.on_miss == "nearest" else None,
+            tune=tune if may_tune else None,
+        )
+
+    def _choice_of_all(self, described: KeyedCall, settings: Settings, us: Coordination) -> Choice:
+        start_over = self._known.must_tune(described.key, settings)
+        agreed = self._agree(described, settings, us, start_over=start_over)
+        if agreed.known is not None:
+            return Choice(agreed.known.config)
+        if settings.on_miss == "error":
+            raise CacheMissError(self._known.explain_miss(described, settings))
+        if settings.on_miss != "tune":
+            cache.report_once(_UNTUNED.format(described.call.name, settings.on_miss))
+        return _DEFAULTS
+
+    def _result_of_all(
+        self, described: KeyedCall, settings: Settings, us: Coordination, *, start_over: bool
+    ) -> TuningResult:
+        agreed = self._agree(described, settings, us, start_over=start_over)
+        if agreed.tuned is not None:
+            return agreed.tuned
+        if agreed.known is not None:
+            origin: Literal[True, "nearest"] = "nearest" if agreed.is_nearest else True
+            return call_result(described, agreed.known.config, agreed.known.times, from_cache=origin)
+        self._known.raise_failure(described.key)
+        if settings.on_miss != "tune":
+            raise CacheMissError(self._known.explain_miss(described, settings))
+        raise TuningFailedError(f"{described.call.name}: {agreed.reason}", trials=(), key=described.key.text)
 
     def _check_outside(self) -> None:
         """Raises in a worker, where tuning would start workers that tune, and so on."""

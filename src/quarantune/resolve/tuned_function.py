@@ -91,6 +91,10 @@ class TunedFunction:
         space = "" if callable(self.configs) else space_of(self.configs)["hash"]
         return f"{self.fingerprint.digest} {space}"
 
+    def most_configs(self, configs: Sequence[Config]) -> int:
+        """Returns how many configs a sweep over a config space may try."""
+        return len(configs)
+
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where the function cannot take the keys of a config."""
         configs = grid.examples(configs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from quarantune.host import machine
 from quarantune.values.options import Options
@@ -52,6 +53,18 @@ class SweepLimits:
     def compiling_as_it_runs(self) -> SweepLimits:
         """Returns the limits for a function that compiles during its first run: one deadline covers both phases."""
         return dataclasses.replace(self, timeout_s=self.compile_timeout_s + self.timeout_s)
+
+    def longest_sweep_s(self, configs: int) -> float:
+        """Returns the longest time in seconds that a sweep may take by these deadlines.
+
+        Loading the function, the reference, checking shapes and the finals count like four more configs. Everything may
+        run twice. As many configs as there are slots compile at a time; one at a time is measured.
+
+        Args:
+            configs: how many configs it tries.
+        """
+        runs = 2 * (configs + 4)
+        return math.ceil(runs / self.compile_slots) * self.compile_timeout_s + runs * self.timeout_s
 
     def deadlines(self) -> dict[str, float]:
         """Returns the deadlines in seconds as a journal records them."""

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import jax
+
 from quarantune import jax_internals
 from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery
@@ -107,7 +109,7 @@ def run(
         return _run_here(request, packed, configs, measured, finish)
     measures_here = isolation is Isolation.COMPILE and not compile_only
     if measures_here:
-        _check_manual_mesh(problem, settings)
+        _check_here(problem, packed, settings)
     else:
         _check_devices(request, packed)
     _check_sizes(problem, possible)
@@ -198,7 +200,7 @@ def _run_here(
     finish: Finish,
 ) -> Swept:
     problem, options = request.problem, request.options
-    _check_manual_mesh(problem, request.settings)
+    _check_here(problem, packed, request.settings)
     from quarantune.sweep import in_process, routes
 
     worker_options = routes.worker_options(None, options)
@@ -227,7 +229,19 @@ def _why_here(request: SweepRequest) -> str:
     return f"QUARANTUNE_ISOLATION={setting}, and {request.problem.name} has no jax.jit that workers could compile for"
 
 
-def _check_manual_mesh(problem: Problem, settings: Settings) -> None:
+def _check_here(problem: Problem, packed: PackedCall, settings: Settings) -> None:
+    """Raises where configs cannot be measured in this process.
+
+    Raises:
+        ValueError: the configs communicate, or run on devices of several processes, of which only one tunes.
+    """
+    is_spread = any(own is not None and not own.is_fully_addressable for own in packed.call.own_shardings)
+    needed = packed.devices_needed
+    if is_spread or (needed > 1 and jax.process_count() > 1 and needed > jax.local_device_count()):
+        raise ValueError(
+            f"{problem.name}: with QUARANTUNE_ISOLATION={settings.isolation}, a call whose arrays lie on devices of "
+            f"several processes cannot be tuned, because only one of these tunes: unset it to tune in workers"
+        )
     if problem.manual_mesh is not None:
         raise ValueError(
             f"{problem.name}: inside shard_map, a function that communicates between devices is tuned by workers "

@@ -45,7 +45,7 @@ def loads(blob: bytes) -> Any:
     """
     serialized, in_tree, out_tree, device_ids = pickling.loads(blob)
     jax_internals.prepare_to_load(serialized)
-    here = {device.id: device for device in jax.devices()}
+    here = {device.id: device for device in jax.local_devices()}
     if missing := [number for number in device_ids if number not in here]:
         raise ValueError(f"it was compiled for the devices {device_ids}, of which {missing} are missing here")
     # By default JAX loads onto all devices, which ends the process if the program was compiled for fewer.

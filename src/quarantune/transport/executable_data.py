@@ -84,7 +84,7 @@ def loads(blob: bytes, *, onto: jax.Device | None = None) -> Loaded:
             raise ValueError("its header is too long")
         header = json.loads(blob[8 : 8 + length])
         is_moved = onto is not None and len(header["devices"]) == 1
-        here = {header["devices"][0]: onto} if is_moved else {device.id: device for device in jax.devices()}
+        here = {header["devices"][0]: onto} if is_moved else {device.id: device for device in jax.local_devices()}
         devices = [here[number] for number in header["devices"]]
         parts = jax_internals.ExecutableParts(
             program=blob[8 + length :],

@@ -94,7 +94,7 @@ def mesh_like(spec: MeshSpec) -> Mesh:
     Raises:
         ValueError: there are fewer devices than it needs.
     """
-    devices = jax.devices()[: spec.size]
+    devices = jax.local_devices()[: spec.size]  # the caller's process may be one of several
     if len(devices) < spec.size:
         raise ValueError(
             f"the arguments are laid out over {spec.size} devices, and this trial has {len(devices)}: "

@@ -164,6 +164,7 @@ class Settings:
         configs_per_worker: how many configs one measuring worker may take; None chooses by platform.
         start_method: `fork` or `spawn`; None means fork where that is safe.
         isolation: `process`, `compile` or `none`: which steps of a trial run in workers; `auto` chooses by platform.
+        agree: whether the ranks of one `jax.distributed` program use one config.
         progress: whether to show progress; None shows it where stderr is a terminal.
         log_dir: the directory in which the output of each trial is kept.
         lock_timeout: the longest wait for the lock of the cache, in seconds.
@@ -200,6 +201,7 @@ class Settings:
     isolation: str = _setting(
         _choice("auto", "process", "compile", "none"), "'auto', 'process', 'compile' or 'none'", "auto"
     )
+    agree: bool = _setting(_flag, "0", True, unset="auto")
     progress: bool | None = _setting(_flag, "0, 1", unset="auto")
     log_dir: Path | None = _setting(_path, "a directory")  # noqa: RUF009 - makes a field
     lock_timeout: float = _setting(_number(least=0, most=LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)

@@ -1,0 +1,124 @@
+"""The key-value store that the processes of one `jax.distributed` program share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from typing import Any
+
+import jax
+
+from quarantune.host import caller
+
+_inherited: Any = None
+"""The client that this process has from the process it was forked from, whose threads it lacks: calls would hang."""
+
+
+class CoordinationError(RuntimeError):
+    """The coordination service of the program did not answer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Coordination:
+    """This process's access to the key-value store of its program.
+
+    Attributes:
+        client: JAX's client of the coordination service.
+        rank: the number of this process in the program.
+        ranks: how many processes the program has.
+    """
+
+    client: Any
+    rank: int
+    ranks: int
+
+    def read(self, key: str) -> str | None:
+        """Returns the value of a key; None where it has none. Never waits for one.
+
+        Raises:
+            CoordinationError: the service did not answer.
+        """
+        try:
+            return str(self.client.key_value_try_get(key))
+        except Exception as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise _unanswered(error) from error
+
+    def write(self, key: str, value: str) -> bool:
+        """Gives a key its value, unless it has one; returns whether this was the first writer.
+
+        Raises:
+            CoordinationError: the service did not answer.
+        """
+        try:
+            self.client.key_value_set(key, value, allow_overwrite=False)
+        except Exception as error:
+            if "ALREADY_EXISTS" in str(error):
+                return False
+            raise _unanswered(error) from error
+        return True
+
+    def count(self, directory: str) -> int:
+        """Returns how many keys begin with `directory` and a slash.
+
+        Raises:
+            CoordinationError: the service did not answer.
+        """
+        try:
+            return len(self.client.key_value_dir_get(f"{directory}/"))
+        except Exception as error:
+            if "NOT_FOUND" in str(error):
+                return 0
+            raise _unanswered(error) from error
+
+
+def coordination() -> Coordination | None:
+    """Returns this process's access to the key-value store; None in a program of one process.
+
+    Private (`distributed.global_state`) because JAX makes public only whether it is initialised: neither the client nor
+    the number of processes, for which `jax.process_count` would initialise a backend.
+    """
+    from jax._src import distributed
+
+    try:
+        state = distributed.global_state
+        client = state.client
+        if client is None or client is _inherited:
+            return None
+        client.key_value_try_get, client.key_value_set, client.key_value_dir_get  # noqa: B018 - are they there?
+        rank, ranks = int(state.process_id), int(state.num_processes)
+    except (AttributeError, TypeError, ValueError):
+        if jax.distributed.is_initialized():
+            _warn_missing()
+        return None
+    return Coordination(client=client, rank=rank, ranks=ranks) if ranks > 1 else None
+
+
+@functools.cache
+def _warn_missing() -> None:
+    caller.warn(
+        f"quarantune finds no key-value store in jax.distributed of jax {jax.__version__}: each process of this "
+        f"program tunes for itself, and a program whose collectives depend on the config may hang; let the processes "
+        f"share a QUARANTUNE_CACHE_DIR that has been tuned before, or set QUARANTUNE_AGREE=0 to silence this warning",
+        RuntimeWarning,
+    )
+
+
+def _unanswered(error: Exception) -> CoordinationError:
+    return CoordinationError(
+        f"the coordination service of this jax.distributed program did not answer, so its processes cannot agree on a "
+        f"config ({str(error).partition(chr(10))[0]}): see whether process 0 still runs, or set QUARANTUNE_AGREE=0 in "
+        f"all processes"
+    )
+
+
+def _forget_inherited() -> None:
+    global _inherited
+    distributed = sys.modules.get("jax._src.distributed")
+    _inherited = getattr(getattr(distributed, "global_state", None), "client", None)
+
+
+os.register_at_fork(after_in_child=_forget_inherited)

@@ -1,0 +1,290 @@
+"""The ranks of one `jax.distributed` program run one config for one call, whatever each of them has in its cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from quarantune import cache, jax_internals
+from quarantune.jax_internals import Coordination
+from quarantune.resolve.agreement import Answer, Count, Member, Read, Source, Tune, Wait, Write, drive
+from quarantune.resolve.call_key import CallKey, KeyedCall
+from quarantune.resolve.entries import Times, space_of
+from quarantune.resolve.known_results import Known, KnownResults
+from quarantune.results.progress import Progress
+from quarantune.results.result import TuningResult
+from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.search_limits import SearchLimits
+from quarantune.values.config_values import encode
+from quarantune.values.search_choice import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS
+from quarantune.values.settings import Settings
+
+_logger = logging.getLogger("quarantune")
+
+_PREFIX = "quarantune/1"
+"""The directory of this protocol in the program's key-value store; another protocol gets another number."""
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.02, 0.25
+"""How long a waiting rank sleeps between two looks: longer each time, but short enough for Ctrl-C and the store."""
+_HOW = {
+    Source.CACHE: "had it in its cache",
+    Source.TUNED: "found it by tuning",
+    Source.NEAREST: "had it in its cache for a call with other sizes",
+}
+_MESSAGE_S = 5.0
+"""How often a waiting rank reports that it waits."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """The outcome of an agreement, for this rank.
+
+    Attributes:
+        known: the config that all ranks use, with its times; None for the function's own defaults.
+        reason: why it is the defaults.
+        is_nearest: whether it is the config of a near call.
+        tuned: the result of this rank, if it has tuned and its config is the one.
+    """
+
+    known: Known | None
+    reason: str = ""
+    is_nearest: bool = False
+    tuned: TuningResult | None = None
+
+
+class Ranks:
+    """The agreements of this rank with the others, for the calls of one function."""
+
+    def __init__(self, name: str, known: KnownResults) -> None:
+        """Has agreed on nothing yet.
+
+        Args:
+            name: the function's name in the cache.
+            known: the known results of the function.
+        """
+        self._name = name
+        self._known = known
+        self._client: Any = None
+        self._agreed: dict[CallKey, Agreed] = {}
+
+    def coordination(self, settings: Settings) -> Coordination | None:
+        """Returns the means to agree; None in a program of one process, or where the settings say not to."""
+        found = jax_internals.coordination() if settings.agree else None
+        if found is not None and found.client is not self._client:  # the first program of this process, or another one
+            self._client = found.client
+            self._agreed.clear()
+        return found
+
+    def settle(
+        self,
+        keyed: KeyedCall,
+        settings: Settings,
+        coordination: Coordination,
+        *,
+        own: Callable[[], Known | None],
+        near: Callable[[], Known | None],
+        tune: Callable[[], TuningResult | None] | None,
+    ) -> Agreed:
+        """Returns the config for a call that all ranks use, for the life of the program.
+
+        Args:
+            keyed: the call.
+            settings: the operator's settings.
+            coordination: the means to agree.
+            own: returns the result that this rank has in its cache.
+            near: returns the result of a near call, to use where no rank has one for this call.
+            tune: tunes, and returns the result, or None where every config failed; None if this rank must not tune.
+        """
+        if (agreed := self._agreed.get(keyed.key)) is not None:
+            return agreed
+        talk = _Talk(keyed, settings, coordination, tune)
+        had = own()
+        member = talk.member(_deadline_s(keyed, settings))
+        rank = coordination.rank
+        offer = None if had is None else _answer(had, rank, Source.CACHE)
+        last = Answer(config=None, rank=rank, source=Source.NOBODY)
+        if had is None and (nearest := near()) is not None:
+            last = _answer(nearest, rank, Source.NEAREST)
+        try:
+            answer = drive(member.settle(offer, last=last, may_tune=tune is not None), talk.perform)
+        finally:
+            talk.close()
+        found = talk.found
+        return self._remember(keyed, settings, coordination, answer, had=had, found=found)
+
+    def compare(
+        self,
+        keyed: KeyedCall,
+        settings: Settings,
+        coordination: Coordination,
+        own: Callable[[], Known | None],
+        found: TuningResult | None = None,
+    ) -> Agreed | None:
+        """Offers the result that this rank has, if any, and returns the outcome if there is one; never waits.
+
+        Args:
+            keyed: the call.
+            settings: the operator's settings.
+            coordination: the means to agree.
+            own: as for `settle`.
+            found: a result that this rank has just found, which it offers instead.
+        """
+        if (agreed := self._agreed.get(keyed.key)) is not None:
+            return agreed
+        talk = _Talk(keyed, settings, coordination, None)
+        member = talk.member(0.0)
+        had, source = (own(), Source.CACHE) if found is None else (_known_of(found), Source.TUNED)
+        if had is not None:
+            answer = drive(member.offer(_answer(had, coordination.rank, source)), talk.perform)
+        elif (seen := drive(member.read(), talk.perform)) is not None:
+            answer = seen
+        else:
+            return None
+        return self._remember(keyed, settings, coordination, answer, had=had, found=found)
+
+    def _remember(
+        self,
+        keyed: KeyedCall,
+        settings: Settings,
+        us: Coordination,
+        answer: Answer,
+        *,
+        had: Known | None,
+        found: TuningResult | None,
+    ) -> Agreed:
+        own = had if found is None else _known_of(found)
+        label = f"{self._name}: rank {us.rank} of {us.ranks}"
+        if answer.config is None:
+            reason = (
+                f"rank {answer.rank} had not tuned it within the deadline"
+                if answer.source is Source.LATE
+                else "no rank had a config or could find one"
+            )
+            log = _logger.warning if settings.on_miss == "tune" else _logger.info
+            log("%s runs the defaults, as all ranks do: %s%s", label, reason, self._besides(own, found))
+            agreed = Agreed(known=None, reason=reason)
+        else:
+            config = self._known.config_from(answer.config, keyed.call.configs)
+            if config is None:
+                raise RuntimeError(
+                    f"{label}: all ranks run {answer.config!r}, which rank {answer.rank} offers and this rank cannot "
+                    f"use: start all ranks with the same code and versions"
+                )
+            best_ms = math.nan if answer.time_ms is None else answer.time_ms
+            known = Known(config, Times(best_ms, answer.default_time_ms))
+            is_ours = own is not None and own.config == config
+            who = "it" if answer.rank == us.rank else f"rank {answer.rank}"
+            how = _HOW[answer.source]
+            besides = "" if is_ours else self._besides(own, found)
+            _logger.info("%s runs %s, as all ranks do: %s %s%s", label, self._known.text_of(config), who, how, besides)
+            is_nearest = answer.source is Source.NEAREST
+            agreed = Agreed(known=known, is_nearest=is_nearest, tuned=found if is_ours else None)
+        self._agreed.setdefault(keyed.key, dataclasses.replace(agreed, tuned=None))  # which holds an executable
+        return agreed
+
+    def _besides(self, own: Known | None, found: TuningResult | None) -> str:
+        if own is None:
+            return ""
+        text = self._known.text_of(own.config)
+        return f"; its own cache has {text}" if found is None else f"; its own sweep saved {text} for the next program"
+
+
+class _Talk:
+    """Performs the steps of one agreement."""
+
+    def __init__(
+        self,
+        keyed: KeyedCall,
+        settings: Settings,
+        coordination: Coordination,
+        tune: Callable[[], TuningResult | None] | None,
+    ) -> None:
+        self._keyed = keyed
+        self._coordination = coordination
+        self._tune = tune
+        self._progress = Progress(keyed.call.name, 0, shown=settings.progress)
+        self._poll_s = _FIRST_POLL_S
+        self._next_message: tuple[int | None, float] = (None, 0.0)
+        self.found: TuningResult | None = None
+
+    def member(self, deadline_s: float) -> Member:
+        """Returns this rank's part in the agreement."""
+        rank, ranks = self._coordination.rank, self._coordination.ranks
+        return Member(_topic(self._keyed), rank=rank, ranks=ranks, deadline_s=deadline_s, clock=time.monotonic)
+
+    def close(self) -> None:
+        """Ends the line of progress."""
+        self._progress.close()
+
+    def perform(self, step: Read | Write | Count | Tune | Wait) -> Any:
+        """Performs one step, and returns its result."""
+        match step:
+            case Read(key):
+                return self._coordination.read(key)
+            case Write(key, text):
+                return self._coordination.write(key, text)
+            case Count(directory):
+                return self._coordination.count(directory)
+            case Tune():
+                return self._tuned()
+            case Wait():
+                return self._wait(step)
+
+    def _tuned(self) -> Answer | None:
+        assert self._tune is not None
+        us = self._coordination
+        self._progress.say(f"rank {us.rank} of {us.ranks} tunes it for all")
+        self.found = self._tune()
+        return None if self.found is None else _answer(_known_of(self.found), us.rank, Source.TUNED)
+
+    def _wait(self, step: Wait) -> None:
+        us = self._coordination
+        tuner, due_s = self._next_message
+        if step.tuner != tuner or step.waited_s >= due_s:
+            self._next_message = step.tuner, step.waited_s + _MESSAGE_S
+            whom = "another rank" if step.tuner is None else f"rank {step.tuner}"
+            for_what = "have a config for it" if step.tuner is None else "tune it"
+            self._progress.say(
+                f"rank {us.rank} of {us.ranks} waits for {whom} to {for_what} "
+                f"({step.waited_s:.0f} s, at most {step.most_s:.0f} s)"
+            )
+        time.sleep(self._poll_s)
+        self._poll_s = min(1.5 * self._poll_s, _LONGEST_POLL_S)
+
+
+def _topic(keyed: KeyedCall) -> str:
+    """Returns the directory of a call in the store: the same for all ranks with this call, code and config space."""
+    call = keyed.call
+    parts = [call.name, keyed.key.device, keyed.key.text, space_of(call.configs)]
+    return f"{_PREFIX}/{hashlib.sha256(cache.canonical_json(parts).encode()).hexdigest()}"
+
+
+def _deadline_s(keyed: KeyedCall, settings: Settings) -> float:
+    """Returns the longest time in seconds that a sweep for a call may take, by the budgets and the deadlines."""
+    function = keyed.call.function
+    search, limits = SearchLimits.of(function.options, settings), SweepLimits.of(function.options, settings)
+    configs = function.most_configs(keyed.call.configs)
+    if search.search == AUTO and configs > AUTO_EXHAUSTIVE_MOST:
+        configs = AUTO_MAX_TRIALS
+    if search.max_trials is not None:
+        configs = min(configs, search.max_trials)
+    longest_s = limits.longest_sweep_s(configs)
+    if search.time_budget_s is None:
+        return longest_s
+    return min(longest_s, search.time_budget_s + limits.longest_sweep_s(limits.compile_slots))  # those under way
+
+
+def _answer(known: Known, rank: int, source: Source) -> Answer:
+    best_ms, default_ms = (
+        time_ms if time_ms is not None and math.isfinite(time_ms) else None
+        for time_ms in (known.times.best_ms, known.times.default_ms)
+    )
+    return Answer(config=encode(known.config), rank=rank, source=source, time_ms=best_ms, default_time_ms=default_ms)
+
+
+def _known_of(result: TuningResult) -> Known:
+    return Known(result.best_config, Times(result.time_ms, result.default_time_ms))

@@ -1,0 +1,238 @@
+"""The protocol by which ranks agree, in every order of the ranks' steps, with a store in memory and a fake clock."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from quarantune.resolve import agreement
+from quarantune.resolve.agreement import Answer, Count, Member, Read, Source, Tune, Wait, Write, drive
+
+TOPIC = "topic"
+DEADLINE_S = 20.0
+ADVANCE_S = 6.0
+ERROR = "the result of tuning that raises"
+
+
+class Rank(enum.Enum):
+    """How a rank comes to the call."""
+
+    WARM = "it has a config in its cache"
+    COLD = "it has none, and tunes with success"
+    FAILS = "every config fails"
+    RAISES = "tuning ends with an error that is not about the configs"
+    SLOW = "it tunes with success, but for longer than the others wait"
+    STRICT = "it has no config, and must not tune"
+    ABSENT = "it never makes the call"
+
+
+class State(NamedTuple):
+    """A moment in the life of a program: all that its ranks have read, and when."""
+
+    now_s: float
+    store: tuple[tuple[str, str], ...]
+    pasts: tuple[tuple[tuple[float, Any], ...], ...]
+    looked: tuple[tuple[int, float], ...]
+
+
+class Rerun(NamedTuple):
+    """A rank after its past: the step that it wants to take, or its end."""
+
+    step: Any
+    end: Answer | BaseException | None
+    state: tuple[Any, ...] = ()
+
+
+def own_answer(rank: int, source: Source) -> Answer:
+    return Answer(config={"n": rank}, rank=rank, source=source, time_ms=1.0 + rank)
+
+
+def nobody(rank: int) -> Answer:
+    return Answer(config=None, rank=rank, source=Source.NOBODY)
+
+
+def rerun(kinds: tuple[Rank, ...], rank: int, state: State) -> Rerun:
+    """Runs a rank again through its past."""
+    now_s = [0.0]
+    member = Member(TOPIC, rank=rank, ranks=len(kinds), deadline_s=DEADLINE_S, clock=lambda: now_s[0])
+    own = own_answer(rank, Source.CACHE) if kinds[rank] is Rank.WARM else None
+    steps = member.settle(own, last=nobody(rank), may_tune=kinds[rank] is not Rank.STRICT)
+    try:
+        step = next(steps)
+        for now_s[0], result in state.pasts[rank]:
+            if result is ERROR:
+                step = steps.throw(LookupError("not about the configs"))
+            else:
+                step = steps.send(Answer.decode(result) if isinstance(step, Tune) and result else result)
+    except StopIteration as done:
+        return Rerun(None, done.value)
+    except LookupError as error:
+        return Rerun(None, error)
+    return Rerun(step, None, (member._claimed, *variables(steps)))
+
+
+def variables(steps: Any) -> tuple[Any, ...]:
+    """Returns where a generator, and those that it delegates to, have come to: ranks alike in it go on alike."""
+    if steps is None:
+        return ()
+    here = {name: value for name, value in steps.gi_frame.f_locals.items() if name not in ("self", "own")}
+    return (steps.gi_frame.f_lasti, repr(here), *variables(steps.gi_yieldfrom))
+
+
+def perform(step: Any, kind: Rank, rank: int, store: dict[str, str]) -> Any:
+    match step:
+        case Read(key):
+            return store.get(key)
+        case Write(key, text):
+            return store.setdefault(key, text) is text
+        case Count(directory):
+            return sum(key.startswith(f"{directory}/") for key in store)
+        case Tune():
+            if kind is Rank.RAISES:
+                return ERROR
+            return None if kind is Rank.FAILS else own_answer(rank, Source.TUNED).encode()
+        case Wait():
+            return None
+    raise AssertionError(step)
+
+
+def moves(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> list[State]:
+    """Returns the moments that may follow: any rank may take its next step."""
+    left = [rank for rank, run in reruns.items() if run.end is None]
+    store = dict(state.store)
+    nexts = []
+    for rank in left:
+        step = reruns[rank].step
+        if isinstance(step, Wait):
+            claims = [key for key, holder in store.items() if "/claim/" in key and holder == str(rank)]
+            assert not claims or f"{TOPIC}/out/{rank}" in store  # a rank with a claim waits for nobody
+            if state.looked[rank] == (len(store), state.now_s):
+                continue
+        if isinstance(step, Tune) and kinds[rank] is Rank.SLOW and left != [rank]:
+            continue
+        after = dict(store)
+        result = perform(step, kinds[rank], rank, after)
+        looks = isinstance(step, Read) and step.key.endswith("/answer")
+        nexts.append(
+            State(
+                state.now_s,
+                tuple(sorted(after.items())),
+                replaced(state.pasts, rank, (*state.pasts[rank], (state.now_s, result))),
+                replaced(state.looked, rank, (len(store), state.now_s)) if looks else state.looked,
+            )
+        )
+    assert state.now_s < 10 * DEADLINE_S, state
+    # Time passes only while nobody can do anything else.
+    return nexts or [state._replace(now_s=state.now_s + ADVANCE_S)]
+
+
+def check_all_orders(kinds: tuple[Rank, ...]) -> None:
+    todo, seen = [start(kinds)], set()
+    while todo:
+        state = todo.pop()
+        reruns = now(kinds, state)
+        moment = state._replace(pasts=tuple((run.state, repr(run.end)) for run in reruns.values()))
+        if moment not in seen:
+            seen.add(moment)
+            todo += check(kinds, state, reruns)
+
+
+def check_an_order(kinds: tuple[Rank, ...], pick: random.Random) -> None:
+    nexts = [start(kinds)]
+    while nexts:
+        state = pick.choice(nexts)
+        nexts = check(kinds, state, now(kinds, state))
+
+
+def start(kinds: tuple[Rank, ...]) -> State:
+    return State(0.0, (), ((),) * len(kinds), ((-1, -1.0),) * len(kinds))
+
+
+def now(kinds: tuple[Rank, ...], state: State) -> dict[int, Rerun]:
+    return {rank: rerun(kinds, rank, state) for rank, kind in enumerate(kinds) if kind is not Rank.ABSENT}
+
+
+def check(kinds: tuple[Rank, ...], state: State, reruns: dict[int, Rerun]) -> list[State]:
+    """Checks a moment of a program, and returns those that may follow; none where all ranks have ended."""
+    tuning = sum(isinstance(run.step, Tune) for run in reruns.values())
+    assert tuning <= 1, (kinds, state)
+    if any(run.end is None for run in reruns.values()):
+        return moves(kinds, state, reruns)
+    raised = sum(isinstance(run.end, LookupError) for run in reruns.values())
+    answers = {run.end.encode(): run.end for run in reruns.values() if isinstance(run.end, Answer)}
+    assert raised <= kinds.count(Rank.RAISES), (kinds, state)
+    assert len(answers) == (raised < len(reruns)), (kinds, state)
+    for answer in answers.values():
+        if answer.source is Source.NOBODY:
+            assert not {Rank.WARM, Rank.COLD, Rank.SLOW} & set(kinds), (kinds, state)
+        if answer.source is Source.LATE:
+            assert Rank.SLOW in kinds, (kinds, state)
+    return []
+
+
+def replaced(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
+    return (*items[:index], item, *items[index + 1 :])
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "GRACE_S", 7.0)
+
+
+def test_two_ranks_agree_in_every_order_of_their_steps() -> None:
+    for kinds in itertools.combinations_with_replacement(Rank, 2):
+        check_all_orders(kinds)
+
+
+@pytest.mark.slow
+def test_four_ranks_agree_in_many_orders_of_their_steps() -> None:
+    for number, kinds in enumerate(itertools.combinations_with_replacement(Rank, 4)):
+        for trial in range(3):
+            check_an_order(kinds, random.Random(3 * number + trial))
+
+
+def drive_alone(member: Member, tune: Callable[[], Answer | None], store: dict[str, str]) -> Answer:
+    def act(step: Any) -> Any:
+        return tune() if isinstance(step, Tune) else perform(step, Rank.COLD, 0, store)
+
+    return drive(member.settle(None, last=nobody(0), may_tune=True), act)
+
+
+def member(rank: int) -> Member:
+    return Member(TOPIC, rank=rank, ranks=2, deadline_s=DEADLINE_S, clock=lambda: 0.0)
+
+
+def test_control_c_while_tuning_gives_up_the_claim() -> None:
+    store: dict[str, str] = {}
+
+    def interrupted() -> Answer:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drive_alone(member(0), interrupted, store)
+    assert store == {f"{TOPIC}/claim/0": "0", f"{TOPIC}/out/0": "ended by an exception"}
+    assert drive_alone(member(1), lambda: own_answer(1, Source.TUNED), store) == own_answer(1, Source.TUNED)
+
+
+def test_a_rank_that_tunes_too_late_takes_the_answer_of_the_others() -> None:
+    store: dict[str, str] = {}
+    defaults = Answer(config=None, rank=0, source=Source.LATE)
+
+    def tune() -> Answer:
+        store[f"{TOPIC}/answer"] = defaults.encode()
+        return own_answer(0, Source.TUNED)
+
+    assert drive_alone(member(0), tune, store) == defaults
+
+
+def test_an_answer_survives_its_text_and_other_texts_are_refused() -> None:
+    answer = Answer(config={"n": [1, {"x": True}]}, rank=3, source=Source.TUNED, time_ms=0.5, default_time_ms=None)
+    assert Answer.decode(answer.encode()) == answer
+    for text in ("[]", "{}", '{"config": 1, "rank": 0, "source": "cache"}', "nonsense"):
+        with pytest.raises(ValueError, match=r".+"):
+            Answer.decode(text)

@@ -1,0 +1,205 @@
+"""Ranks of one `jax.distributed` program, each with a cache of its own: they always run the same config."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from helpers import SOURCE
+
+import quarantune
+from quarantune import jax_internals
+from quarantune.jax_internals import coordination
+from quarantune.resolve import ranks
+from quarantune.resolve.call_key import keyed
+from quarantune.values import settings as environment
+
+RANKS = 4
+
+
+def run(directory: Path, *cases: str, hung_s: float = 240, **environ: str) -> list[dict[str, Any]]:
+    """Runs some cases of `ranks_program.py`, or all, and returns the results of each rank."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(RANKS):
+        own = {"QUARANTUNE_CACHE_DIR": str(directory / f"cache {rank}"), "HUNG_S": str(hung_s), **environ}
+        with open(directory / f"output {rank}", "w") as output:
+            processes.append(
+                subprocess.Popen(
+                    [
+                        sys.executable,
+                        Path(__file__).with_name("ranks_program.py"),
+                        *map(str, (rank, port)),
+                        directory,
+                        *cases,
+                    ],
+                    env={**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", **own},
+                    stdout=output,
+                    stderr=output,
+                    stdin=subprocess.DEVNULL,
+                )
+            )
+    try:
+        for process in processes:
+            process.wait(timeout=2 * hung_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    missing = [rank for rank in range(RANKS) if not (directory / f"results {rank}").exists()]
+    assert not missing, (directory / f"output {missing[0]}").read_text()[-5000:]
+    return [json.loads((directory / f"results {rank}").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_ranks_with_caches_of_their_own_agree_in_every_case(tmp_path: Path) -> None:
+    results = run(tmp_path)
+
+    def of(case: str) -> list[Any]:
+        return [result.get(case) for result in results]
+
+    def same(case: str) -> Any:
+        assert [result == results[0][case] for result in of(case)] == [True] * RANKS, (case, of(case))
+        return results[0][case]
+
+    assert same("one_is_warm") == [2, 2]
+    assert same("all_differ") == same("all_differ again")
+    assert of("own") == [1, 2, 3, 1]  # and yet each has another config in its cache
+    for case in ("all_are_cold", "one_is_late", "the_tuner_fails", "the_tuner_raises", "one_tunes_explicitly"):
+        assert same(case) in (1, 2, 3), case
+    assert same("all_fail") == [0, 0]
+    assert same("all_fail error") == "TuningFailedError"
+    assert same("the_tuner_is_slow") == 0
+    assert results[0]["the_tuner_is_slow saved"]
+    first, absent, second, _ = of("only_some_ranks_call")
+    assert first == second
+    assert first in (1, 2, 3)
+    assert absent is None
+    assert same("interrupted_while_waiting") in (1, 2, 3)
+    assert same("nobody_may_tune") == "CacheMissError"
+    of_kinds = of("kinds_differ")
+    assert of_kinds[:3] == [of_kinds[0]] * 3
+    assert of_kinds[3] == 2
+    assert same("contextual") in (1, 2, 3)
+    assert len(same("collectives_depend_on_it")) == 3
+    assert same("without_workers") == "without_workers: with QUARANTUNE_ISOLATION=none"
+    assert results[2]["executables_run_here"] == [1, 2]
+    logs = [(tmp_path / f"log {rank}").read_text() for rank in range(RANKS)]
+    for rank, log in enumerate(logs):
+        assert f"all_differ: rank {rank} of 4 runs n={results[0]['all_differ']}, as all ranks do: " in log
+    assert any("all_are_cold: rank 0 of 4 " in line for line in logs[0].splitlines())
+    assert sum("all_are_cold: best of 3" in log for log in logs) == 1  # one rank has tuned for all
+    assert "interrupted_while_waiting: rank 1 of 4 waits for rank 0 to tune it" in logs[1]
+
+
+@pytest.fixture
+def one_of_two(monkeypatch: pytest.MonkeyPatch) -> Client:
+    """Makes this process rank 0 of two, with a store of its own."""
+    from jax._src import distributed
+
+    client = Client()
+    monkeypatch.setattr(distributed.global_state, "client", client)
+    monkeypatch.setattr(distributed.global_state, "num_processes", 2)
+    return client
+
+
+class Client:
+    """A store as JAX's client has it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.error = ""
+
+    def key_value_try_get(self, key: str) -> str:
+        if self.error or key not in self.values:
+            raise RuntimeError(self.error or f"NOT_FOUND: {key}")
+        return self.values[key]
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
+        assert not allow_overwrite
+        if key in self.values:
+            raise RuntimeError(f"ALREADY_EXISTS: {key}")
+        self.values[key] = value
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        return [item for item in self.values.items() if item[0].startswith(key)]
+
+
+def tuner(**options: Any) -> quarantune.AutoTuner:
+    configs = [{"n": 1}, {"n": 2}]
+    return quarantune.AutoTuner(lambda x, n: x, configs, name="one of two", ref_fn=None, rep=1, **options)
+
+
+def test_a_service_that_does_not_answer_is_named_in_one_line(one_of_two: Client, no_process: None) -> None:
+    one_of_two.error = "UNAVAILABLE: connection refused\nmore"
+    with pytest.raises(RuntimeError, match=r"did not answer.*\(UNAVAILABLE: connection refused\).*QUARANTUNE_AGREE=0"):
+        tuner().run(1)
+
+
+def test_a_config_that_no_rank_should_have_offered_is_refused(one_of_two: Client, no_process: None) -> None:
+    with pytest.raises(quarantune.TuningFailedError):  # all ranks but this one are out already
+        tuner(prune_fn=lambda *_: set_out(one_of_two)).run(1)
+    (answer,) = (key for key in one_of_two.values if key.endswith("/answer"))
+    one_of_two.values[answer] = '{"config":{"n":"evil"},"rank":1,"source":"cache"}'
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2: all ranks run \{'n': 'evil'\}, which rank 1 offers"):
+        tuner().run(1)
+
+
+def set_out(client: Client) -> bool:
+    (claim,) = (key for key in client.values if key.endswith("/claim/0"))
+    client.values[claim.replace("claim/0", "out/1")] = "every config failed"
+    return False
+
+
+def test_agree_0_and_programs_of_one_process_ask_no_other_rank(
+    one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
+) -> None:
+    one_of_two.error = "not to be asked"
+    with quarantune.settings(agree=0, on_miss="error"), pytest.raises(quarantune.CacheMissError):
+        tuner().run(1)
+    from jax._src import distributed
+
+    monkeypatch.setattr(distributed.global_state, "num_processes", 1)
+    with quarantune.settings(on_miss="error"), pytest.raises(quarantune.CacheMissError):
+        tuner().run(1)
+
+
+def test_a_fork_of_a_rank_does_not_use_its_client(one_of_two: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jax_internals.coordination() is not None
+    monkeypatch.setattr(sys.modules[coordination.__module__], "_inherited", None)
+    sys.modules[coordination.__module__]._forget_inherited()  # as after a fork
+    assert jax_internals.coordination() is None
+
+
+def test_a_jax_without_the_store_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src import distributed
+
+    monkeypatch.setattr(distributed, "global_state", object())
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with pytest.warns(RuntimeWarning, match="no key-value store in jax.distributed") as caught:
+        assert jax_internals.coordination() is jax_internals.coordination() is None
+    assert len(caught) == 1
+
+
+def test_ranks_wait_for_the_longest_sweep_that_limits_and_budgets_allow() -> None:
+    def deadline_s(count: int, **options: Any) -> float:
+        configs = [{"n": n} for n in range(count)]
+        autotuner = quarantune.AutoTuner(lambda x, n: x, configs, name="n", compile_timeout=100, timeout=10, **options)
+        resolver = autotuner._resolver
+        with quarantune.settings(cpu_count=1):
+            return ranks._deadline_s(keyed(resolver.bind((1,), {})), environment.current())
+
+    assert deadline_s(6) == 20 * 110
+    assert deadline_s(6, max_trials=2) == 12 * 110
+    assert deadline_s(1000) == 808 * 110  # a large space is searched, with at most 400 trials
+    assert deadline_s(1000, time_budget=60) == 60 + 10 * 110
