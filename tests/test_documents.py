@@ -25,6 +25,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "ARCHITECTURE.md",
+    "docs/clusters.md",
     "docs/coming-from.md",
     "docs/search.md",
     "docs/tables.md",
