@@ -36,6 +36,8 @@ def test_devices_have_the_names_of_the_visibility_variable(
     assert [device.token for device in devices] == tokens
     assert [device.environ for device in devices] == [{"CUDA_VISIBLE_DEVICES": token} for token in tokens]
     assert [device.name for device in devices] == [f"cuda:{token}" for token in tokens]
+    everything = visible_devices(probed(3), environ=environ, allowed=None)
+    assert [everything[device.position(environ)] for device in devices] == devices
 
 
 def test_amd_devices_have_their_own_visibility_variable() -> None:

@@ -6,6 +6,7 @@ import functools
 import os
 from pathlib import Path
 
+import misdeeds
 import pytest
 
 import quarantune
@@ -216,3 +217,69 @@ def test_arguments_laid_out_over_two_gpus_are_tuned_on_two():
         quarantune.autotune(configs)(centred).tune(laid_out)
     with pytest.raises(ValueError, match="devices_per_trial=1000 needs 1000 devices"):
         quarantune.autotune(configs, devices_per_trial=1000)(centred).tune(x)
+
+
+def misbehave(mode: str) -> None:
+    if mode == "30 GB":
+        held_bytes = [b"\xff" * (1 << 30) for _ in range(30)]
+        raise AssertionError(f"nobody stopped it at {len(held_bytes)} GiB")
+    acts = {"segfault": misdeeds.segfault, "endless": misdeeds.hang, "exit": misdeeds.exit_with_0}
+    acts.get(mode, lambda: None)()
+
+
+@quarantune.autotune(
+    {"mode": ["good", "segfault", "endless", "30 GB", "exit", "wrong", "long"], "block": [64]},
+    compile_timeout=10,
+    memory_limit="8GB",
+    rep=5,
+)
+@functools.partial(jax.jit, static_argnames=["mode", "block"])
+def hostile(x, mode: str = "good", block: int = 64):
+    misbehave(mode)
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * (3 if mode == "wrong" else 2)
+
+    spec = pl.BlockSpec((block,), lambda i: (i,))
+    y = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(x.shape[0] // block,),
+        in_specs=[spec],
+        out_specs=spec,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+    )(x)
+    return jax.lax.fori_loop(0, 50, lambda _, y: jnp.sin(y) * 0 + y, y) if mode == "long" else y
+
+
+def test_only_compiling_is_in_workers_where_this_process_measures(held, tmp_path):
+    x, results = held[: 1 << 16], {}
+    for isolation in ("process", "compile"):
+        # Each has a cache of its own, because a config that failed to compile is not compiled again.
+        with quarantune.settings(isolation=isolation, cache_dir=tmp_path / isolation):
+            results[isolation] = hostile.tune(x)
+    for result in results.values():
+        outcomes = ["ok" if trial.outcome is Outcome.SLOW else trial.outcome for trial in result.trials]
+        assert outcomes == ["ok", "crashed", "timeout", "oom", "crashed", "wrong", "ok"], result.table()
+        assert result.best_config["mode"] == "good"
+    here = results["compile"]
+    routes = {trial.route for trial in here.trials if trial.time_ms is not None}
+    assert routes == {Route.COMPILED_APART}, here.table()
+    assert here.trials[0].clock == results["process"].trials[0].clock
+    assert still_computes(held)
+
+
+def test_a_program_that_xla_tunes_on_the_device_is_measured_here_too(held):
+    with quarantune.settings(isolation="compile"):
+        result = quarantune.autotune({"chunks": [1, 2]}, rep=5)(centred_product).tune(
+            held[: 512 * 512].reshape(512, 512)
+        )
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
+    assert {trial.route for trial in result.trials} == {Route.COMPILED_APART}, result.table()
+    assert still_computes(held)
+
+
+@functools.partial(jax.jit, static_argnames=["chunks"])
+def centred_product(x, chunks: int = 1):
+    parts = jnp.split(x / jnp.max(x), chunks)
+    return jnp.concatenate([part @ x for part in parts])

@@ -42,6 +42,16 @@ class Device:
         """Whether only one process can use it at a time; the next one has to wait until that has ended."""
         return self.platform == "tpu"
 
+    def position(self, environ: Mapping[str, str]) -> int:
+        """Returns the position of the device, or of the first of its group, among those that JAX sees.
+
+        Args:
+            environ: the environment whose visibility variable JAX follows.
+        """
+        token = self.token.partition(",")[0]
+        listed = [name.strip() for name in environ.get(_VISIBLE.get(self.platform, ""), "").split(",")]
+        return listed.index(token) if token in listed else int(token) if token.isdigit() else 0
+
     @property
     def environ(self) -> dict[str, str]:
         """The environment variables of a process that sees no other device of this platform."""

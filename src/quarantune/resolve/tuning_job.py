@@ -30,6 +30,7 @@ from quarantune.resolve.entries import (
 )
 from quarantune.resolve.known_results import KnownResults
 from quarantune.resolve.starts import starts
+from quarantune.resolve.suspects import Suspects
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
@@ -101,6 +102,7 @@ class TuningJob:
         self._stopped = EXHAUSTED
         self._trials: dict[int, Trial] = {}
         self._troubled: set[int] = set()
+        self._suspects = Suspects()
         self._not_compiling: set[int] = set()
         self._unsaved: CacheWriteError | None = None
         self._directory: Path | None = None if settings.disable_cache else settings.cache_dir
@@ -218,6 +220,7 @@ class TuningJob:
                 if index is None:
                     continue
                 trial = dataclasses.replace(trial, config=self._configs[index])
+                self._suspects.note(index, trial)
                 if not self._start_over and self._still_counts(trial, record):
                     self._trials[index] = trial
             except (KeyError, TypeError, ValueError, AttributeError):
@@ -229,6 +232,8 @@ class TuningJob:
         if self._start_over:
             with self._saving():
                 self._journal.discard()
+            return
+        self._trials |= self._suspects.fatal(self._configs)
 
     def _still_counts(self, trial: Trial, record: Mapping[str, object]) -> bool:
         if trial.outcome in _UNSETTLED:
@@ -358,7 +363,7 @@ class TuningJob:
             events=SweepEvents(
                 on_trial=on_trial,
                 on_tick=self._refresh_claim,
-                on_overdue=self._record,
+                on_provisional=self._record,
                 on_phase=self._context.on_phase,
             ),
             troubled=last,
@@ -373,7 +378,7 @@ class TuningJob:
             return set()
         known = cache.troublesome(self._directory, self._name, self._key.device)
         found = (self._positions.of_text(text) for text in known)
-        return {index for index in found if index is not None}
+        return self._suspects.once() | {index for index in found if index is not None}
 
     @locks.lazy
     def _search(self) -> SearchLimits:

@@ -22,13 +22,13 @@ class SweepEvents:
     Attributes:
         on_trial: called with the index of a config and its trial, once the trial is over.
         on_tick: called many times a second while the sweep runs.
-        on_overdue: called with the index of a config that has missed its deadline in the caller's own process, and with
-            the trial that it will have. Nothing can end the config, so this may be the last event of the sweep; it
-            comes from another thread.
+        on_provisional: called with the index of a config that runs in the caller's own process, and with the trial that
+            it has if no other event of it follows, because that process has ended: `lost` as it begins, `timeout` at
+            its deadline, which comes from another thread, and `not_run` where an exception interrupts the sweep.
         on_phase: called with the index of a config and the phase that it enters, at last with `END`.
     """
 
     on_trial: Callable[[int, Trial], None]
     on_tick: Callable[[], None] = _ignore
-    on_overdue: Callable[[int, Trial], None] = _ignore
+    on_provisional: Callable[[int, Trial], None] = _ignore
     on_phase: Callable[[int, str], None] = _ignore

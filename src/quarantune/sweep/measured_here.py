@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -56,6 +57,7 @@ class _Attempt:
         cpu_ms: the same without the time that it waited for a CPU.
         is_disturbed: whether other processes disturbed that run.
         held_s: seconds of its deadline that it has used.
+        is_noted: whether it was reported that it runs.
     """
 
     index: int
@@ -67,6 +69,7 @@ class _Attempt:
     cpu_ms: float = 0.0
     is_disturbed: bool = False
     held_s: float = 0.0
+    is_noted: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -139,7 +142,7 @@ class MeasuredHere:
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
         """Makes the call's device the default one, which in a process with several kinds of devices it need not be."""
-        device = jax.local_devices(backend=self._request.problem.platform)[0]
+        device = jax.local_devices(backend=self._request.problem.platform)[self._device.position(os.environ)]
         is_single = self._call.devices_needed == 1
         try:
             with jax.default_device(device) if is_single else contextlib.nullcontext(), in_process.undisturbed():
@@ -237,6 +240,9 @@ class MeasuredHere:
             return
         attempt.run_ms, attempt.cpu_ms, attempt.is_disturbed = run.whole, run.least, run.is_disturbed
         self._race.note_first_run(attempt.index, run.whole, is_disturbed=run.is_disturbed)
+        # Until it goes on, it is not the cause if this process ends.
+        attempt.is_noted = False
+        self._note(attempt, _ended(attempt, Outcome.NOT_RUN, "it waits for its further runs"))
 
     def _rule_out(self, attempt: _Attempt) -> None:
         """Ends a config whose first run was too slow."""
@@ -303,18 +309,27 @@ class MeasuredHere:
         )
 
         def on_overdue() -> None:
-            if attempt.index != UNTUNED:
-                self._request.events.on_overdue(attempt.index, overdue)
+            self._note(attempt, overdue)
 
         with self._turn(), self._watching(limit_s - attempt.held_s, _label(attempt), on_overdue) as watched:
+            if not attempt.is_noted:
+                attempt.is_noted = True
+                self._note(attempt, _ended(attempt, Outcome.LOST, "the process that ran it has ended meanwhile"))
             try:
                 work(attempt)
-            except (Exception, SystemExit) as error:  # KeyboardInterrupt is for the caller
+            except (Exception, SystemExit) as error:
                 attempt.trial = in_process.failed(attempt.trial, error)
                 self._drop_bench()  # its arguments may be damaged
+            except BaseException:  # KeyboardInterrupt is for the caller
+                self._note(attempt, _ended(attempt, Outcome.NOT_RUN, "the sweep was interrupted"))
+                raise
         attempt.held_s += watched.taken_s
         if watched.is_overdue:
             attempt.trial = dataclasses.replace(overdue, phase=attempt.trial.phase)
+
+    def _note(self, attempt: _Attempt, trial: Trial) -> None:
+        if attempt.index != UNTUNED:
+            self._request.events.on_provisional(attempt.index, trial)
 
     @contextlib.contextmanager
     def _watching(self, limit_s: float, label: str, on_overdue: Callable[[], None] = lambda: None) -> Iterator[Watched]:
@@ -414,3 +429,8 @@ def _label(attempt: _Attempt) -> str:
     """Returns the name of a config in reports."""
     config = format_config(attempt.trial.config)
     return f"the function with its defaults ({config})" if attempt.index == UNTUNED else f"the config {config}"
+
+
+def _ended(attempt: _Attempt, outcome: Outcome, message: str) -> Trial:
+    """Returns the trial of a config without its times."""
+    return dataclasses.replace(attempt.trial, outcome=outcome, message=message)
