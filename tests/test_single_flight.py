@@ -190,10 +190,10 @@ def notes(place: Path) -> list[int]:
 
 
 def recorded(cache_dir: Path) -> list[int]:
-    """Returns the n of every finished trial in the journal."""
+    """Returns the n of every finished trial in the sweep's journal, not in that of known compile failures."""
     lines = [line for file in cache_dir.glob(f"{NAME}.trials/*.jsonl") for line in file.read_text().splitlines()]
     records = [json.loads(line.partition(" ")[2]) for line in lines]
-    return [record["trial"]["config"]["n"] for record in records if "trial" in record]
+    return [record["trial"]["config"]["n"] for record in records if "limits" in record]
 
 
 def holder_pid(cache_dir: Path) -> int | None:
@@ -213,8 +213,8 @@ def entry_of(cache_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_sixteen_processes_that_start_together_sweep_once(fleet: Fleet, cache_dir: Path, place: Path) -> None:
-    members = fleet.hand_out(16)
+def test_eight_processes_that_start_together_sweep_once(fleet: Fleet, cache_dir: Path, place: Path) -> None:
+    members = fleet.hand_out(8)
     for member in members:
         member.order(cache_dir, place, [True] * 6)
     answers = [member.answer() for member in members]
@@ -222,7 +222,7 @@ def test_sixteen_processes_that_start_together_sweep_once(fleet: Fleet, cache_di
     # The finalists are traced once more, to be compared side by side.
     assert 6 <= len(notes(place)) <= 6 + finals.FINALISTS
     config = entry_of(cache_dir)["config"]
-    assert answers == [[config, [config["n"]] * 2]] * 16
+    assert answers == [[config, [config["n"]] * 2]] * 8
     # The others saw it tune, unless a busy machine let them look only when it was done.
     assert sum("waiting for process" in member.log for member in members) >= 1
     fleet.give_back(members)
@@ -232,7 +232,7 @@ def test_sixteen_processes_that_start_together_sweep_once(fleet: Fleet, cache_di
 def test_when_the_tuning_process_is_killed_another_finishes_its_sweep(
     fleet: Fleet, cache_dir: Path, place: Path
 ) -> None:
-    members = fleet.hand_out(16)
+    members = fleet.hand_out(8)
     for member in members:
         member.order(cache_dir, place, [n == 5 for n in range(12)])
     assert eventually(lambda: len(recorded(cache_dir)) >= 3, timeout_s=30)
@@ -241,7 +241,7 @@ def test_when_the_tuning_process_is_killed_another_finishes_its_sweep(
     finished, traced = set(recorded(cache_dir)), set(notes(place))
     assert len(finished) < 12, "the sweep was over before it was killed"
     members.remove(holder)
-    assert [member.answer() for member in members] == [[{"n": 5}, [5.0, 5.0]]] * 15
+    assert [member.answer() for member in members] == [[{"n": 5}, [5.0, 5.0]]] * 7
     assert sorted(recorded(cache_dir)) == list(range(12))
     again = {n for n, count in collections.Counter(notes(place)).items() if count > 1}
     assert again <= traced - finished
@@ -255,27 +255,27 @@ def test_when_the_tuning_process_is_killed_another_finishes_its_sweep(
 @pytest.mark.slow
 def test_a_sweep_killed_five_times_runs_no_finished_trial_twice(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     random_ = random.Random(3)
-    moments = sorted(random_.sample(range(1, 35), 5))
-    expected: collections.Counter[int] = collections.Counter(range(40))
+    moments = sorted(random_.sample(range(1, 20), 5))
+    expected: collections.Counter[int] = collections.Counter(range(24))
     before: collections.Counter[int] = collections.Counter()
     for moment in moments:
         (member,) = fleet.hand_out(1)
-        member.order(cache_dir, place, [True] * 40)
+        member.order(cache_dir, place, [True] * 24)
         # Somewhere between that many trials finished, and the next.
         assert eventually(lambda moment=moment: len(recorded(cache_dir)) >= moment, timeout_s=30)
         threading.Event().wait(random_.uniform(0, 0.05))  # for the moment to be anywhere within a trial
         member.kill()
         finished, noted = recorded(cache_dir), collections.Counter(notes(place))
-        assert len(finished) == len(set(finished)) < 40
+        assert len(finished) == len(set(finished)) < 24
         in_flight = collections.Counter({n: 1 for n in noted - before if n not in finished})
         before = noted
         assert len(in_flight) <= 18  # those that wait to be measured, one that compiles, one that has ended unrecorded
         expected += in_flight
     (member,) = fleet.hand_out(1)
-    member.order(cache_dir, place, [True] * 40)
+    member.order(cache_dir, place, [True] * 24)
     config, values = member.answer()
     assert values == [config["n"]] * 2
-    assert sorted(recorded(cache_dir)) == list(range(40))
+    assert sorted(recorded(cache_dir)) == list(range(24))
     ran = notes(place)
     assert collections.Counter(ran[: expected.total()]) == expected
     assert len(ran) - expected.total() <= finals.FINALISTS
