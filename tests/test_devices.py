@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
-from quarantune.devices.device import cheap_context, visible_devices
+from quarantune.devices import discovery, targets
+from quarantune.devices.device import Backend, cheap_context, visible_devices
 from quarantune.sandbox.messages import ProbedDevice
+from quarantune.values.settings import current
 
 
 def probed(count: int, platform: str = "cuda") -> list[ProbedDevice]:
@@ -80,3 +84,15 @@ def test_a_cuda_worker_requests_one_hardware_queue_unless_configured(
     platform: str, environ: dict[str, str], expected: dict[str, str]
 ) -> None:
     assert cheap_context(platform, environ) == expected
+
+
+def test_all_tpus_of_a_machine_are_one_device_with_one_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    chips = tuple(ProbedDevice(platform="tpu", kind="TPU v5 lite", index=index, num_cores=1) for index in range(4))
+    monkeypatch.setattr(discovery, "_describe", lambda platform: Backend(chips, None))
+    (device,), target = discovery.devices_and_target("tpu", current(), 4)
+    assert (device.name, device.has_one_owner, device.environ, target) == ("tpu", True, {}, None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    known = targets.of_tpu(device.kind)
+    assert known is not None
+    assert known.topology == "v5e:2x2"
+    assert targets.of_tpu("TPU of tomorrow") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -158,6 +159,29 @@ def test_gradients_and_references_count_as_with_workers(options: dict[str, Any])
         result = sine.tune(jnp.linspace(0, 1, 64))
     counts = "time_grad" in options or "check_grad" in options
     assert ends(result.trials) == ["ok", "wrong" if counts else "ok", "wrong"]
+    assert {trial.route for trial in result.trials} == {Route.COMPILED_APART}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Pair:
+    """A pytree class, which programs do not name."""
+
+    first: jax.Array
+    second: jax.Array
+
+
+@pytest.mark.slow
+def test_donated_keyed_and_structured_arguments_are_measured_here_too() -> None:
+    @quarantune.autotune({"n": [1, 2]}, time_grad=True, rep=3)
+    @functools.partial(jax.jit, static_argnames=["n", "kind"], donate_argnums=[0])
+    def structured(pair: Pair, key: jax.Array, *, kind: str, n: int = 1) -> Any:
+        noise = jax.random.normal(key, pair.first.shape) if kind == "noise" else 0
+        return {"pair": Pair(pair.first + noise, pair.second * n / n)}, [pair.first.sum(), None]
+
+    with in_this_process:
+        result = structured.tune(Pair(X, jnp.asarray(X)), jax.random.key(0), kind="noise")
+    assert ends(result.trials) == ["ok", "ok"], result.table()
     assert {trial.route for trial in result.trials} == {Route.COMPILED_APART}
 
 

@@ -41,8 +41,8 @@ class CallArguments:
             self.may_be_overwritten = bool(self.jit.donate_argnums or self.jit.donate_argnames)
 
     def shared(self) -> Arguments:
-        """Returns the call's arguments, made once."""
-        if self._shared is None:
+        """Returns the call's arguments, made once, and again after a run has taken them over (`donate_argnums`)."""
+        if self._shared is None or (self.may_be_overwritten and any(map(_is_deleted, jax.tree.leaves(self._shared)))):
             self._shared = self.fresh()
         return self._shared
 
@@ -73,3 +73,7 @@ class CallArguments:
             tuple(arg for index, arg in enumerate(args) if not static.is_static_position(index, len(args))),
             {name: arg for name, arg in kwargs.items() if name not in static.static_argnames},
         )
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
