@@ -50,6 +50,9 @@ _BEYOND = 0.3
 _DOUBTFUL = 0.2
 """A config that works with less than this probability is asked when there is no other candidate."""
 _LAST = 1e6
+_CAUTION = 2.0
+"""Every second config is chosen as if the model were so much less certain. In the space with the most isolated optimum,
+a convolution on an A100, 13 instead of 11 of 16 runs of 400 trials found it; others took no longer."""
 
 _DRAWS = 50
 _MOST_LOOKED_AT = 1_000_000
@@ -136,7 +139,8 @@ class Surrogate(Strategy):
         rank[len(candidates) :] = -np.inf  # pending ones
         chosen: list[int] = []
         for _ in range(min(n, len(candidates))):
-            deviation = np.sqrt(prediction.variance * self._model.variance)
+            caution = _CAUTION if (len(pending) + len(chosen)) % 2 else 1.0
+            deviation = caution * np.sqrt(prediction.variance * self._model.variance)
             gain = (-mean / spread - prediction.mean) / deviation
             improvement = deviation * (gain * special.ndtr(gain) + np.exp(-0.5 * gain**2) / np.sqrt(2 * np.pi))
             # Where there is no improvement to be expected anywhere, the model's times decide.
