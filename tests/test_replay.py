@@ -6,6 +6,9 @@ import gzip
 import itertools
 import json
 import math
+import re
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +182,33 @@ def test_damaged_recordings_are_refused(tmp_path: Path) -> None:
         quarantune.replay(file)
     with pytest.raises(ValueError, match="holds neither a saved result nor a journal"):
         quarantune.replay(tmp_path)
+
+
+def test_the_example_prints_a_table_for_each_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [({"BM": m, "BN": n}, float(m + n)) for m in range(1, 9) for n in range(1, 9)]
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(json.dumps(t4(rows)))
+    example = Path(__file__).parents[1] / "examples" / "search_replay.py"
+    given = [str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--seeds=2", "--search=surrogate,random"]
+    monkeypatch.setattr(sys, "argv", [str(example), *given, "--max-trials=32"])
+    runpy.run_path(str(example), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"^[ab]\.json: 64 configs, 0% of them fail; best 2 ms", printed, re.MULTILINE)) == 2
+    assert len(re.findall(r"^(surrogate|random) .* of 2 ", printed, re.MULTILINE)) == 4
+
+
+@pytest.mark.slow
+def test_asking_costs_little_at_400_trials() -> None:
+    sizes = {name: list(range(1, 11)) for name in "abcd"}
+    trials = [
+        Trial(config=config, outcome=Outcome.OK, time_ms=1 + sum((value - 6) ** 2 for value in config.values()) / 9)
+        for config in quarantune.grid(**sizes)
+    ]
+    result = quarantune.replay(trials, "surrogate", seeds=range(3), max_trials=400)
+    assert [len(run.best_ms) for run in result.runs["surrogate"]] == [400] * 3
+    assert min(run.cpu_ms for run in result.runs["surrogate"]) <= 5
 
 
 @pytest.mark.slow

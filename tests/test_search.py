@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -111,6 +112,24 @@ def test_a_huge_grid_takes_no_memory_until_it_is_asked() -> None:
         tracemalloc.stop()
     with pytest.raises(ValueError, match=r"f: configs is a grid of 100,000,000,000,000 configs, more than"):
         Space({name: list(range(100)) for name in "abcdefg"}, fn_name="f")
+
+
+def test_the_surrogate_begins_in_a_large_grid_at_once_and_without_listing_it() -> None:
+    import quarantune.search.surrogate  # noqa: F401  its imports are not in question
+
+    tracemalloc.start()
+    try:
+        began = time.process_time()
+        space = Space({name: list(range(10)) for name in "abcde"}, keep=lambda config: config["a"] != config["b"])
+        made = search.make("surrogate", space)
+        first = made.ask(8)
+        assert time.process_time() - began < 1
+        for count, config in enumerate(itertools.chain(first, *(made.ask(8) for _ in range(3))), 1):
+            made.tell(config, ok(config, count))
+        assert len(made.ask(8)) == 8
+        assert tracemalloc.get_traced_memory()[1] < 30e6
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["exhaustive", "random", "surrogate"])
