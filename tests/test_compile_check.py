@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from quarantune import CompileReport, Outcome, Phase, Trial, TuningFailedError
 from quarantune.devices import targets
 from quarantune.results.compile_report import briefly
 from quarantune.values.compiler_figures import CompilerFigures
+from quarantune.worker.compiler_figures import read_figures
 
 X = jax.ShapeDtypeStruct((8, 128), jnp.float32)
 
@@ -69,6 +71,17 @@ def test_a_check_of_configs_that_are_all_pruned_starts_nothing(no_process: None)
     assert [trial.outcome for trial in report.trials] == [Outcome.PRUNED] * 2
     with pytest.raises(TuningFailedError, match="prune_fn dropped all 2 configs"):
         report.raise_if_all_failed()
+
+
+def test_a_kernels_limit_of_vmem_is_not_taken_for_its_use() -> None:
+    use = '"memory_space":"1","offset":"0","size":'
+    text = f'"scoped_memory_configs":[{{{use}"25165824"}}],"used_scoped_memory_configs":[{{{use}"16384"}}]'
+    program = types.SimpleNamespace(
+        memory_analysis=lambda: None,
+        cost_analysis=lambda: {"flops": -1.0, "bytes accessed": 64.0},
+        as_text=lambda: text,
+    )
+    assert read_figures(program) == CompilerFigures(vmem_bytes=16384, moved_bytes=64.0)
 
 
 def report_of(*trials: Trial) -> CompileReport:

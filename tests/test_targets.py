@@ -28,6 +28,14 @@ def test_a_tpu_is_found_by_its_name_and_by_jaxs(name: str) -> None:
     )
 
 
+def test_no_two_targets_have_the_same_short_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets.discovery, "accelerators", lambda: None)
+    listed = quarantune.targets()
+    assert [targets.find(target.name) for target in listed] == list(listed)
+    assert [targets.find(target.device_kind) for target in listed] == list(listed)
+    assert targets.find("7x") == targets.find("v7x") == targets.find("TPU7x")
+
+
 @pytest.mark.parametrize("name", ["NVIDIA H100", "h100", "Nvidia h100", "NVIDIA H100 80GB HBM3"])
 def test_a_gpu_is_found_by_its_name_and_by_jaxs(name: str) -> None:
     found = targets.find(name)

@@ -232,5 +232,5 @@ def _plugins() -> set[str]:
 
 
 def _folded(name: str) -> str:
-    """Returns what distinguishes a name from others: its letters and digits without the vendor, in lower case."""
-    return re.sub(r"^(nvidia|amd|tpu(?=v))|[^a-z0-9]", "", re.sub(r"[\s_-]+", "", name.casefold()))
+    """Returns the letters and digits of a name without its vendor and the `v` of a version, in lower case."""
+    return re.sub(r"^(nvidia|amd|tpu)?(v(?=\d))?", "", re.sub(r"[^a-z0-9]+", "", name.casefold()))

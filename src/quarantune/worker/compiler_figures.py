@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from quarantune.values.compiler_figures import CompilerFigures
 
+_USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _VMEM = re.compile(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"')
-"""A kernel's use of memory space 1, VMEM, in the text of a program that was compiled for a TPU."""
+"""A kernel's use of memory space 1, VMEM, in the text of a program for a TPU, which has the limits beside it."""
 _LARGEST = 1 << 62
 
 
@@ -18,25 +20,26 @@ def read_figures(compiled: Any) -> CompilerFigures:
     Args:
         compiled: a `jax.stages.Compiled`.
     """
-    try:
-        memory = compiled.memory_analysis()
-        costs = compiled.cost_analysis()
-        text = compiled.as_text() or ""
-    except Exception:  # some compilers implement only some of them
-        return CompilerFigures()
-    costs = costs if isinstance(costs, dict) else {}
-    is_for_tpu = "tpu_custom_call" in text
+    memory, costs = _answer(compiled.memory_analysis), _answer(compiled.cost_analysis)
+    costs, text = costs if isinstance(costs, dict) else {}, _answer(compiled.as_text) or ""
+    used = [int(found[1]) + int(found[2]) for part in _USED.finditer(text) for found in _VMEM.finditer(part[1])]
     return CompilerFigures(
         argument_bytes=_size(memory, "argument_size_in_bytes"),
         output_bytes=_size(memory, "output_size_in_bytes"),
         temporary_bytes=_size(memory, "temp_size_in_bytes"),
         code_bytes=_size(memory, "generated_code_size_in_bytes"),
-        vmem_bytes=max((int(found[1]) + int(found[2]) for found in _VMEM.finditer(text)), default=None)
-        if is_for_tpu
-        else None,
+        vmem_bytes=max(used, default=None),
         flops=_amount(costs, "flops"),
         moved_bytes=_amount(costs, "bytes accessed"),
     )
+
+
+def _answer(question: Callable[[], Any]) -> Any:
+    """Returns the answer of a compiler; None where this one does not implement the question."""
+    try:
+        return question()
+    except Exception:
+        return None
 
 
 def _size(memory: Any, name: str) -> int | None:
