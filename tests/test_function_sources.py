@@ -14,7 +14,7 @@ import functools, os, sys, threading, warnings
 import jax, jax.numpy as jnp, numpy as np
 import quarantune
 
-CONFIGS = {"n": [1, 2]}
+CONFIGS = {"n": [2]}
 FREE = {"rep": 1, "ref_fn": None}  # the defaults fail
 jitted = functools.partial(jax.jit, static_argnames=["n"])
 X = np.arange(3, dtype=np.float32)
@@ -201,10 +201,10 @@ if __name__ == "__main__":
     assert run(tmp_path, script) == "(True, {'n': 2}, [0.0, 3.0, 6.0])\n"
 
 
-def test_a_forked_child_tunes_with_its_own_workers(tmp_path: Path) -> None:
-    # The parent tunes with numpy arrays, so that it has no backend, with which JAX could not be forked.
+def test_sweeps_over_numpy_arrays_start_no_backend_and_forked_children_tune(tmp_path: Path) -> None:
     script = f"""{DEFINE}{KERNEL}
-import multiprocessing, psutil
+import multiprocessing, psutil, signal
+from jax._src import xla_bridge
 
 def children():
     return {{process.pid for process in psutil.Process().children()}}
@@ -215,7 +215,15 @@ def work(queue, parents):
     assert len(children()) == 1
     assert not children() & parents
 
+def state():
+    return [dict(os.environ), os.getcwd(), list(sys.path), [signal.getsignal(number) for number in range(1, 32)]]
+
+assert not xla_bridge.backends_are_initialized()
+before = state()
 kernel.tune(X)
+assert kernel.lookup(X) == {{"n": 2}}
+assert not xla_bridge.backends_are_initialized()  # JAX could not be forked with one
+assert state() == before
 template = children()
 assert len(template) == 1
 context = multiprocessing.get_context("fork")
@@ -238,7 +246,7 @@ def test_spawned_workers_tune_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     script = f"""{DEFINE}{KERNEL}
 print("once")
 result = kernel.tune(X)
-assert [str(trial.outcome) for trial in result.trials] == ["error", "ok"], result.table()
+assert [str(trial.outcome) for trial in result.trials] == ["ok"], result.table()
 """
     assert run(tmp_path, script) == "once\n"
 
@@ -257,20 +265,6 @@ assert [str(warning.message) for warning in caught if "ISOLATION" in str(warning
 assert len(caught) == 1, [str(warning.message) for warning in caught]
 assert psutil.Process().children() == []
 assert (sys.path, dict(os.environ)) == (path, environ)
-"""
-    run(tmp_path, script)
-
-
-def test_importing_and_sweeping_over_numpy_arrays_initialise_no_backend(tmp_path: Path) -> None:
-    script = f"""{DEFINE}{KERNEL}
-import signal
-from jax._src import xla_bridge
-assert not xla_bridge.backends_are_initialized()
-before = [dict(os.environ), os.getcwd(), list(sys.path), [signal.getsignal(number) for number in range(1, 32)]]
-kernel.tune(X)
-assert kernel.lookup(X) == {{"n": 2}}
-assert not xla_bridge.backends_are_initialized()
-assert [dict(os.environ), os.getcwd(), list(sys.path), [signal.getsignal(n) for n in range(1, 32)]] == before
 """
     run(tmp_path, script)
 

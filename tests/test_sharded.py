@@ -164,7 +164,7 @@ def test_configs_in_this_process_run_on_the_callers_devices(axis_type: str, tmp_
         def is_there(output, expected, x):
             return x.sharding.mesh.devices.tolist() == jax.devices()[3:1:-1]
 
-        @quarantune.autotune({"n": [1, 2]}, rep=1, check_fn=is_there, name=f"f-{os.getpid()}")
+        @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None, check_fn=is_there, name=f"f-{os.getpid()}")
         @functools.partial(jax.jit, static_argnames=["n"])
         def f(x, n: int = 1):
             return x / n * n
@@ -191,7 +191,7 @@ def test_a_worker_has_the_cpu_devices_that_its_arguments_need(tmp_path: Path) ->
         """
         jax.config.update("jax_num_cpu_devices", 3)
 
-        @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
+        @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
         @functools.partial(jax.jit, static_argnames=["n", "count"])
         def f(x, count, n: int = 1):
             if jax.device_count() != count:
