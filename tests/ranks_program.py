@@ -309,6 +309,34 @@ def executables_run_here() -> None:
         results["executables_run_here"] = [int(f(X)[0]) for f in compiled]
 
 
+def coordinator_dies() -> None:
+    """Rank 0 has the store; it dies while the others wait for it to tune."""
+
+    def prune(config: Any, x: Any) -> bool:
+        if RANK == 0:
+            post("claimed")
+            await_notes(*(f"waiting {rank}" for rank in range(1, RANKS)))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    f = kernel("coordinator_dies", prune_fn=prune)
+    if RANK != 0:
+        await_notes("claimed")
+        logging.getLogger("quarantune").addHandler(Posting(f"waiting {RANK}"))
+    used(f)
+
+
+class Posting(logging.Handler):
+    """Posts a note with the first record."""
+
+    def __init__(self, note: str) -> None:
+        super().__init__()
+        self.note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        post(self.note)
+
+
 if __name__ == "__main__":
     RANK, SHARED = int(sys.argv[1]), Path(sys.argv[3])
     LATE_S = float(os.environ.get("LATE_S", "0"))
@@ -320,7 +348,7 @@ if __name__ == "__main__":
     )
     jax.devices()  # JAX waits here for all ranks
     for name in sys.argv[4:] or cases:
-        cases[name]()
+        (cases.get(name) or globals()[name])()
     (SHARED / f"results {RANK}").write_text(json.dumps(results))
     post(f"done {RANK}")
     await_notes(*(f"done {rank}" for rank in range(RANKS)))  # rank 0 has the store

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,37 +12,35 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from aftermath import MARK, carriers, eventually
 from helpers import SOURCE
 
 import quarantune
 from quarantune import jax_internals
 from quarantune.jax_internals import coordination
-from quarantune.resolve import ranks
+from quarantune.resolve import agreement, ranks
 from quarantune.resolve.call_key import keyed
+from quarantune.resolve.entries import open_store, space_of
 from quarantune.values import settings as environment
 
 RANKS = 4
 
 
-def run(directory: Path, *cases: str, hung_s: float = 240, **environ: str) -> list[dict[str, Any]]:
-    """Runs some cases of `ranks_program.py`, or all, and returns the results of each rank."""
+def start(directory: Path, *cases: str, hung_s: float = 240) -> list[int]:
+    """Runs some cases of `ranks_program.py`, or all, and returns the exit codes of the ranks."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    program = Path(__file__).with_name("ranks_program.py")
     processes = []
     for rank in range(RANKS):
-        own = {"QUARANTUNE_CACHE_DIR": str(directory / f"cache {rank}"), "HUNG_S": str(hung_s), **environ}
+        own = {"QUARANTUNE_CACHE_DIR": str(directory / f"cache {rank}"), "HUNG_S": str(hung_s), MARK: str(directory)}
         with open(directory / f"output {rank}", "w") as output:
             processes.append(
                 subprocess.Popen(
-                    [
-                        sys.executable,
-                        Path(__file__).with_name("ranks_program.py"),
-                        *map(str, (rank, port)),
-                        directory,
-                        *cases,
-                    ],
+                    [sys.executable, program, str(rank), str(port), directory, *cases],
                     env={**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", **own},
                     stdout=output,
                     stderr=output,
@@ -49,14 +48,18 @@ def run(directory: Path, *cases: str, hung_s: float = 240, **environ: str) -> li
                 )
             )
     try:
-        for process in processes:
-            process.wait(timeout=2 * hung_s)
+        return [process.wait(timeout=2 * hung_s) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    missing = [rank for rank in range(RANKS) if not (directory / f"results {rank}").exists()]
-    assert not missing, (directory / f"output {missing[0]}").read_text()[-5000:]
+
+
+def run(directory: Path) -> list[dict[str, Any]]:
+    """Runs all cases, and returns the results of each rank."""
+    codes = start(directory)
+    bad = [rank for rank, code in enumerate(codes) if code or not (directory / f"results {rank}").exists()]
+    assert not bad, (directory / f"output {bad[0]}").read_text()[-5000:]
     return [json.loads((directory / f"results {rank}").read_text()) for rank in range(RANKS)]
 
 
@@ -100,6 +103,19 @@ def test_four_ranks_with_caches_of_their_own_agree_in_every_case(tmp_path: Path)
     assert any("all_are_cold: rank 0 of 4 " in line for line in logs[0].splitlines())
     assert sum("all_are_cold: best of 3" in log for log in logs) == 1  # one rank has tuned for all
     assert "interrupted_while_waiting: rank 1 of 4 waits for rank 0 to tune it" in logs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_that_wait_end_when_the_coordinator_dies_and_leave_nothing(tmp_path: Path) -> None:
+    codes = start(tmp_path, "coordinator_dies")
+    assert codes[0] == -signal.SIGKILL
+    for rank in range(1, RANKS):
+        output = (tmp_path / f"output {rank}").read_text()
+        assert codes[rank] != 0
+        assert "JAX distributed service detected fatal errors" in output or "did not answer" in output
+        assert "Timeout (" not in output  # it was not our watchdog
+    assert eventually(lambda: not carriers(MARK, str(tmp_path)))
 
 
 @pytest.fixture
@@ -159,6 +175,21 @@ def set_out(client: Client) -> bool:
     (claim,) = (key for key in client.values if key.endswith("/claim/0"))
     client.values[claim.replace("claim/0", "out/1")] = "every config failed"
     return False
+
+
+def test_without_a_config_or_a_tuner_the_ranks_share_a_near_config(
+    one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
+) -> None:
+    monkeypatch.setattr(agreement, "GRACE_S", 0.0)
+    autotuner = tuner()
+    described = keyed(autotuner._resolver.bind((np.zeros(8),), {}))
+    space = space_of(described.call.configs)
+    entry = {"config": {"n": 2}, "time_ms": 1.0, "key_values": described.readable, "space": space}
+    open_store(environment.current()).put("one of two", described.key.device, described.key.text, entry)
+    with quarantune.settings(on_miss="nearest"), pytest.warns(quarantune.CacheWarning):
+        result = autotuner.run(np.zeros(16))
+    assert (result.best_config, result.from_cache) == ({"n": 2}, "nearest")
+    assert [json.loads(text)["source"] for key, text in one_of_two.values.items() if "/answer" in key] == ["nearest"]
 
 
 def test_agree_0_and_programs_of_one_process_ask_no_other_rank(
