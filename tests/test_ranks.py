@@ -22,7 +22,8 @@ from quarantune import jax_internals
 from quarantune.jax_internals import coordination
 from quarantune.resolve import agreement, ranks
 from quarantune.resolve.call_key import keyed
-from quarantune.resolve.entries import open_store, space_of
+from quarantune.resolve.call_result import call_result
+from quarantune.resolve.entries import Times, open_store, space_of
 from quarantune.values import settings as environment
 
 RANKS = 4
@@ -190,6 +191,27 @@ def test_without_a_config_or_a_tuner_the_ranks_share_a_near_config(
         result = autotuner.run(np.zeros(16))
     assert (result.best_config, result.from_cache) == ({"n": 2}, "nearest")
     assert [json.loads(text)["source"] for key, text in one_of_two.values.items() if "/answer" in key] == ["nearest"]
+
+
+def test_a_later_result_of_a_rank_does_not_change_the_answer(
+    one_of_two: Client, caplog: pytest.LogCaptureFixture, no_process: None
+) -> None:
+    resolver = tuner()._resolver
+    described, settings = keyed(resolver.bind((1,), {})), environment.current()
+    us = resolver._ranks.coordination(settings)
+    assert us is not None
+    with caplog.at_level("INFO", logger="quarantune"):
+        for n in (1, 2):
+            found = call_result(described, {"n": n}, Times(1.0, None))
+            agreed = resolver._ranks.compare(described, settings, us, own=lambda: None, found=found)
+            assert agreed is not None
+            assert agreed.known is not None
+            assert agreed.known.config == {"n": 1}
+    assert resolver.lookup(resolver.bind((1,), {})) == {"n": 1}
+    assert caplog.messages == [
+        "one of two: rank 0 of 2 runs n=1, as all ranks do: it found it by tuning",
+        "one of two: rank 0 of 2 keeps running n=1, as all ranks do; its new result is for the next program",
+    ]
 
 
 def test_agree_0_and_programs_of_one_process_ask_no_other_rank(

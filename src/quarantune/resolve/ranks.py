@@ -134,6 +134,12 @@ class Ranks:
             found: a result that this rank has just found, which it offers instead.
         """
         if (agreed := self._agreed.get(keyed.key)) is not None:
+            if found is not None and (agreed.known is None or agreed.known.config != found.best_config):
+                text = "the defaults" if agreed.known is None else self._known.text_of(agreed.known.config)
+                label = f"{self._name}: rank {coordination.rank} of {coordination.ranks}"
+                _logger.info(
+                    "%s keeps running %s, as all ranks do; its new result is for the next program", label, text
+                )
             return agreed
         talk = _Talk(keyed, settings, coordination, None)
         member = talk.member(0.0)
