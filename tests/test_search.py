@@ -132,6 +132,25 @@ def test_the_surrogate_begins_in_a_large_grid_at_once_and_without_listing_it() -
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize(
+    "space",
+    [
+        [{"BM": 1}],
+        {"BM": [None, 1, 2], "BN": list(range(12))},
+        {"via": [(1, 2), (3, 4), (5, 6)], "BM": [10**400, 1, -1e308, 0.0], "fast": [1, True, 1.0]},
+        {"outcome": list(Outcome), "BM": [-4, 0, 0.5, 3.5]},
+    ],
+)
+def test_the_surrogate_takes_every_kind_of_value(space: Any) -> None:
+    made, asked = search.make("surrogate", Space(space)), []
+    while batch := made.ask(8):
+        for config in batch:
+            asked.append(config)
+            fails = len(asked) % 2
+            made.tell(config, Trial(config=config, outcome=Outcome.CRASHED) if fails else ok(config, len(asked)))
+    assert sorted(map(str, asked)) == sorted(map(str, Space(space)))
+
+
 @pytest.mark.parametrize("name", ["exhaustive", "random", "surrogate"])
 def test_starts_come_first_and_nothing_is_asked_twice(name: str) -> None:
     space = Space(GRID, keep=lambda config: config["BN"] == 16 or config["BM"] == 64)

@@ -13,6 +13,9 @@ from quarantune.values.trial import ConfigValue
 
 Floats = NDArray[np.float64]
 
+_LARGEST = 1e100
+"""Larger numbers count as words: their differences may overflow."""
+
 
 class Features:
     """Turns codes into points; each name has one or two groups of coordinates, which share a length scale each."""
@@ -36,7 +39,7 @@ def _tables(values: Sequence[ConfigValue]) -> list[Floats]:
     """Returns the coordinates of each value of a name, in one or two groups; none where there is one value only."""
     if len(values) == 1:
         return []
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
+    if not all(map(_is_number, values)):
         # Two words are two ends of one axis; more are the corners of a simplex with edges of length 1.
         words = np.array([[0.0], [1.0]]) if len(values) == 2 else np.eye(len(values)) * math.sqrt(0.5)
         return [words]
@@ -50,6 +53,10 @@ def _tables(values: Sequence[ConfigValue]) -> list[Floats]:
         # Among many whole numbers, those that powers of two divide are special to hardware.
         tables.append(_scaled(halvings))
     return [table[:, None] for table in tables]
+
+
+def _is_number(value: ConfigValue) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _halvings(value: float) -> int:
