@@ -19,13 +19,13 @@ from quarantune.values.trial import Outcome, Trial
 SOURCE = Path(quarantune.__file__).parents[1]
 """The directory that a program must have on its import path to import quarantune."""
 
-everywhere = pytest.mark.parametrize("isolation", ["process", "none"])
-"""Runs a test with configs in workers and again with configs in this process; see `isolated`."""
+everywhere = pytest.mark.parametrize("isolation", ["process", "none", pytest.param("compile", marks=pytest.mark.slow)])
+"""Runs a test with configs in workers, in this process, and compiled there but measured here; see `isolated`."""
 
 
 @contextlib.contextmanager
 def isolated(isolation: str) -> Iterator[None]:
-    """Runs configs in workers (`process`), or in this process (`none`), which must warn."""
+    """Runs configs in workers (`process`, in part `compile`), or in this process (`none`), which must warn."""
     in_process._warn.cache_clear()
     warns = pytest.warns(RuntimeWarning, match="in this process") if isolation == "none" else contextlib.nullcontext()
     with quarantune.settings(isolation=isolation), warns:

@@ -110,6 +110,8 @@ def run(
     measures_here = isolation is Isolation.COMPILE and not compile_only
     if measures_here:
         _check_here(problem, packed, settings)
+        if problem.platform != "tpu":  # of which no worker has any
+            _check_devices_per_trial(problem, packed, options)
     else:
         _check_devices(request, packed)
     _check_sizes(problem, possible)
@@ -245,7 +247,7 @@ def _check_here(problem: Problem, packed: PackedCall, settings: Settings) -> Non
     if problem.manual_mesh is not None:
         raise ValueError(
             f"{problem.name}: inside shard_map, a function that communicates between devices is tuned by workers "
-            f"only: unset QUARANTUNE_ISOLATION={settings.isolation}, or give its tunables by hand"
+            f"only: unset QUARANTUNE_ISOLATION or set it to 'process', or give its tunables by hand"
         )
 
 
@@ -276,6 +278,11 @@ def _check_devices(request: SweepRequest, packed: PackedCall) -> None:
             f"{problem.name}: this process uses the TPU, so workers cannot measure on it: set "
             f"QUARANTUNE_ISOLATION=compile to measure in this process, or tune before JAX is used here"
         )
+    _check_devices_per_trial(problem, packed, options)
+
+
+def _check_devices_per_trial(problem: Problem, packed: PackedCall, options: Options) -> None:
+    """Raises where workers would have fewer devices than the call needs."""
     if problem.platform != "cpu" and packed.devices_needed > options.devices_per_trial:
         why = "its arguments are laid out" if problem.manual_mesh is None else "in shard_map it communicates"
         raise ValueError(
