@@ -240,19 +240,26 @@ def test_of_many_processes_exactly_one_acquires_at_a_time(tmp_path: Path) -> Non
 import os, sys, time
 from pathlib import Path
 from quarantune.cache import Claim
-claim = Claim(Path(sys.argv[1]), "f", "cpu", "key")
-done = 0
-while done < 10:
-    if claim.try_acquire():
-        os.close(os.open(Path(sys.argv[1]) / "inside", os.O_CREAT | os.O_EXCL))
+
+def contend(directory):
+    claim = Claim(directory, "f", "cpu", "key")
+    done = 0
+    while done < 10:
+        if claim.try_acquire():
+            os.close(os.open(directory / "inside", os.O_CREAT | os.O_EXCL))
+            time.sleep(0.001)
+            os.unlink(directory / "inside")
+            claim.release()
+            done += 1
         time.sleep(0.001)
-        os.unlink(Path(sys.argv[1]) / "inside")
-        claim.release()
-        done += 1
-    time.sleep(0.001)
+    os._exit(0)
+
+pids = [os.fork() or contend(Path(sys.argv[1])) for _ in range(4)]
+print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
-    processes = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)]) for _ in range(4)]
-    assert [process.wait(timeout=60) for process in processes] == [0] * 4
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.stdout == "[0, 0, 0, 0]\n"
 
 
 def test_wait_returns_an_answer_that_is_there_without_claiming(make: Callable[..., Claim]) -> None:
