@@ -9,7 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_scheduler import GB, SLOTS, Clock, FakeSandbox, compiles, measures, memory, plan_for  # noqa: F401
+from test_scheduler import (  # noqa: F401
+    GB,
+    SLOTS,
+    TARGET,
+    Clock,
+    FakeSandbox,
+    compiles,
+    for_config,
+    measures,
+    memory,
+    plan_for,
+)
 
 from quarantune import settings
 from quarantune.resolve import entries
@@ -403,3 +414,55 @@ def test_a_search_may_be_an_object_that_is_asked_and_told() -> None:
     assert mine.told == [(config, Outcome.OK)]
     assert search.take(1) == {}
     assert search.stopped == "exhausted"
+
+
+# Routes that cannot settle a config
+
+
+def test_a_route_that_cannot_compile_a_program_takes_no_more_from_the_source() -> None:
+    source = Growing(30)
+    clock = Clock()
+    act = for_config(4, lambda worker: [(0.1, worker.raises("compile", "unfit", message="it calls back"))])
+    scheduler = Scheduler(
+        FakeSandbox(clock, act),
+        plan_for(Route.APART, target=TARGET),
+        on_trial=lambda *_: None,
+        source=source,
+        clock=clock,
+        available_memory=lambda: 100 * GB,
+    )
+    leftovers = scheduler.run({})
+    scheduler.close()
+    assert 4 in leftovers.unfit_configs
+    assert leftovers.unfit_configs.keys() == leftovers.unfit.keys() == source.pending, "the other route runs them"
+    assert source.left, "and asks for the rest"
+
+    together = Scheduler(
+        FakeSandbox(clock, lambda worker: None),
+        plan_for(Route.TOGETHER),
+        on_trial=lambda *_: None,
+        source=source,
+        clock=clock,
+        available_memory=lambda: 100 * GB,
+    )
+    together.run(leftovers.unfit_configs)
+    together.close()
+    assert sorted(source.told) == list(range(30))
+
+
+def test_a_search_learns_of_an_error_before_the_device_has_confirmed_it() -> None:
+    source = Growing(10)
+    clock = Clock()
+    act = for_config(2, lambda worker: [(0.1, worker.raises("compile"))])
+    scheduler = Scheduler(
+        FakeSandbox(clock, act),
+        plan_for(Route.APART, target=TARGET),
+        on_trial=lambda *_: None,
+        source=source,
+        clock=clock,
+        available_memory=lambda: 100 * GB,
+    )
+    leftovers = scheduler.run({})
+    scheduler.close()
+    assert leftovers.unconfirmed.keys() == {2}
+    assert source.told[2].outcome is Outcome.ERROR

@@ -217,7 +217,13 @@ class Routes:
             reason = next(iter(leftovers.unfit.values()))
             _logger.info("%s: compiling on the device, because %s", self._problem.name, reason)
             self._run_route(Route.TOGETHER, leftovers.unfit_configs, self._finish, self._source)
-        self._confirm(leftovers.unconfirmed, self._finish, self._run_route)
+
+        def run_again(route: Route, configs: dict[int, Config], finish: Finish) -> Leftovers:
+            # The one that confirms the errors of all others may take its time.
+            source = NOTHING_MORE if len(configs) == 1 else only_stopping(self._source)
+            return self._run_route(route, configs, finish, source)
+
+        self._confirm(leftovers.unconfirmed, self._finish, run_again)
 
     @property
     def devices(self) -> Sequence[Device]:
