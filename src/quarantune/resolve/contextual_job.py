@@ -193,7 +193,7 @@ class ContextualJob(TuningJob):
             TuningFailedError: the function failed with every config of a kernel.
         """
         with contextlib.ExitStack() as stack:
-            stack.callback(self._report_unsaved)
+            stack.callback(self._records.report_unsaved)
             if self._directory is not None:
                 progress = Progress(self._name, 0, shown=self._settings.progress)
                 stack.callback(progress.close)

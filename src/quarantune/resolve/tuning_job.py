@@ -7,17 +7,16 @@ import dataclasses
 import datetime
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from quarantune import cache
-from quarantune.cache import CacheWriteError, Claim, Entry, Journal
+from quarantune.cache import CacheWriteError, Claim, Entry
 from quarantune.host import locks
 from quarantune.measure import finals, sampling
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.compilation_seeds import CompilationSeeds
-from quarantune.resolve.compile_failures import CompileFailures
 from quarantune.resolve.entries import (
     Searched,
     Times,
@@ -30,7 +29,7 @@ from quarantune.resolve.entries import (
 )
 from quarantune.resolve.known_results import KnownResults
 from quarantune.resolve.starts import starts
-from quarantune.resolve.suspects import Suspects
+from quarantune.resolve.sweep_records import SweepRecords
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
@@ -56,8 +55,6 @@ _CLAIM_WORST_CASE_S = 60.0
 """A tuning job whose claim has not been refreshed for this long is stopped, or its host is gone."""
 _WAIT_MESSAGE_S = 5.0
 """How often a waiting job reports that it waits."""
-_UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
-"""Outcomes that a journal's trial does not settle: the config runs again."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,12 +99,8 @@ class TuningJob:
         self._stopped = EXHAUSTED
         self._trials: dict[int, Trial] = {}
         self._troubled: set[int] = set()
-        self._suspects = Suspects()
         self._not_compiling: set[int] = set()
-        self._unsaved: CacheWriteError | None = None
-        self._directory: Path | None = None if settings.disable_cache else settings.cache_dir
-        self._journal = Journal(settings.cache_dir, self._name, self._key.device, self._key.text)
-        self._compile_failures = CompileFailures(keyed, settings.cache_dir, self._limits, also=settings.cache_path)
+        self._records = SweepRecords(keyed, settings, self._limits)
         self._claim: Claim | None = None
         self._next_heartbeat = 0.0
 
@@ -119,13 +112,13 @@ class TuningJob:
         """
         progress = Progress(self._name, len(self._configs), shown=self._settings.progress)
         with contextlib.closing(progress), contextlib.ExitStack() as stack:
-            stack.callback(self._report_unsaved)
+            stack.callback(self._records.report_unsaved)
             self._start_over = self._must_tune and not self._may_go_on()
             if self._directory is not None:
                 answer = self._take_claim(progress, self._directory, stack)
                 if answer is not None:
                     return self._result_of(answer)
-                self._read_journal()
+                self._trials = self._read_journal()
             if self._search.tries_all:
                 self._prune(progress)
                 self._trials |= self._known_not_to_compile()
@@ -161,7 +154,7 @@ class TuningJob:
             answer: Entry | TuningFailedError | Claim = cache.wait(claim, done, on_wait, failed=self._failure_of)
         except CacheWriteError as error:
             cache.report_once(f"{self._name}: the results of this process are not saved: {error}")
-            self._directory = None
+            self._records.directory = None
             return None
         if isinstance(answer, Claim):
             self._claim = stack.enter_context(claim)
@@ -210,88 +203,31 @@ class TuningJob:
 
     # The journal
 
-    def _read_journal(self) -> None:
-        """Takes over the trials of an interrupted sweep, or discards them where the job starts over."""
-        refused = 0
-        for record in self._journal.records():
-            try:
-                trial = Trial.from_json(record["trial"])
-                index = self._positions.of(trial.config)
-                if index is None:
-                    continue
-                trial = dataclasses.replace(trial, config=self._configs[index])
-                self._suspects.note(index, trial)
-                if not self._start_over and self._still_counts(trial, record):
-                    self._trials[index] = trial
-            except (KeyError, TypeError, ValueError, AttributeError):
-                refused += 1
-        if refused:
-            cache.report_once(
-                f"{refused} records of the journal in {str(self._journal.directory)!r} are no trials: they are not used"
-            )
-        if self._start_over:
-            with self._saving():
-                self._journal.discard()
-            return
-        self._trials |= self._suspects.fatal(self._configs)
-
-    def _still_counts(self, trial: Trial, record: Mapping[str, object]) -> bool:
-        if trial.outcome in _UNSETTLED:
-            return False
-        if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits.deadlines():
-            return False
-        return not self._settings.version_check or record["versions"] == versions.versions()
+    def _read_journal(self) -> dict[int, Trial]:
+        """Returns the trials of an interrupted sweep; none where the job starts over, which discards them."""
+        found = self._records.read(self._configs, self._positions)
+        if not self._start_over:
+            return found
+        self._records.discard()
+        return {}
 
     def _record(self, index: int, trial: Trial) -> None:
-        if self._directory is None or trial.outcome is Outcome.NOT_RUN:
-            return
         self._refresh_claim()
-        with self._saving():
-            if self._call.function.is_jitted:
-                self._compile_failures.note(trial, source="a sweep")
-            self._journal.append(
-                {"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": versions.versions()}
-            )
-            is_trouble = trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT)
-            if is_trouble or (index in self._troubled and trial.outcome not in _UNSETTLED):
-                cache.remember_trouble(
-                    self._directory, self._name, self._key.device, encode(trial.config), trial.outcome.value
-                )
-
-    @contextlib.contextmanager
-    def _saving(self) -> Iterator[None]:
-        try:
-            yield
-        except CacheWriteError as error:
-            self._unsaved = error
-
-    def _report_unsaved(self) -> None:
-        # One report is enough: of the result if it could not be saved, else of some trials.
-        if self._unsaved is not None:
-            cache.report_once(str(self._unsaved))
+        self._records.append(trial, was_troubled=index in self._troubled)
 
     def _known_not_to_compile(self) -> dict[int, Trial]:
-        """Returns the trials of further configs that are known not to compile, unless no other config is left.
-
-        If everything is known to fail, something around the configs may have been wrong, and all are tried.
-        """
-        if self._directory is None:
-            return {}
-        found: dict[int, Trial] = {}
-        for text, trial in self._compile_failures.known(start_over=self._start_over).items():
-            index = self._positions.of_text(text)
-            if index is not None and index not in self._trials:
-                found[index] = dataclasses.replace(trial, config=self._configs[index])
-        some_work = any(trial.outcome is Outcome.OK for trial in self._trials.values())
-        if not found or (len(found) + len(self._trials) == len(self._configs) and not some_work):
-            return {}
-        self._not_compiling = set(found)
-        _logger.info(
-            "%s: %d configs are known not to compile for %s, and are not compiled again",
-            self._name,
-            len(found),
-            self._key.device,
+        """Returns the trials of further configs that are known not to compile, and are not compiled again."""
+        found = self._records.known_not_to_compile(
+            self._configs, self._positions, self._trials, start_over=self._start_over
         )
+        self._not_compiling = set(found)
+        if found:
+            _logger.info(
+                "%s: %d configs are known not to compile for %s, and are not compiled again",
+                self._name,
+                len(found),
+                self._key.device,
+            )
         return found
 
     # The sweep
@@ -308,7 +244,7 @@ class TuningJob:
         progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
         if not left and len(finals.finalists(self._trials)) < 2:
             return Swept()
-        self._troubled = self._find_troubled() & left.keys()
+        self._troubled = self._records.troubled(self._positions) & left.keys()
         last = set() if self._start_over else self._troubled
         ordered = sorted(left, key=lambda index: index in last)
         return self._run({index: left[index] for index in ordered}, progress, last)
@@ -317,7 +253,7 @@ class TuningJob:
         """Runs the configs that the search asks, and compares the fastest of all."""
         is_pruned = self._call.is_pruned
         self._trials = {index: trial for index, trial in self._trials.items() if not is_pruned(index)}
-        self._troubled = self._find_troubled()
+        self._troubled = self._records.troubled(self._positions)
         failures = self._known_not_to_compile()
         first = (
             [] if self._directory is None else starts(self._keyed, self._context.known, self._positions, self._settings)
@@ -372,13 +308,10 @@ class TuningJob:
             source=source or NOTHING_MORE,
         )
 
-    def _find_troubled(self) -> set[int]:
-        """Returns the configs that crashed or hung for this function on this device, whatever the shapes."""
-        if self._directory is None:
-            return set()
-        known = cache.troublesome(self._directory, self._name, self._key.device)
-        found = (self._positions.of_text(text) for text in known)
-        return self._suspects.once() | {index for index in found if index is not None}
+    @property
+    def _directory(self) -> Path | None:
+        """The cache directory; None where nothing is saved."""
+        return self._records.directory
 
     @locks.lazy
     def _search(self) -> SearchLimits:
@@ -442,8 +375,7 @@ class TuningJob:
         trials = self._all_trials()
         if self._directory is not None:
             # Another process may find the machine in a better state.
-            with self._saving():
-                self._journal.discard()
+            self._records.discard()
         if self._claim is not None:
             failure = {
                 "space": space_of(self._configs),
@@ -486,7 +418,7 @@ class TuningJob:
 
     def _save(self, entry: Entry) -> None:
         if self._directory is not None:
-            with self._saving():
+            with self._records.saving():
                 contents = {self._key.device: {self._key.text: entry}}
                 open_store(self._settings).merge(self._name, contents, prefer=more_thorough)
 

@@ -1,0 +1,157 @@
+"""The records that a sweep leaves on disk trial by trial, and those of earlier sweeps that it goes by."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from quarantune import cache
+from quarantune.cache import CacheWriteError, Journal
+from quarantune.resolve.call_key import KeyedCall
+from quarantune.resolve.compile_failures import CompileFailures
+from quarantune.resolve.suspects import Suspects
+from quarantune.sweep.limits import SweepLimits
+from quarantune.values import versions
+from quarantune.values.config_values import encode
+from quarantune.values.grid import Positions
+from quarantune.values.settings import Settings
+from quarantune.values.trial import Config, Outcome, Trial
+
+_UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
+"""Outcomes that a journal's trial does not settle: the config runs again."""
+
+
+class SweepRecords:
+    """The journal of one call, and what is known of its configs on this kind of device.
+
+    Attributes:
+        directory: the cache directory; None where nothing is read or written.
+    """
+
+    def __init__(self, keyed: KeyedCall, settings: Settings, limits: SweepLimits) -> None:
+        """Names the records; nothing is read.
+
+        Args:
+            keyed: the call.
+            settings: the operator's settings.
+            limits: the limits of the sweep.
+        """
+        self.directory: Path | None = None if settings.disable_cache else settings.cache_dir
+        self._name, self._key = keyed.call.name, keyed.key
+        self._is_jitted = keyed.call.function.is_jitted
+        self._settings = settings
+        self._limits = limits
+        self._journal = Journal(settings.cache_dir, self._name, self._key.device, self._key.text)
+        self._compile_failures = CompileFailures(keyed, settings.cache_dir, limits, also=settings.cache_path)
+        self._suspects = Suspects()
+        self._unsaved: CacheWriteError | None = None
+
+    def read(self, configs: Sequence[Config], positions: Positions) -> dict[int, Trial]:
+        """Returns the trials of an interrupted sweep that settle a config, by the config's index.
+
+        Configs that ended the processes that ran them are settled, too.
+
+        Args:
+            configs: the configs.
+            positions: finds their indices.
+        """
+        trials: dict[int, Trial] = {}
+        refused = 0
+        for record in self._journal.records():
+            try:
+                trial = Trial.from_json(record["trial"])
+                index = positions.of(trial.config)
+                if index is None:
+                    continue
+                self._suspects.note(index, trial)
+                if self._still_counts(trial, record):
+                    trials[index] = dataclasses.replace(trial, config=configs[index])
+            except (KeyError, TypeError, ValueError, AttributeError):
+                refused += 1
+        if refused:
+            cache.report_once(
+                f"{refused} records of the journal in {str(self._journal.directory)!r} are no trials: they are not used"
+            )
+        return trials | dict(self._suspects.fatal(configs))
+
+    def discard(self) -> None:
+        """Removes the journal."""
+        with self.saving():
+            self._journal.discard()
+
+    def append(self, trial: Trial, *, was_troubled: bool) -> None:
+        """Records a trial.
+
+        Args:
+            trial: the trial.
+            was_troubled: whether its config is known to have crashed or hung.
+        """
+        if self.directory is None or trial.outcome is Outcome.NOT_RUN:
+            return
+        with self.saving():
+            if self._is_jitted:
+                self._compile_failures.note(trial, source="a sweep")
+            self._journal.append(
+                {"trial": trial.to_json(), "limits": self._limits.deadlines(), "versions": versions.versions()}
+            )
+            is_trouble = trial.outcome in (Outcome.CRASHED, Outcome.TIMEOUT)
+            if is_trouble or (was_troubled and trial.outcome not in _UNSETTLED):
+                cache.remember_trouble(
+                    self.directory, self._name, self._key.device, encode(trial.config), trial.outcome.value
+                )
+
+    def troubled(self, positions: Positions) -> set[int]:
+        """Returns the configs that crashed or hung for this function on this device, whatever the shapes.
+
+        Those that may have ended a process that ran them, as the journal says once it was read, are among them.
+        """
+        if self.directory is None:
+            return set()
+        known = cache.troublesome(self.directory, self._name, self._key.device)
+        found = (positions.of_text(text) for text in known)
+        return self._suspects.once() | {index for index in found if index is not None}
+
+    def known_not_to_compile(
+        self, configs: Sequence[Config], positions: Positions, trials: Mapping[int, Trial], *, start_over: bool
+    ) -> dict[int, Trial]:
+        """Returns the trials of further configs that are known not to compile, unless no other config is left.
+
+        If everything is known to fail, something around the configs may have been wrong, and all are tried.
+
+        Args:
+            configs: the configs.
+            positions: finds their indices.
+            trials: the trials that are known already, by index.
+            start_over: whether failures that depend on the machine do not count.
+        """
+        if self.directory is None:
+            return {}
+        found: dict[int, Trial] = {}
+        for text, trial in self._compile_failures.known(start_over=start_over).items():
+            index = positions.of_text(text)
+            if index is not None and index not in trials:
+                found[index] = dataclasses.replace(trial, config=configs[index])
+        some_work = any(trial.outcome is Outcome.OK for trial in trials.values())
+        return found if some_work or len(found) + len(trials) < len(configs) else {}
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Returns a context in which it is noted that something could not be saved."""
+        try:
+            yield
+        except CacheWriteError as error:
+            self._unsaved = error
+
+    def report_unsaved(self) -> None:
+        """Warns once if something could not be saved: of the result if it could not, else of some trials."""
+        if self._unsaved is not None:
+            cache.report_once(str(self._unsaved))
+
+    def _still_counts(self, trial: Trial, record: Mapping[str, object]) -> bool:
+        if trial.outcome in _UNSETTLED:
+            return False
+        if trial.outcome is Outcome.TIMEOUT and record["limits"] != self._limits.deadlines():
+            return False
+        return not self._settings.version_check or record["versions"] == versions.versions()
