@@ -129,6 +129,20 @@ def test_a_config_that_compiles_at_last_is_no_failure_any_more(tmp_path: Path) -
     assert remembered(tmp_path, failed())
 
 
+def test_failures_in_other_directories_are_known_until_the_config_compiles(tmp_path: Path) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    failures(shared).note(failed(), source="a compile check")
+    before = [path.read_bytes() for path in shared.rglob("*.jsonl")]
+    job = failures(own)
+    job._others = [job._journal_in(shared)]
+    assert job.known()
+    job.note(failed(Outcome.WRONG, phase=Phase.CHECK), source="a sweep")
+    later = failures(own)
+    later._others = job._others
+    assert not later.known()
+    assert [path.read_bytes() for path in shared.rglob("*.jsonl")] == before
+
+
 def test_the_same_failure_is_written_once(tmp_path: Path) -> None:
     for _ in range(3):
         failures(tmp_path).note(failed(), source="a sweep")
@@ -214,7 +228,7 @@ def test_what_failed_to_compile_is_not_compiled_by_another_sweep(
 
 
 @pytest.mark.slow
-def test_a_sweep_knows_what_a_compile_check_found(notes: Path) -> None:
+def test_a_sweep_knows_what_a_compile_check_found(notes: Path, cache_dir: Path) -> None:
     fn, structs = kernel(notes, [1, 2, 3]), jax.ShapeDtypeStruct(X.shape, X.dtype)
     assert quarantune.compile_check(fn, [{"n": 1}, {"n": 2}], structs, target="cpu").failures == {"error": 1}
     with pytest.warns(UserWarning, match="did not compile"):
@@ -224,6 +238,9 @@ def test_a_sweep_knows_what_a_compile_check_found(notes: Path) -> None:
     assert traced(notes) >= {"2", "3"}, "compile_configs does not know the name or the options of what it compiles"
     assert "in a compile check: NotImplementedError: n=1 is odd" in result.trials[0].message
     assert result.best_config == {"n": 2}
+    with quarantune.settings(cache_dir=notes.parent / "mine", cache_path=cache_dir):
+        fn.tune(X)
+    assert traced(notes) == {"2"}, "what a read-only directory holds is known, too"
 
 
 PROGRAM = """
@@ -240,7 +257,7 @@ from quarantune.values.settings import current
 @functools.partial(jax.jit, static_argnames=["BM"])
 def product(a, b, BM: int = 64):
     def body(a_ref, b_ref, c_ref):
-        c_ref[...] = pl.dot(a_ref[...], b_ref[...]).astype(c_ref.dtype)
+        c_ref[...] = triton.dot(a_ref[...], b_ref[...]).astype(c_ref.dtype)
 
     row = pl.BlockSpec((BM, a.shape[1]), lambda i, j: (i, 0))
     column = pl.BlockSpec((b.shape[0], BM), lambda i, j: (0, j))
