@@ -11,6 +11,7 @@ import pytest
 
 import quarantune
 from quarantune import Outcome, Route
+from quarantune.devices import target_texts, targets
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,6 +85,24 @@ def test_kernels_compile_in_workers_that_never_open_the_gpu(held, tmp_path):
     notes = [file.read_text() for file in notes_in.iterdir()]
     assert notes == ["gpu []"] * 3
     assert (doubled(x, str(notes_in)) == 2 * x).all()
+
+
+def test_a_sweep_leaves_its_gpu_for_compile_checks_elsewhere(held, tmp_path, cache_dir):
+    x, notes_in = held[:4096], tmp_path / "notes"
+    notes_in.mkdir()
+    kind = jax.devices()[0].device_kind
+    doubled.tune(x, str(notes_in))
+    (file,) = (cache_dir / "targets").iterdir()
+    left = target_texts.TargetText.of(file.read_text())
+    assert (left.kind, left.num_cores) == (kind, jax.devices()[0].core_count)
+    assert left.origin == f"read from {kind} by JAX {jax.__version__}"
+    assert targets.find(kind).config_text == left.text
+    struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    report = quarantune.compile_check(doubled, {"block": [64, 96]}, struct, str(notes_in), target=kind)
+    assert [trial.outcome for trial in report.trials] == [Outcome.OK, Outcome.ERROR], report.table()
+    here = next(target for target in quarantune.targets() if target.is_here and target.platform == "cuda")
+    assert here.device_kind == kind
+    assert quarantune.compile_check(doubled, {"block": [64]}, struct, str(notes_in), target=here).ok
 
 
 def bad_kernel(x_ref, o_ref, *, mode: str):
