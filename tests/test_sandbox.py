@@ -660,7 +660,8 @@ def test_a_template_that_cannot_be_woken_is_replaced(
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         with monkeypatch.context() as patch:
             patch.setattr(template_watch, "wake", lambda pids: None)
-            patch.setattr(template_watch, "SILENT_CHECKS", 10)
+            patch.setattr(template_watch, "SILENT_CHECKS", 3)
+            patch.setattr(template_watch, "STOPPED_CHECKS", 3)
             if seems == "silent":  # it is stopped here, too, because a sound template is never silent
                 patch.setattr(machine, "activity", lambda pid: ("S", 0))
             sweep_template().suspend()
