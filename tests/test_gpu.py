@@ -284,7 +284,8 @@ def test_only_compiling_is_in_workers_where_this_process_measures(held, tmp_path
     here = results["compile"]
     routes = {trial.route for trial in here.trials if trial.time_ms is not None}
     assert routes == {Route.COMPILED_APART}, here.table()
-    assert here.trials[0].clock == results["process"].trials[0].clock
+    if jax.local_device_count() == 1:  # else the GPU's own clock would add up the times of all
+        assert here.trials[0].clock == results["process"].trials[0].clock
     assert still_computes(held)
 
 
