@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ class Comparer:
     def __init__(self) -> None:
         """Sets up a comparer with nothing on the device."""
         self._there: dict[int, tuple[Any, jax.Array]] = {}
-        self._programs: dict[Any, threading.Thread | jax.stages.Compiled] = {}
+        self._programs: dict[Any, jax.stages.Compiled] = {}
 
     def __call__(self, got: Any, wanted: Any, tolerance: Tolerance) -> Mismatches | None:
         """Compares two arrays of one shape.
@@ -59,28 +59,35 @@ class Comparer:
                 self._there[id(wanted)] = (wanted, there)
                 self(there, wanted, tolerance)
 
-    def compile_ahead(self, output: Any) -> None:
-        """Compiles, in a thread, the comparison of arrays with those of an output: it takes a GPU 0.2 s.
+    @contextlib.contextmanager
+    def compiled_beside(self, output: Any) -> Iterator[None]:
+        """Compiles, beside the body, the comparison of arrays with those of an output: it takes a GPU 0.2 s.
+
+        It waits for the compiler at the end, since nothing may be compiled beside the measurement that follows: the
+        device's clock would count its kernels, too.
 
         Args:
             output: a pytree of arrays; the next output will be compared with these.
         """
+        threads = []
         for leaf in jax.tree.leaves(output):
-            if (
-                isinstance(leaf, jax.Array)
-                and _is_narrow(leaf)
-                and leaf.size
-                and _kind(leaf, leaf) not in self._programs
-            ):
-                thread = threading.Thread(target=self._compile, args=(leaf,), daemon=True)
-                self._programs[_kind(leaf, leaf)] = thread
-                thread.start()
+            if isinstance(leaf, jax.Array) and _is_narrow(leaf) and leaf.size and len(leaf.sharding.device_set) == 1:
+                threads.append(threading.Thread(target=self._compile, args=(leaf,), daemon=True))
+                threads[-1].start()
+        try:
+            yield
+        finally:
+            for thread in threads:
+                thread.join()
 
     def _compile(self, like: jax.Array) -> None:
+        kind = _kind(like, like)
+        if kind in self._programs:
+            return
         struct = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding)
         limits = jax.ShapeDtypeStruct((2,), "float32")
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the comparison itself will meet it, too
-            self._programs[_kind(like, like)] = _count.lower(struct, struct, limits, wide="float32").compile()
+            self._programs[kind] = _count.lower(struct, struct, limits, wide="float32").compile()
 
     def keep(self, output: Any, on_host: Any) -> None:
         """Keeps an output on the device, to compare others with it.
@@ -89,10 +96,6 @@ class Comparer:
             output: a pytree with arrays.
             on_host: the same with numpy arrays, which stand for those of `output` when outputs are compared.
         """
-        # Nothing may be compiled beside the measurement that follows: the device's clock would count its kernels, too.
-        for program in list(self._programs.values()):
-            if isinstance(program, threading.Thread):
-                program.join()
         for there, wanted in zip(jax.tree.leaves(output), jax.tree.leaves(on_host), strict=True):
             if isinstance(there, jax.Array) and isinstance(wanted, np.ndarray):
                 self._there[id(wanted)] = (wanted, there)
@@ -109,22 +112,12 @@ class Comparer:
         is_wide = max(got.dtype.itemsize, wanted.dtype.itemsize) > 4
         wide = "float64" if is_wide else "float32"
         limits = np.asarray([tolerance.rtol, tolerance.atol], wide)
-        count = int(self._program(got, wanted, wide)(got, wanted, limits))
+        program = self._programs.get(_kind(got, wanted)) or functools.partial(_count, wide=wide)
+        count = int(program(got, wanted, limits))
         if count / got.size <= tolerance.max_mismatched_ratio:
             return Mismatches(count)
         worst, mine, its = _worst(got, wanted, limits, wide=wide)
         return Mismatches(count, int(worst), np.asarray(mine)[()], np.asarray(its)[()])
-
-    def _program(self, got: jax.Array, wanted: jax.Array, wide: str) -> Callable[..., jax.Array]:
-        """Returns the program that counts mismatches: the one compiled ahead, if there is one."""
-        kind = _kind(got, wanted)
-        program = self._programs.get(kind)
-        if isinstance(program, threading.Thread):
-            program.join()
-            program = self._programs[kind]
-        if program is None or isinstance(program, threading.Thread):
-            return functools.partial(_count, wide=wide)
-        return program
 
 
 def _is_narrow(array: jax.Array) -> bool:

@@ -196,10 +196,9 @@ class Judge:
         Raises:
             TypeError: it cannot be pickled.
         """
-        if self._shortcut is not None:
-            self._shortcut.compile_ahead(own.output)
-        on_host = ComparedOutput(_on_host(own.output), _on_host(own.gradients))
-        spool.write(fd, pickling.dumps(on_host))
+        with self._shortcut.compiled_beside(own.output) if self._shortcut is not None else contextlib.nullcontext():
+            on_host = ComparedOutput(_on_host(own.output), _on_host(own.gradients))
+            spool.write(fd, pickling.dumps(on_host))
         if self._shortcut is not None:
             self._shortcut.keep(own.output, on_host.output)
         self._expected[_identity(fd)] = on_host
