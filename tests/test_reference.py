@@ -383,7 +383,7 @@ def test_a_kept_output_is_compared_by_a_program_compiled_ahead(
     comparer, tolerance = on_device.Comparer(), Tolerance()
     output = {"a": jnp.arange(30, dtype=jnp.float16).reshape(5, 6), "b": jnp.arange(3)}
     on_host = jax.tree.map(np.asarray, output)
-    with comparer.compiled_beside(output):
+    with comparer.compiled_beside(lambda: output):
         comparer.keep(output, on_host)
     monkeypatch.setattr(on_device.jax, "device_put", None)
     compiled = on_device._count._cache_size()

@@ -20,6 +20,10 @@ def backends_initialized() -> bool:
     return bool(xla_bridge.backends_are_initialized())
 
 
+_has_plugins = False
+"""Whether `load_plugins` has done its work, in this process or in the one that it was forked from."""
+
+
 def load_plugins() -> None:
     """Loads JAX's plugins for accelerators, and the libraries they need, without initialising a backend.
 
@@ -27,8 +31,12 @@ def load_plugins() -> None:
     of this process is spared. JAX's check of CUDA library versions is skipped: it would initialise CUDA, which no fork
     could use afterwards, and the caller's JAX has made it already.
     """
+    global _has_plugins
+    if _has_plugins:
+        return
     from jax._src import xla_bridge
 
+    _has_plugins = True
     variable = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     before = os.environ.get(variable)
     os.environ[variable] = "1"

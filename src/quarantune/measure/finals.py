@@ -49,6 +49,8 @@ _NOISE_FLOOR = 0.005
 process to the next, so that the winner among equals would be arbitrary."""
 NEAR = 0.008
 """Configs this close with cold caches are compared again with warm ones, as the caller's caches often are."""
+WARM_BUDGET_S = 0.2
+"""Seconds for comparing them again, which gains at most that share."""
 WARM_FLOOR = 0.002
 """The noise floor with warm caches: the difference of one program from itself within a process."""
 _LEVEL_ROUNDS = 10
@@ -238,6 +240,7 @@ def play(
     *,
     floor: float = _NOISE_FLOOR,
     is_exact: bool = True,
+    budget_s: float = _BUDGET_S,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
     """Times contenders in turn until the fastest is clear, the noise is as low as it gets, or the rounds run out.
@@ -247,6 +250,7 @@ def play(
         floor: the smallest share by which two contenders can be told apart.
         is_exact: whether samples are free of the effects of other processes. These make rounds longer and never
             shorter, so that the fastest of several rounds stands for all of them.
+        budget_s: seconds after which the rounds that were played must do.
         clock: seconds.
 
     Returns:
@@ -274,7 +278,7 @@ def play(
             if played >= _MIN_ROUNDS and (is_settled or passed_s > _BUSY_BUDGET_S):
                 return [folded[index] for index in range(len(contenders))]
             continue
-        if played >= _MIN_ROUNDS and (is_clear(rounds, floor=floor) or clock() - started > _BUDGET_S):
+        if played >= _MIN_ROUNDS and (is_clear(rounds, floor=floor) or clock() - started > budget_s):
             break
         if played >= _FEWEST_ROUNDS and _is_far(rounds):
             break

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from quarantune.measure.elements import Mismatches
 from quarantune.values.tolerance import Tolerance
@@ -60,34 +61,35 @@ class Comparer:
                 self(there, wanted, tolerance)
 
     @contextlib.contextmanager
-    def compiled_beside(self, output: Any) -> Iterator[None]:
-        """Compiles, beside the body, the comparison of arrays with those of an output: it takes a GPU 0.2 s.
+    def compiled_beside(self, output: Callable[[], Any]) -> Iterator[None]:
+        """Compiles, in a thread beside the body, the comparison of arrays with those of an output.
 
-        It waits for the compiler at the end, since nothing may be compiled beside the measurement that follows: the
-        device's clock would count its kernels, too.
+        It takes a GPU 0.2 s. Nothing is compiled any more when this returns, because a measurement may follow, and the
+        device's clock would count the kernels that XLA tries.
 
         Args:
-            output: a pytree of arrays; the next output will be compared with these.
+            output: returns a pytree of arrays, or of their shapes and dtypes; its errors are ignored, since the
+                function itself will raise them again.
         """
-        threads = []
-        for leaf in jax.tree.leaves(output):
-            if isinstance(leaf, jax.Array) and _is_narrow(leaf) and leaf.size and len(leaf.sharding.device_set) == 1:
-                threads.append(threading.Thread(target=self._compile, args=(leaf,), daemon=True))
-                threads[-1].start()
+        thread = threading.Thread(target=self._compile_for, args=(output,), daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            for thread in threads:
-                thread.join()
+            thread.join()
 
-    def _compile(self, like: jax.Array) -> None:
+    def _compile_for(self, output: Callable[[], Any]) -> None:
+        with contextlib.suppress(Exception):
+            for leaf in jax.tree.leaves(output()):
+                sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
+                if _is_narrow(leaf.dtype) and leaf.size and len(sharding.device_set) == 1:
+                    self._compile(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
+
+    def _compile(self, like: jax.ShapeDtypeStruct) -> None:
         kind = _kind(like, like)
-        if kind in self._programs:
-            return
-        struct = jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=like.sharding)
-        limits = jax.ShapeDtypeStruct((2,), "float32")
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the comparison itself will meet it, too
-            self._programs[kind] = _count.lower(struct, struct, limits, wide="float32").compile()
+        if kind not in self._programs:
+            limits = jax.ShapeDtypeStruct((2,), "float32")
+            self._programs[kind] = _count.lower(like, like, limits, wide="float32").compile()
 
     def keep(self, output: Any, on_host: Any) -> None:
         """Keeps an output on the device, to compare others with it.
@@ -120,12 +122,12 @@ class Comparer:
         return Mismatches(count, int(worst), np.asarray(mine)[()], np.asarray(its)[()])
 
 
-def _is_narrow(array: jax.Array) -> bool:
-    return jnp.issubdtype(array.dtype, jnp.floating) and array.dtype.itemsize <= 4
+def _is_narrow(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
 
 
-def _kind(got: jax.Array, wanted: jax.Array) -> Any:
-    return got.shape, got.dtype, got.sharding, wanted.dtype, wanted.sharding
+def _kind(got: Any, wanted: Any) -> Any:
+    return got.shape, got.dtype, wanted.dtype, frozenset(got.sharding.device_set | wanted.sharding.device_set)
 
 
 @jax.jit

@@ -235,7 +235,7 @@ class _Sampler:
             return False
         if not self.is_informed:
             self.least_ms = math.inf
-            self.samples = self._more(min(self.rep, _FIRST_LOOK))
+            self.samples = self._more(min(self.rep, _FIRST_LOOK if may_be_cold else _MIN_SAMPLES))
         return True
 
     def is_ruled_out(self) -> bool:

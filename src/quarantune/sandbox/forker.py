@@ -22,6 +22,7 @@ from typing import NoReturn
 from quarantune.sandbox import contain, spawning, wire, worker_program
 from quarantune.sandbox.template_messages import (
     ORDERS,
+    SPOILED,
     ChildEvent,
     Exited,
     Import,
@@ -35,6 +36,7 @@ from quarantune.sandbox.template_messages import (
     StartSweep,
     StartWorker,
     TemplateOptions,
+    WarmUp,
 )
 from quarantune.sandbox.wire import Connection
 from quarantune.sandbox.worker_program import Shared
@@ -142,6 +144,8 @@ class Forker:
         match order:
             case Open():
                 self._add(_new_client(order, fds))
+            case WarmUp():
+                self._warm_up(order)
             case StartSweep():
                 self._start_sweep(client, order, fds)
             case StartWorker():
@@ -157,6 +161,22 @@ class Forker:
             case Import():
                 spawning.import_modules(order.modules)
                 prepare_to_fork()
+
+    def _warm_up(self, order: WarmUp) -> None:
+        if self._children:
+            return  # of sweeps that began before; they would not survive the end of a process that was spoiled
+        # Threads of numerical libraries are started when these are imported, and prepared for forks.
+        before, own = _count_threads(), dict(os.environ)
+        os.environ.update(order.environ)
+        try:
+            worker_program.load().warm_up(order.task)
+        except Exception:  # every worker will meet it again
+            traceback.print_exc()
+        os.environ.clear()
+        os.environ.update(own)
+        if _count_threads() > before:
+            os._exit(SPOILED)
+        prepare_to_fork()
 
     def _start_sweep(self, client: _Client, order: StartSweep, fds: list[int]) -> None:
         def run() -> NoReturn:
@@ -324,9 +344,13 @@ def _fork_hazard() -> str | None:
 
     if jax_internals.backends_initialized():
         return "a JAX backend was initialised while the function was loaded"
-    if len(os.listdir("/proc/self/task")) > 1:
+    if _count_threads() > 1:
         return "a thread was started while the function was loaded"
     return None
+
+
+def _count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def prepare_to_fork() -> None:

@@ -6,8 +6,8 @@ import dataclasses
 import os
 from pathlib import Path
 
-_READ_AT_START = ("LD_", "PYTHON", "JAX_", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_")
-"""Prefixes of variables that the loader, Python, JAX and numerical libraries read once, at start-up.
+_READ_AT_START = ("LD_", "PYTHON", "JAX_", "XLA_", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_")
+"""Prefixes of variables that the loader, Python, JAX, its plugins and numerical libraries read once, at start-up.
 
 Every sweep gives its workers the current values of all other variables.
 """

@@ -107,7 +107,12 @@ class Prepare(BenchTask):
     """Take the device and make the arguments; answered by `Ready`.
 
     Its descriptors are the outputs to compare with.
+
+    Attributes:
+        compares: whether outputs will be compared with each other.
     """
+
+    compares: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,7 @@ class Sandbox:
         environ: Mapping[str, str] | None = None,
         modules: Sequence[str] = (),
         plugins: bool = False,
+        warm_up: Frame | None = None,
     ) -> None:
         """Prepares a sandbox; `open` starts it.
 
@@ -46,6 +47,7 @@ class Sandbox:
             environ: environment variables that all of its processes get in addition to the caller's.
             modules: modules that its workers, and this process, are known to import sooner or later.
             plugins: whether workers need JAX's plugins for devices other than the CPU.
+            warm_up: the task by which the process's template prepares for such sweeps; None for none.
         """
         self._modules = modules
         self._method = method
@@ -64,6 +66,7 @@ class Sandbox:
             arrays_fd=self._arrays_fd,
             environ=environ or {},
             loads_plugins=plugins,
+            warm_up=warm_up,
             on_lost=self._end_all_workers,
         )
         self._next_number = SWEEP + 1

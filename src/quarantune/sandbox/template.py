@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 from quarantune.host import locks
 from quarantune.sandbox import habitat, spawning, spool, wire
-from quarantune.sandbox.template_messages import Open, TemplateOptions
+from quarantune.sandbox.codec import Frame
+from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
 from quarantune.sandbox.wire import Connection
 from quarantune.values.trial import SandboxError
 
@@ -35,6 +36,7 @@ class Template:
         self.users = 0
         """Number of sandboxes that are connected to this template."""
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._warm = False
         self._sending = locks.new()  # sweeps of several threads share this connection
         with contextlib.ExitStack() as undo:
             ours, theirs = socket.socketpair()
@@ -64,6 +66,11 @@ class Template:
         return self._process.pid
 
     @property
+    def exit_status(self) -> int | None:
+        """The exit status of the process; None while it runs."""
+        return self._process.poll()
+
+    @property
     def is_alive(self) -> bool:
         """Whether the process runs."""
         return self._process.poll() is None
@@ -90,6 +97,20 @@ class Template:
         with _lock:
             self.users += 1
         return connection
+
+    def warm_up(self, task: Frame, environ: Mapping[str, str]) -> None:
+        """Has the template prepare, once, for sweeps like one that is about to begin, before it obeys the next order.
+
+        A template that warming up has made unfit for forking exits, and no later one is warmed up.
+
+        Args:
+            task: the task for the workers' program.
+            environ: the environment of the sweep's workers.
+        """
+        with self._sending, contextlib.suppress(wire.WireError):
+            if not (self._warm or _is_spoiled_by_warmth):
+                self._warm = True
+                self._connection.send_message(WarmUp(task, environ))
 
     def await_end(self) -> None:
         """Waits, within a bound, until a template whose connection broke has exited."""
@@ -133,6 +154,8 @@ def kill_marked(token: str) -> None:
 
 _lock = locks.new()
 _template: Template | None = None
+_is_spoiled_by_warmth = False
+"""Whether a template of this process could not be forked after it had warmed up."""
 _outdated: list[Template] = []
 """Templates that were replaced while a sweep still used them; closed with the last such sweep."""
 
@@ -152,6 +175,7 @@ def shared() -> Template:
             _template = None
             _close_unused()
         if _template is not None and not _template.is_alive:
+            _note_end(_template)
             _template.close()
             _template = None
         if _template is None:
@@ -169,6 +193,12 @@ def leave(template: Template) -> None:
         _close_unused()
 
 
+def _note_end(template: Template) -> None:
+    global _is_spoiled_by_warmth
+    if template.exit_status == SPOILED:
+        _is_spoiled_by_warmth = True
+
+
 def _close_unused() -> None:
     for template in [template for template in _outdated if template.users <= 0]:
         _outdated.remove(template)
@@ -181,6 +211,8 @@ def discard(template: Template) -> None:
     with _lock:
         if _template is template:
             _template = None
+            template.await_end()
+            _note_end(template)
             template.close()
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from quarantune.sandbox import spawning, spool, template, template_watch, wire
+from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.sweep_load import SweepLoad
 from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,
@@ -77,6 +78,7 @@ class TemplateLink:
         arrays_fd: int,
         environ: Mapping[str, str],
         loads_plugins: bool,
+        warm_up: Frame | None,
         on_lost: Callable[[], None],
     ) -> None:
         """Prepares a closed link.
@@ -87,6 +89,7 @@ class TemplateLink:
             arrays_fd: its arrays' bytes.
             environ: environment variables that all processes get in addition to the caller's.
             loads_plugins: whether workers need JAX's plugins for devices other than the CPU.
+            warm_up: the task by which the process's template prepares for such sweeps; None for none.
             on_lost: called when a template has died, and its workers with it, before it is replaced.
         """
         self._selector = selector
@@ -95,6 +98,7 @@ class TemplateLink:
         self._extra_environ = dict(environ)
         self._environ: dict[str, str] = {}
         self._loads_plugins = loads_plugins
+        self._warm_up = warm_up
         self._on_lost = on_lost
         self._template: template.Template | None = None
         self._used: template.Template | None = None
@@ -140,6 +144,8 @@ class TemplateLink:
             template.MARK: self._template.token,
             **self._extra_environ,
         }
+        if self._warm_up is not None:
+            self._template.warm_up(self._warm_up, self._environ)
         self._process_link = self._template.open(
             payload_fd=self._payload_fd, arrays_fd=self._arrays_fd, environ=self._environ, cwd=_cwd()
         )

@@ -30,6 +30,25 @@ class Open:
 
 
 @dataclasses.dataclass(frozen=True)
+class WarmUp:
+    """Caller to the process's template: load and make whatever the workers of later sweeps need.
+
+    A template that must not be forked afterwards exits with `SPOILED`.
+
+    Attributes:
+        task: the frame of a task for the workers' program, which templates pass on unread.
+        environ: the environment of the sweep's workers, from which plugins take their options as they are loaded.
+    """
+
+    task: Frame
+    environ: Mapping[str, str]
+
+
+SPOILED = 76
+"""The exit status of a template that warmed up and must not be forked."""
+
+
+@dataclasses.dataclass(frozen=True)
 class StartSweep:
     """Caller to template: fork a sweep's template, which loads the payload and serves the sweep's connection.
 
@@ -89,8 +108,8 @@ class Import:
     modules: tuple[str, ...]
 
 
-Order: TypeAlias = Open | StartSweep | StartWorker | Kill | Import
-ORDERS: tuple[type[Order], ...] = (Open, StartSweep, StartWorker, Kill, Import)
+Order: TypeAlias = Open | WarmUp | StartSweep | StartWorker | Kill | Import
+ORDERS: tuple[type[Order], ...] = (Open, WarmUp, StartSweep, StartWorker, Kill, Import)
 """Messages that a template receives."""
 
 

@@ -58,6 +58,9 @@ class WorkerProgram(Protocol):
     def load_call(self, payload_fd: int, cwd: str | None) -> object:
         """Loads a sweep's payload."""
 
+    def warm_up(self, task: Frame) -> None:
+        """Loads and makes, in a template, whatever a task says that workers need."""
+
     def describe_error(self, error: BaseException) -> ErrorDescription:
         """Describes an exception; never raises."""
 

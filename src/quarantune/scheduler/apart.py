@@ -7,10 +7,14 @@ from collections.abc import Collection
 from quarantune.sandbox.messages import Prepare
 from quarantune.scheduler.plan import KILL_DEADLINE_S
 from quarantune.scheduler.run import Run
-from quarantune.scheduler.workers import DeviceState, Job, Worker, WorkerState
+from quarantune.scheduler.workers import NEVER, DeviceState, Job, Worker, WorkerState
 
 _STANDBY_WORKERS = 6
 """Standby workers of a device where each takes one config, which takes less time than making one ready."""
+
+
+_MOST_FAILING = 10
+"""Where more than one in so many configs cannot be compiled, each gets a compile worker of its own."""
 
 
 class Apart:
@@ -24,8 +28,10 @@ class Apart:
         return self._run.jobs.ready
 
     def start_compiling(self, job: Job) -> None:
-        """Has a job compiled by a worker without a device."""
-        self._run.start_saving_compiler(job, None)
+        """Has a job compiled by a worker without a device: by one that has compiled others, or by a new one."""
+        between = [worker for worker in self._run.workers if worker.state is WorkerState.BETWEEN]
+        worker = next(iter(between), None) if not job.compiles_fresh else None
+        self._run.save_compiled(job, None, worker=worker)
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Takes the executable of a job from a worker, which ends by itself unless the config keeps it from ending."""
@@ -33,8 +39,26 @@ class Apart:
         job.protect_executable()
         self._run.jobs.ready.append(job)
         worker.job = None
-        worker.transition(WorkerState.LEAVING)
-        worker.deadline = self._run.clock() + KILL_DEADLINE_S
+        worker.used += 1
+        if worker.used < self._run.plan.compiles_per_worker:
+            worker.transition(WorkerState.BETWEEN)
+            worker.deadline = NEVER
+        else:
+            worker.transition(WorkerState.LEAVING)
+            worker.deadline = self._run.clock() + KILL_DEADLINE_S
+
+    def retire_compilers(self) -> None:
+        """Ends the workers that have compiled a config where no other one waits, or where too many configs fail.
+
+        A failure in a worker that compiled others before is repeated in a fresh one.
+        """
+        jobs = self._run.jobs
+        waits = jobs.pending and not jobs.pending[0].is_alone and not jobs.pending[0].compiles_fresh
+        if waits and _MOST_FAILING * jobs.failed_to_compile <= jobs.compiled:
+            return
+        for worker in self._run.workers:
+            if worker.state is WorkerState.BETWEEN:
+                self._run.workers.retire(worker)
 
     def prepare_standby(self, device: DeviceState) -> None:
         """Starts the standby workers that will be needed, since the driver takes long to make a context."""
@@ -84,7 +108,7 @@ class Apart:
     def _start_standby(self, device: DeviceState) -> None:
         run = self._run
         is_ahead = run.workers.on(device) > 0
-        task = Prepare(options=run.plan.options)
+        task = Prepare(options=run.plan.options, compares=run.reference.compares)
         worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=run.reference.fds)
         worker.is_ahead = is_ahead
         device.standby.append(worker)

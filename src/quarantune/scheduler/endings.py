@@ -71,8 +71,12 @@ class Endings:
             run.jobs.ready.appendleft(job)
         elif worker.used and outcome.is_failure:
             # An earlier config may have done something to this process: only a fresh one can tell.
-            job.needs_fresh = True
-            run.jobs.ready.appendleft(job)
+            if worker.is_compiling:
+                job.compiles_fresh = True
+                run.jobs.again(job)
+            else:
+                job.needs_fresh = True
+                run.jobs.ready.appendleft(job)
         else:
             run.jobs.finish(job, worker, verdict, worker.phase)
 

@@ -36,6 +36,8 @@ class Jobs:
         leftovers: those that another route must settle.
         programs: the programs that they lowered to.
         begun: all jobs so far.
+        compiled: how many were compiled for other workers.
+        failed_to_compile: how many could not be compiled.
     """
 
     def __init__(
@@ -54,6 +56,8 @@ class Jobs:
         self.leftovers = Leftovers({}, {})
         self.programs = programs or SamePrograms()
         self.begun: list[Job] = []
+        self.compiled = 0
+        self.failed_to_compile = 0
         self._source = source
         self._source_waits = False
         self._is_left = False
@@ -146,6 +150,7 @@ class Jobs:
             device="" if worker is None or worker.device is None else worker.device.device.name,
         )
         job.close_executable()
+        self.failed_to_compile += phase is Phase.COMPILE and outcome.is_failure
         self._settle_as(job, trial, log)
         was_slow_to_lower = job.slack_s < self._plan.compile_timeout_s / 2
         if (outcome is Outcome.LOST and self._devices) or (

@@ -175,6 +175,8 @@ class Scheduler:
                 route.prepare_standby(device)
         while bursts.may_compile():
             route.start_compiling(run.jobs.pending.popleft())
+        if isinstance(route, Apart):
+            route.retire_compilers()
         if isinstance(route, Together):
             route.warm_spare(bursts.has_room)
         for device in run.devices:

@@ -29,6 +29,7 @@ class Plan:
         slots: how many configs compile at a time.
         devices: where to measure; one lease each.
         configs_per_worker: how many configs a measuring worker may take when the halves are apart.
+        compiles_per_worker: how many configs a compile worker may take when the halves are apart.
         exclusive: whether compiling disturbs measuring, so that the two must alternate.
         parked: with `exclusive`, how many compiled configs wait, memory allowing, before a measuring burst begins.
         ahead: whether a worker is made ready for the next config while one compiles.
@@ -47,6 +48,7 @@ class Plan:
     slots: int
     devices: tuple[Device, ...]
     configs_per_worker: int
+    compiles_per_worker: int = 1
     exclusive: bool
     parked: int
     ahead: bool = False

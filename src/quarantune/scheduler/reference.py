@@ -93,6 +93,11 @@ class Reference:
         return self._awaited
 
     @property
+    def compares(self) -> bool:
+        """Whether the configs' outputs are compared with each other."""
+        return self._compares
+
+    @property
     def is_open(self) -> bool:
         """Whether outputs are compared and none is known to be right."""
         return self._compares and not self._awaited and self._standard() is None

@@ -106,6 +106,7 @@ class Replies:
 
     def _on_compiled(self, worker: Worker, job: Job, reply: Compiled) -> None:
         job.compile_s = checked_duration(reply.compile_s)
+        self._run.jobs.compiled += 1
         self._run.workers.share_modules(reply.modules)
         if not self._run.plan.compile_only:
             self._route.on_compiled(worker, job)

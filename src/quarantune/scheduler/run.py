@@ -66,8 +66,14 @@ class Run:
             is_check=self.plan.is_check,
         )
 
-    def start_saving_compiler(self, job: Job, device: DeviceState | None) -> None:
-        """Starts a compile worker that leaves the executable, unless it is for a check, in a file and ends."""
+    def save_compiled(self, job: Job, device: DeviceState | None, *, worker: Worker | None = None) -> None:
+        """Has a job compiled by a worker that leaves the executable, unless it is for a check, in a file.
+
+        Args:
+            job: the job.
+            device: the device that the worker may use; None for none.
+            worker: one that has compiled another job; None starts one.
+        """
         job.close_executable()
         if self.plan.is_check:
             task = dataclasses.replace(self.compile_task(job), last=True)
@@ -75,9 +81,18 @@ class Run:
             return
         job.executable_fd = spool.create("executable")
         task = dataclasses.replace(
-            self.compile_task(job), last=True, must_save=not self.plan.is_together, as_data=self.plan.compile_only
+            self.compile_task(job),
+            last=self.plan.compile_only or (worker.used if worker else 0) + 1 >= self.plan.compiles_per_worker,
+            must_save=not self.plan.is_together,
+            as_data=self.plan.compile_only,
         )
-        self.workers.start(task, WorkerState.COMPILING, job=job, device=device, fds=[job.executable_fd])
+        if worker is None:
+            self.workers.start(task, WorkerState.COMPILING, job=job, device=device, fds=[job.executable_fd])
+            return
+        worker.transition(WorkerState.COMPILING)
+        worker.job, worker.began, worker.peak_bytes = job, False, 0
+        worker.deadline = self.workers.startup_deadline()
+        self.workers.send(worker, task, [job.executable_fd])
 
     def assign_device(self, device: DeviceState, worker: Worker) -> None:
         """Gives a worker a device to measure its job on; from now on its time counts."""

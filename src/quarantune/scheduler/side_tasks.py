@@ -138,7 +138,8 @@ class SideTasks:
             try:
                 worker = self._start(run.devices[0], task, fds)
                 worker.side_task_s = limit_s or configs * (run.plan.compile_timeout_s + run.plan.timeout_s)
-                while run.workers.get(worker.number) is not None:
+                # A process with a device takes a third of a second to die after its reply.
+                while worker.reply is None and run.workers.get(worker.number) is not None:
                     self._step(None)
             finally:
                 for device in run.devices:

@@ -32,7 +32,7 @@ class Together:
             worker.deadline = run.workers.startup_deadline()
             run.workers.send(worker, run.compile_task(job))  # it reads the task as soon as it is ready
         elif run.plan.compile_only:
-            run.start_saving_compiler(job, run.least_used_device())
+            run.save_compiled(job, run.least_used_device())
         else:
             task, device = run.compile_task(job), run.least_used_device()
             run.workers.start(task, WorkerState.COMPILING, job=job, device=device)

@@ -48,6 +48,8 @@ class WorkerState(enum.Enum):
     """It warms up for a config that is not known yet."""
     COMPILING = enum.auto()
     """It compiles its config."""
+    BETWEEN = enum.auto()
+    """It has compiled for another worker, and may compile the next config."""
     LEAVING = enum.auto()
     """It has compiled for another worker, and ends by itself."""
     PARKED = enum.auto()
@@ -66,7 +68,8 @@ class WorkerState(enum.Enum):
 
 _MOVES = {
     WorkerState.SPARE: {WorkerState.COMPILING},
-    WorkerState.COMPILING: {WorkerState.PARKED, WorkerState.LEAVING},
+    WorkerState.COMPILING: {WorkerState.PARKED, WorkerState.BETWEEN, WorkerState.LEAVING},
+    WorkerState.BETWEEN: {WorkerState.COMPILING},
     WorkerState.LEAVING: set(),
     WorkerState.PARKED: {WorkerState.MEASURING},
     WorkerState.PREPARING: {WorkerState.IDLE},
@@ -100,6 +103,7 @@ class Job:
         slack_s: seconds of the compile deadline left after lowering.
         was_lost: whether a worker of it was lost before.
         needs_fresh: whether only a fresh worker may run it.
+        compiles_fresh: whether only a fresh worker may compile it.
         is_alone: whether it runs when no other config does, because it lacked memory beside others.
         limit_bytes: its own memory limit where that is not the plan's.
         same_program: configs that lowered to the same program, and get the outcome of this one.
@@ -114,6 +118,7 @@ class Job:
     slack_s: float = NEVER
     was_lost: bool = False
     needs_fresh: bool = False
+    compiles_fresh: bool = False
     is_alone: bool = False
     limit_bytes: int | None = None
     same_program: list[Job] = dataclasses.field(default_factory=list)
@@ -153,7 +158,7 @@ class Worker:
         was_disturbed: whether its first run is not informative after all, because it or this process was held up.
         assigned_at: the time at which it got its device.
         held_s: seconds for which it held the device before.
-        used: how many configs it has measured.
+        used: how many configs it has compiled for other workers, or measured.
         peak_bytes: the most memory that it held.
         used_bytes: the memory that it holds.
         memory_meter: measures the memory of its processes.

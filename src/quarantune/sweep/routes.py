@@ -13,13 +13,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import jax
 
 from quarantune import jax_internals
-from quarantune.devices import discovery, targets
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.measure import finals
 from quarantune.sandbox import pool, spool
-from quarantune.sandbox.messages import BenchOptions
+from quarantune.sandbox.messages import BenchOptions, CompileTarget
 from quarantune.sandbox.template_link import LoadError
 from quarantune.sandbox.template_messages import LoadFailed
 from quarantune.scheduler.loop import Scheduler
@@ -49,6 +48,8 @@ _DEVICE_PARKED = 4
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
 _CONFIGS_PER_TPU_WORKER = 1000
 """No worker can be made ready while another one owns the TPU, which takes seconds to initialise."""
+_COMPILES_PER_WORKER = 8
+"""How many configs one compile worker takes for an accelerator: the first costs it a third more CPU time than others."""
 
 
 class Routes:
@@ -64,6 +65,8 @@ class Routes:
         request: SweepRequest,
         finish: Finish,
         *,
+        devices: Sequence[Device],
+        target: CompileTarget | None,
         on_many_devices: bool,
         measures: bool,
     ) -> None:
@@ -73,6 +76,8 @@ class Routes:
             sandbox: the sandbox that workers run in.
             request: the sweep.
             finish: receives the trials.
+            devices: where to measure.
+            target: the device that workers without one compile for; None where they cannot.
             on_many_devices: whether one trial needs several devices.
             measures: whether workers measure; if not, they only compile.
         """
@@ -98,15 +103,7 @@ class Routes:
         # libtpu compiles alike with its device and without it.
         self._errors_stand = self._on_tpu
         self._is_check = request.target is not None
-        if request.target is not None:
-            self._devices, self._target = [request.target.device], request.target.for_compiling
-        else:
-            self._devices, self._target = discovery.devices_and_target(
-                request.problem.platform, request.settings, request.options.devices_per_trial
-            )
-            if self._on_tpu:
-                self._target = targets.of_tpu(self._devices[0].kind)
-            targets.remember(self._target, request.settings)
+        self._devices, self._target = devices, target
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
         """Runs configs to their outcomes, and compares the fastest in `measured`, to which their trials are added."""
@@ -294,6 +291,9 @@ class Routes:
             slots=slots,
             devices=tuple(self._devices),
             configs_per_worker=self._configs_per_worker(),
+            compiles_per_worker=1
+            if self._on_cpu or self._is_check
+            else min(_COMPILES_PER_WORKER, self._configs_per_worker()),
             exclusive=exclusive,
             parked=parked,
             # Loading the function may crash a worker, and only the trial of a config can report that.

@@ -15,9 +15,10 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.cache.keys import safe_name
-from quarantune.devices import device, discovery
+from quarantune.devices import device, discovery, targets
 from quarantune.devices.targets import Target
-from quarantune.sandbox import shortages, spool, template, wire
+from quarantune.sandbox import codec, shortages, spool, template, wire
+from quarantune.sandbox.messages import CompileTarget
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import END, SweepEvents
@@ -164,6 +165,8 @@ def _run_in_workers(
 
     problem = request.problem
     on_many_devices = max(packed.devices_needed, request.options.devices_per_trial) > 1
+    devices, target = _devices_and_target(request)
+    can_warm_up = target is not None and target.platform != "tpu" and request.target is None and not on_many_devices
     environ = discovery.sandbox_environ(problem.platform, problem.device_kind)
     if not on_many_devices:
         environ |= device.cheap_context(problem.platform, os.environ)
@@ -177,10 +180,19 @@ def _run_in_workers(
             environ=environ,
             modules=_PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else [],
             plugins=problem.platform != "cpu",
+            warm_up=codec.encode(target) if target is not None and can_warm_up else None,
         ) as sandbox,
     ):
         measures = not request.compile_only and not measures_here
-        taken = routes.Routes(sandbox, request, finish, on_many_devices=on_many_devices, measures=measures)
+        taken = routes.Routes(
+            sandbox,
+            request,
+            finish,
+            devices=devices,
+            target=target,
+            on_many_devices=on_many_devices,
+            measures=measures,
+        )
         if request.target is not None:
             taken.check(dict(configs))
             return Swept()
@@ -192,6 +204,19 @@ def _run_in_workers(
             )
             return here.run(dict(configs), measured)
         return taken.compile(dict(configs)) if request.compile_only else taken.run(dict(configs), measured)
+
+
+def _devices_and_target(request: SweepRequest) -> tuple[list[device.Device], CompileTarget | None]:
+    """Returns the devices to measure on, and the target of compile workers without one, which the cache remembers."""
+    if request.target is not None:
+        return [request.target.device], request.target.for_compiling
+    devices, target = discovery.devices_and_target(
+        request.problem.platform, request.settings, request.options.devices_per_trial
+    )
+    if request.problem.platform == "tpu":
+        target = targets.of_tpu(devices[0].kind)
+    targets.remember(target, request.settings)
+    return devices, target
 
 
 def _run_here(

@@ -119,17 +119,19 @@ class Bench:
                 self._flush.detach()
             self._flush = None
 
-    def prepare(self, references: Sequence[int] = ()) -> None:
+    def prepare(self, references: Sequence[int] = (), *, compares: bool = False) -> None:
         """Takes the device, and makes the arguments and all that comparing outputs needs, ahead of the first config.
 
         Args:
             references: descriptors of the files to compare outputs with, as for `check`.
+            compares: whether outputs will be compared with each other.
         """
-        jax.block_until_ready(self._arguments.shared())
-        self.judge.prepare(references)
-        if self._has_own_clock():
-            with contextlib.suppress(clocks.NoDeviceClockError):  # the first config meets the same error
-                self._flusher()
+        args, kwargs = jax.block_until_ready(self._arguments.shared())
+        with self.judge.comparison_compiled(args, kwargs) if compares else contextlib.nullcontext():
+            self.judge.prepare(references)
+            if self._has_own_clock():
+                with contextlib.suppress(clocks.NoDeviceClockError):  # the first config meets the same error
+                    self._flusher()
 
     def compile(
         self,
@@ -344,7 +346,9 @@ class Bench:
         near = finals.level(dict(enumerate(rounds_ms)), floor=finals.NEAR)
         if len(near) > 1 and self._has_own_clock():
             contenders = [self.clock(programs[position], is_flushed=False).take for position in near]
-            for position, samples_ms in zip(near, finals.play(contenders, floor=finals.WARM_FLOOR), strict=True):
+            for position, samples_ms in zip(
+                near, finals.play(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S), strict=True
+            ):
                 warm_ms[position] = samples_ms
         return rounds_ms, warm_ms
 

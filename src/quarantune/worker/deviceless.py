@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -45,17 +46,18 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
         The sharding that the program's arguments have on the accelerator.
     """
     jax.config.update("jax_platforms", "cpu")
-    topology = _topology(target)
+    described = topology(target)
     device = AbstractDevice(device_kind=target.device_kind, num_cores=target.num_cores, platform=target.platform)
     mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
     refuse = _refuse_devices_in_check if is_check else _refuse_devices
     backend = "tpu" if target.platform == "tpu" else "gpu"
     with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device(backend, refuse):
-        yield SingleDeviceSharding(topology.devices[0])
+        yield SingleDeviceSharding(described.devices[0])
 
 
-def _topology(target: CompileTarget) -> Any:
-    """Returns JAX's description of the accelerator; for a TPU this starts threads, so that nothing may fork after it.
+@functools.cache
+def topology(target: CompileTarget) -> Any:
+    """Returns JAX's description of the accelerator, made once; for a TPU this starts threads: nothing may fork then.
 
     Raises:
         UncheckableError: this version of JAX, or of its plugin, cannot describe the accelerator.
@@ -65,7 +67,7 @@ def _topology(target: CompileTarget) -> Any:
             for name, value in _LIBTPU_ENVIRON.items():
                 os.environ.setdefault(name, value)
             return topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
-        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the check would initialise CUDA
         return topologies.get_topology_desc(
             platform=target.platform, topology_name="", topology="1x1x1", target_config=target.config_text
         )

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,21 @@ class Judge:
             for fd in references:
                 with contextlib.suppress(Exception):
                     self._shortcut.prepare(self._expected_in(fd).output, self._tolerance)
+
+    @contextlib.contextmanager
+    def comparison_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Compiles, beside the body, the comparison of outputs with those of the function's defaults.
+
+        Args:
+            args: the call's arguments.
+            kwargs: its keyword arguments.
+        """
+        if self._shortcut is None or self._arguments.jit is None:
+            yield
+            return
+        jitted: Any = self._call.fn
+        with self._shortcut.compiled_beside(lambda: jitted.trace(*args, **kwargs).out_info):
+            yield
 
     def compute_reference(self, fd: int) -> None:
         """Writes the reference's output, and its gradients where those count, for the configs to be compared with."""
@@ -196,7 +211,7 @@ class Judge:
         Raises:
             TypeError: it cannot be pickled.
         """
-        with self._shortcut.compiled_beside(own.output) if self._shortcut is not None else contextlib.nullcontext():
+        with self._shortcut.compiled_beside(lambda: own.output) if self._shortcut else contextlib.nullcontext():
             on_host = ComparedOutput(_on_host(own.output), _on_host(own.gradients))
             spool.write(fd, pickling.dumps(on_host))
         if self._shortcut is not None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # A template imports this module, so that no worker has to.
 codec.prepare(*messages.TASKS, messages.BenchOptions, messages.CompileTarget)
 
+_NICENESS = 10
 _MESSAGE_CHARS = 4000
 _TRACEBACK_LINES = 12
 
@@ -65,6 +66,7 @@ class Worker:
         self._program: Any = None
         self._phase = Phase.LOAD
         self._has_spoken = False
+        self._is_nice = False
         self._trial: int | None = None
         self._modules = set(sys.modules)
 
@@ -103,7 +105,7 @@ class Worker:
         bench = self._bench_for(task.options)
         match task:
             case messages.Prepare():
-                bench.prepare(fds)
+                bench.prepare(fds, compares=task.compares)
                 return messages.Ready(**self._heading(), modules=self._new_modules())
             case messages.Warm():
                 with contextlib.suppress(Exception):  # the config that comes meets it again, and reports it
@@ -140,6 +142,8 @@ class Worker:
         from quarantune.worker.compiler_figures import read_figures
         from quarantune.worker.failures import NeedsDeviceError
 
+        if task.must_save:
+            self._yield_cpu()
         self._enter(Phase.COMPILE)
         self._program = bench.compile(
             dict(task.config),
@@ -155,6 +159,13 @@ class Worker:
         return messages.Compiled(
             **self._heading(), compile_s=self._program.compile_s, modules=self._new_modules(), figures=figures
         )
+
+    def _yield_cpu(self) -> None:
+        """Lets the worker that measures beside compile workers have a CPU whenever it needs one."""
+        if not self._is_nice:
+            self._is_nice = True
+            with contextlib.suppress(OSError):
+                os.nice(_NICENESS)
 
     def _measure(self, bench: Bench, task: messages.Measure, fds: list[int]) -> Reply:
         from quarantune.measure import sampling
@@ -274,6 +285,16 @@ class Worker:
         names = sorted(sys.modules.keys() - self._modules)
         self._modules = set(sys.modules)
         return tuple(names)
+
+
+def warm_up(task: Frame) -> None:
+    """Loads JAX's plugins in a template, and makes there what compiling for a device takes, once for all workers."""
+    from quarantune import jax_internals
+    from quarantune.worker import deviceless
+
+    target = codec.decode(task, messages.CompileTarget)
+    jax_internals.load_plugins()
+    deviceless.topology(target)
 
 
 def load_call(payload_fd: int, cwd: str | None) -> Call:
