@@ -588,6 +588,61 @@ def test_a_measuring_worker_takes_as_many_configs_as_it_may(configs_per_worker: 
     assert max(taken.values()) == min(configs_per_worker, 9)
 
 
+@pytest.mark.parametrize("compiles_per_worker", [1, 3, 100])
+def test_a_compile_worker_takes_as_many_configs_as_it_may(compiles_per_worker: int) -> None:
+    result = run(plan_for(Route.APART, slots=1, compiles_per_worker=compiles_per_worker), 9)
+    assert result.outcomes == ["ok"] * 9
+    taken = collections.Counter(worker.number for worker in result.given("Compile"))
+    assert max(taken.values()) == min(compiles_per_worker, 9)
+    assert len(taken) == -(-9 // compiles_per_worker)
+
+
+@pytest.mark.parametrize("ending", ["raises", "dies", "hangs"])
+def test_a_failure_in_a_used_compile_worker_is_repeated_in_a_fresh_one(ending: str) -> None:
+    def fails_where_used(worker: FakeWorker) -> list[Step] | None:
+        if worker.starts:
+            return None
+        if ending == "raises":
+            failed = worker.says("Failed", "compile", outcome="error", error="E", text="t", traceback="")
+            return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, failed)]
+        begins = (0.1, worker.says("PhaseEntered", "compile"))
+        return [begins] if ending == "hangs" else [begins, (0.1, worker.ends(-11))]
+
+    plan = plan_for(Route.APART, slots=1, compiles_per_worker=100)
+    result = run(plan, 4, when("Compile", for_config(2, fails_where_used)))
+    assert result.outcomes == ["ok"] * 4
+    tries = [worker.number for worker in result.given("Compile") if worker.trial == 2]
+    others = [worker.number for worker in result.given("Compile") if worker.trial in (0, 1)]
+    assert tries[0] in others
+    assert tries[1] not in others
+
+
+def test_compile_workers_take_one_config_each_where_many_fail() -> None:
+    def fails(worker: FakeWorker) -> list[Step] | None:
+        if int(worker.trial or 0) % 2 == 0:
+            return None
+        failed = worker.says("Failed", "compile", outcome="error", error="E", text="t", traceback="")
+        return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, failed)]
+
+    result = run(plan_for(Route.APART, slots=1, compiles_per_worker=100), 40, when("Compile", fails))
+    assert result.outcomes == ["ok", "error"] * 20
+    assert len(result.given("Compile")) < 40 + 5, "hardly any failure had to be repeated"
+
+
+def test_a_config_that_runs_alone_does_not_wait_for_idle_compile_workers() -> None:
+    def takes_memory(worker: FakeWorker) -> list[Step] | None:
+        if worker.starts:
+            return None
+        return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.ends(-9))]
+
+    sandbox_kills = iter([0, 1, *[1] * 1000])
+    plan = plan_for(Route.APART, slots=2, compiles_per_worker=100, may_exceed_alone=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quarantune.host.machine.oom_kills", lambda: next(sandbox_kills))
+        result = run(plan, 6, when("Compile", for_config(1, takes_memory)))
+    assert result.outcomes == ["ok"] * 6
+
+
 @pytest.mark.parametrize(("configs_per_worker", "shared"), [(1, ["jax.numpy"]), (100, [])])
 def test_modules_of_measuring_workers_are_shared_where_there_are_many(
     configs_per_worker: int, shared: list[str]

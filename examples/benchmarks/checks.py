@@ -73,10 +73,12 @@ def costs(fn: Any, space: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def scaled(x, passes: int = 1, sign: int = 1):
-    """Scales x back and forth, so that every config computes the same."""
-    for _ in range(passes):
-        x = x * jnp.asarray(2.0 if sign > 0 else -2.0, x.dtype) / jnp.asarray(sign * 2.0, x.dtype)
-    return x
+    """Scales x back and forth, so that all configs compute the same, in times that differ as those of kernels do."""
+
+    def back_and_forth(_, x):
+        return x * jnp.asarray(2.0 if sign > 0 else -2.0, x.dtype) / jnp.asarray(sign * 2.0, x.dtype)
+
+    return jax.lax.fori_loop(0, passes, back_and_forth, x)
 
 
 def main() -> int:

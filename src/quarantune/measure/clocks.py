@@ -178,23 +178,39 @@ def _kernels(run: _Run, count: int, *, detaches: bool = False) -> list[list[tupl
         _, timings = cupti.measure(run, aggregate=False, iterations=count)()
     except RuntimeError as error:
         raise NoDeviceClockError(str(error)) from error
+    finally:
+        run.release()
     if timings is None:
         return [[]] * count
     return [timings] if count == 1 else timings
 
 
 class _Run(jax.stages.Wrapped):
-    """A flush and a run, in the form of the jitted function that the profiler requires."""
+    """A flush and a run, in the form of the jitted function that the profiler requires.
+
+    The profiler keeps the results of all runs until the last one has ended, which may be more than the device's memory
+    holds. It gets a stand-in for them, and each run's outputs are free before the next run needs memory.
+    """
 
     def __init__(self, dispatch: Callable[[], object], flush: Callable[[], object] | None) -> None:
         self._dispatch = dispatch
         self._flush = flush
+        self._outputs: object = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._outputs = None
         flushed = None if self._flush is None else self._flush()
-        outputs = self._dispatch()
+        self._outputs = self._dispatch()
         del flushed  # one flush's buffer is free before the next needs it
-        return outputs
+        return self
+
+    def block_until_ready(self) -> None:
+        """Waits for the latest run, and so, in the order of the device, for all."""
+        jax.block_until_ready(self._outputs)
+
+    def release(self) -> None:
+        """Frees the latest outputs."""
+        self._outputs = None
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError

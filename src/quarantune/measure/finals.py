@@ -16,6 +16,8 @@ MOST_FINALISTS = 8
 """The number of finalists where the machine was busy, which makes the times that they are chosen by less reliable."""
 _CONTENDER = 1.5
 """A config this many times slower than the fastest is not in the final."""
+_EXACT_CONTENDER = 1.15
+"""The same where a device's own clock, which no other process disturbs, took the times."""
 _BUSY_NOISE = 1.5
 """Where the longest sample of a typical config is this many times its fastest, the machine was busy."""
 _FEW_SAMPLES = 4
@@ -68,7 +70,8 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     if not ranked:
         return []
     fastest_ms = trials[ranked[0]].level_ms or 0.0
-    close = [index for index in ranked if (trials[index].level_ms or 0.0) <= _CONTENDER * fastest_ms]
+    contender = _EXACT_CONTENDER if trials[ranked[0]].clock == "device" else _CONTENDER
+    close = [index for index in ranked if (trials[index].level_ms or 0.0) <= contender * fastest_ms]
     if (noise := _noise(trials)) < _BUSY_NOISE:
         return close[:count]
     again = sorted(_ruled_out_by_few(trials, noise * fastest_ms), key=lambda index: trials[index].level_ms or 0.0)

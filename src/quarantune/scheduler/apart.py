@@ -40,7 +40,7 @@ class Apart:
         self._run.jobs.ready.append(job)
         worker.job = None
         worker.used += 1
-        if worker.used < self._run.plan.compiles_per_worker:
+        if self._may_compile_more(worker):
             worker.transition(WorkerState.BETWEEN)
             worker.deadline = NEVER
         else:
@@ -48,17 +48,19 @@ class Apart:
             worker.deadline = self._run.clock() + KILL_DEADLINE_S
 
     def retire_compilers(self) -> None:
-        """Ends the workers that have compiled a config where no other one waits, or where too many configs fail.
-
-        A failure in a worker that compiled others before is repeated in a fresh one.
-        """
-        jobs = self._run.jobs
-        waits = jobs.pending and not jobs.pending[0].is_alone and not jobs.pending[0].compiles_fresh
-        if waits and _MOST_FAILING * jobs.failed_to_compile <= jobs.compiled:
+        """Ends the workers that have compiled a config and have no other to compile."""
+        pending = self._run.jobs.pending
+        if pending and not pending[0].is_alone and not pending[0].compiles_fresh:
             return
         for worker in self._run.workers:
             if worker.state is WorkerState.BETWEEN:
                 self._run.workers.retire(worker)
+
+    def _may_compile_more(self, worker: Worker) -> bool:
+        """Returns whether a compile worker may take another config: failures in used workers must be repeated."""
+        jobs = self._run.jobs
+        few_fail = _MOST_FAILING * jobs.failed_to_compile <= jobs.compiled
+        return worker.used < self._run.plan.compiles_per_worker and few_fail
 
     def prepare_standby(self, device: DeviceState) -> None:
         """Starts the standby workers that will be needed, since the driver takes long to make a context."""

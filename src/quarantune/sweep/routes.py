@@ -49,7 +49,7 @@ _CONFIGS_PER_ACCELERATOR_WORKER = 32
 _CONFIGS_PER_TPU_WORKER = 1000
 """No worker can be made ready while another one owns the TPU, which takes seconds to initialise."""
 _COMPILES_PER_WORKER = 8
-"""How many configs one compile worker takes for an accelerator: the first costs it a third more CPU time than others."""
+"""How many configs one compile worker takes for an accelerator: the first takes a third more CPU time than others."""
 
 
 class Routes:
@@ -291,9 +291,7 @@ class Routes:
             slots=slots,
             devices=tuple(self._devices),
             configs_per_worker=self._configs_per_worker(),
-            compiles_per_worker=1
-            if self._on_cpu or self._is_check
-            else min(_COMPILES_PER_WORKER, self._configs_per_worker()),
+            compiles_per_worker=self._compiles_per_worker(),
             exclusive=exclusive,
             parked=parked,
             # Loading the function may crash a worker, and only the trial of a config can report that.
@@ -321,6 +319,9 @@ class Routes:
         self._schedulers.callback(self._scheduler.close)
         self._schedulers.callback(self._scheduler.free_devices)
         return self._scheduler
+
+    def _compiles_per_worker(self) -> int:
+        return 1 if self._on_cpu or self._is_check else min(_COMPILES_PER_WORKER, self._configs_per_worker())
 
     def _configs_per_worker(self) -> int:
         if self._limits.configs_per_worker is not None:
