@@ -545,3 +545,30 @@ def test_a_final_survives_impossible_samples() -> None:
 def test_a_final_without_any_plausible_sample_is_an_error() -> None:
     with pytest.raises(ValueError, match="no plausible sample"):
         finals.play([Sampler(itertools.repeat(1.0)), Sampler(itertools.repeat(math.nan))])
+
+
+def test_the_profiler_holds_the_outputs_of_one_run_at_a_time() -> None:
+    alive: weakref.WeakSet[jax.Array] = weakref.WeakSet()
+
+    def dispatch() -> jax.Array:
+        assert not alive, "the outputs of the run before take no memory any more"
+        output = jnp.arange(4) + 1
+        alive.add(output)
+        return output
+
+    run = clocks._Run(dispatch, flush=lambda: jnp.zeros(8))
+    results = [run() for _ in range(5)]  # as the profiler does it
+    assert len(jax.block_until_ready(results)) == 5
+    assert len(alive) == 1
+    run.release()
+    assert not alive
+
+
+def test_finalists_by_a_devices_clock_are_close_to_the_fastest() -> None:
+    times_ms = [1.0, 1.1, 1.2, 1.4]
+    for clock, expected in (("device", [0, 1]), ("wall", [0, 1, 2, 3])):
+        trials = {
+            index: Trial(config={"n": index}, outcome=Outcome.OK, time_ms=ms, samples_ms=(ms, ms), clock=clock)
+            for index, ms in enumerate(times_ms)
+        }
+        assert finals.finalists(trials) == expected
