@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
