@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -226,6 +227,14 @@ def test_known_trials_count_and_are_not_tried_again() -> None:
     assert list(search.take(10)) == [4, 5]
 
 
+def test_configs_known_to_fail_are_told_and_neither_tried_nor_counted() -> None:
+    failures = {0: trial(SPACE[0], None, Outcome.ERROR)}
+    search = searching(limits(max_trials=2), failures=failures)
+    taken = search.take(5)
+    assert list(taken) == [1, 2]
+    assert not searching(limits(), failures=failures).is_closed
+
+
 def test_when_the_time_is_over_a_search_goes_on_only_until_something_works() -> None:
     now = 0.0
     search = searching(limits(time_budget_s=5.0), clock=lambda: now, trial_s=10.0)
@@ -349,6 +358,7 @@ def test_large_grids_are_not_listed_and_small_ones_are() -> None:
     assert len(large) == 100_000
     assert len(grid.examples(large)) == 50
     assert Space(large.axes).find(large[4321]) == 4321
+    assert grid.expand(pickle.loads(pickle.dumps(large)), fn_name="f", parameters=None)[4321] == large[4321]
 
 
 # Similar problems

@@ -89,6 +89,8 @@ def expand(configs: Any, *, fn_name: str, parameters: inspect.Signature | None) 
         TypeError: the configs are not of these forms, or hold something that is no config value.
         ValueError: there are none, far too many, or their keys differ.
     """
+    if isinstance(configs, Grid):
+        return configs
     if isinstance(configs, Mapping) and configs:
         axes = config_space.axes(configs, fn_name=fn_name)
         size = math.prod(map(len, axes.values()))
