@@ -16,7 +16,7 @@ import functools, os, sys
 import jax, numpy as np
 import quarantune
 
-@quarantune.autotune({"n": [1, 2]}, rep=1, name="kernel")
+@quarantune.autotune({"n": [2]}, rep=1, name="kernel", ref_fn=None)
 @functools.partial(jax.jit, static_argnames=["n"])
 def kernel(x, n: int = 1):
     if n != 2:  # the default fails, so that a result proves that it was tuned

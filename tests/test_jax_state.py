@@ -156,17 +156,17 @@ def test_a_worker_ignores_options_that_it_does_not_know(tmp_path: Path) -> None:
 
         config.string_flag("an_option_of_the_script", "x")  # nothing in a worker registers it
 
-        @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
+        @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
         @jax.jit(static_argnames=["n"])
         def plain(x, n: int = 1):
             return x * n
 
         import registering
 
-        @quarantune.autotune({"n": [1, 2]}, rep=1, ref_fn=None)
+        @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
         @jax.jit(static_argnames=["n"])
         def imports_it(x, n: int = 1):
-            if n == 2 and jax.config.values[registering.__name__ and "a_late_option"] != "changed":
+            if jax.config.values[registering.__name__ and "a_late_option"] != "changed":
                 raise ValueError(jax.config.values["a_late_option"])
             return x * n
 
@@ -177,7 +177,7 @@ def test_a_worker_ignores_options_that_it_does_not_know(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    assert told.splitlines() == ["[False, False]"] * 2
+    assert told.splitlines() == ["[False]"] * 2
 
 
 @pytest.mark.slow
