@@ -201,8 +201,9 @@ class Member:
 
     def _settle(self, last: Answer, *, may_tune: bool) -> Steps[Answer]:
         attempt, since, before = 0, self._clock(), ""
+        claim: str | None = None
         while (answer := (yield from self.read())) is None:
-            claim = yield Read(f"{self._topic}/claim/{attempt}")
+            claim = claim or (yield Read(f"{self._topic}/claim/{attempt}"))
             if (state := f"{attempt} {claim}") != before:
                 since, before = self._clock(), state
             waited_s = self._clock() - since
@@ -218,7 +219,7 @@ class Member:
                     return (yield from self.offer(last))
                 yield Wait(None, waited_s, GRACE_S)
             elif (yield Read(f"{self._topic}/out/{claim}")) is not None:
-                attempt += 1
+                attempt, claim = attempt + 1, None
             elif waited_s > self._deadline_s:
                 return (yield from self.offer(Answer(config=None, rank=int(claim), source=Source.LATE)))
             else:
