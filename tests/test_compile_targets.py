@@ -133,7 +133,7 @@ def test_misdeeds_of_configs_for_a_tpu_are_contained_and_named() -> None:
             lambda x, space: configs,
             X,
             target="v5e",
-            memory_limit="1GB",
+            memory_limit="300MB",
             space=space,
         )
     assert ends(report) == ["ok", "error", "crashed", "oom", "crashed"], report.table()
