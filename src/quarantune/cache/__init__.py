@@ -4,7 +4,7 @@ from quarantune.cache.claims import Claim, Holder, wait
 from quarantune.cache.errors import CacheWarning, CacheWriteError, report_once
 from quarantune.cache.exchange import CacheDiff, CacheKey, EntryPair, MergeReport
 from quarantune.cache.fingerprint import Fingerprint, fingerprint
-from quarantune.cache.journal import Journal, remember_trouble, troublesome
+from quarantune.cache.journal import Journal, conclusions, remember_trouble, troublesome
 from quarantune.cache.keys import canonical_json, plain, safe_name, short_hash
 from quarantune.cache.store import SCHEMA, Contents, Entry, Store
 from quarantune.cache.tuning_cache import CacheRecord, TuningCache
@@ -27,6 +27,7 @@ __all__ = [
     "Store",
     "TuningCache",
     "canonical_json",
+    "conclusions",
     "fingerprint",
     "plain",
     "remember_trouble",

@@ -31,7 +31,7 @@ class Journal:
     that would slow down every trial, and after a crash of the machine only a few trials are measured again.
     """
 
-    def __init__(self, directory: Path, name: str, device: str, key: str) -> None:
+    def __init__(self, directory: Path, name: str, device: str, key: str, *, suffix: str = ".jsonl") -> None:
         """Names a journal; the disk is not touched until the first `append`.
 
         Args:
@@ -39,8 +39,10 @@ class Journal:
             name: the function.
             device: the kind of device.
             key: the key of the problem.
+            suffix: the end of its files' names.
         """
         self.directory = trials_directory(directory, name)
+        self._suffix = suffix
         self._stem = problem_hash(device, key)
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -59,7 +61,7 @@ class Journal:
         except (TypeError, ValueError):
             plainer = plain(record, finite_only=False)
             text = json.dumps(plainer, separators=(",", ":"), allow_nan=False).encode("ascii")
-        path = self.directory / f"{self._stem}.{this_host()}.jsonl"
+        path = self.directory / f"{self._stem}.{this_host()}{self._suffix}"
         try:
             _append_line(path, b"%08x %b\n" % (zlib.crc32(text), text))
         except OSError as error:
@@ -88,7 +90,7 @@ class Journal:
 
     def _files(self) -> list[Path]:
         with contextlib.suppress(OSError):
-            return sorted(self.directory.glob(f"{self._stem}.*.jsonl"))
+            return sorted(self.directory.glob(f"{self._stem}.*{self._suffix}"))
         return []
 
 
@@ -110,6 +112,14 @@ def compile_failures(directory: Path, name: str, device: str, key: str) -> Journ
     return Journal(directory, name, device, canonical_json(["failed to compile", key]))
 
 
+def conclusions(directory: Path, name: str, device: str, key: str) -> Journal:
+    """Returns the journal of how the sweeps of one problem ended: its finalists, as they were timed in turn.
+
+    It is read for reports only. A journal of trials holds their first measurements.
+    """
+    return Journal(directory, name, device, key, suffix=".final")
+
+
 def discard_all(directory: Path, name: str) -> None:
     """Removes all journals of a function, those of troublesome configs and of failed compilations included.
 
@@ -117,7 +127,7 @@ def discard_all(directory: Path, name: str) -> None:
         CacheWriteError: one could not be removed; the message says why.
     """
     folder = trials_directory(directory, name)
-    _remove(sorted([*folder.glob("*.jsonl"), *folder.glob("*.failed")]))
+    _remove(sorted(path for suffix in ("jsonl", "failed", "final") for path in folder.glob(f"*.{suffix}")))
 
 
 def remember_trouble(directory: Path, name: str, device: str, config: Mapping[str, Any], outcome: str) -> None:

@@ -140,6 +140,7 @@ class TuningCache:
         on_disk = self._store.delete(*problem)
         journal.Journal(self.directory, *problem).discard()
         journal.compile_failures(self.directory, *problem).discard()
+        journal.conclusions(self.directory, *problem).discard()
         return known or on_disk
 
     def keys(self) -> list[CacheKey]:

@@ -38,7 +38,9 @@ def call_result(
         searched: how thorough the search was.
     """
     call = keyed.call
+    default = call.default_index
     return TuningResult(
+        name=call.name,
         best_config=config,
         time_ms=times.best_ms,
         trials=trials,
@@ -46,6 +48,7 @@ def call_result(
         device=keyed.key.device,
         from_cache=from_cache,
         tie=tie,
+        default_config=None if default is None else call.configs[default],
         default_time_ms=times.default_ms,
         stopped=searched.stopped,
         seen=searched.seen,

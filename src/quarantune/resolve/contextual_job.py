@@ -351,7 +351,7 @@ class ContextualJob(TuningJob):
             configs = source.take(1)
 
         def on_trial(index: int, trial: Trial) -> None:
-            trials[index] = dataclasses.replace(trial, config=dict(shown[index]))
+            trials[index] = dataclasses.replace(trial, config=dict(shown[index]), ended_s=time.time())
             self._refresh_claim()
             progress.step(trials[index])
 

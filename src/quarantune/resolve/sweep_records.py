@@ -44,6 +44,7 @@ class SweepRecords:
         self._settings = settings
         self._limits = limits
         self._journal = Journal(settings.cache_dir, self._name, self._key.device, self._key.text)
+        self._conclusions = cache.conclusions(settings.cache_dir, self._name, self._key.device, self._key.text)
         self._compile_failures = CompileFailures(keyed, settings.cache_dir, limits, also=settings.cache_path)
         self._suspects = Suspects()
         self._unsaved: CacheWriteError | None = None
@@ -80,6 +81,7 @@ class SweepRecords:
         """Removes the journal."""
         with self.saving():
             self._journal.discard()
+            self._conclusions.discard()
 
     def append(self, trial: Trial, *, was_troubled: bool) -> None:
         """Records a trial.
@@ -101,6 +103,29 @@ class SweepRecords:
                 cache.remember_trouble(
                     self.directory, self._name, self._key.device, encode(trial.config), trial.outcome.value
                 )
+
+    def append_conclusion(
+        self, finalists: Sequence[Trial], *, best: Config, tie: Sequence[Config], default: Config | None
+    ) -> None:
+        """Records how the sweep ended, for reports.
+
+        Args:
+            finalists: the trials of the configs that were timed in turn, with the times of the final.
+            best: the winner.
+            tie: the configs that the noise cannot tell from it.
+            default: the config that equals the function's own defaults, if there is one.
+        """
+        if self.directory is None or not finalists:
+            return
+        with self.saving():
+            self._conclusions.append(
+                {
+                    "finalists": [trial.to_json() for trial in finalists],
+                    "best": encode(best),
+                    "tie": encode(tuple(tie)),
+                    "default": None if default is None else encode(default),
+                }
+            )
 
     def troubled(self, positions: Positions) -> set[int]:
         """Returns the configs that crashed or hung for this function on this device, whatever the shapes.

@@ -283,6 +283,7 @@ class TuningJob:
         """Runs configs, and those that a search asks after them."""
 
         def on_trial(index: int, trial: Trial) -> None:
+            trial = dataclasses.replace(trial, ended_s=time.time())
             self._trials[index] = trial
             self._record(index, trial)
             progress.step(trial)
@@ -358,6 +359,12 @@ class TuningJob:
         trials = self._all_trials()
         best, tie = self._trials[verdict.winner], tuple(self._trials[index].config for index in verdict.tie)
         self._log_winner(best, tie, usable)
+        self._records.append_conclusion(
+            [self._trials[index] for index in swept.final.rounds_ms],
+            best=best.config,
+            tie=tie,
+            default=None if default is None else self._configs[default],
+        )
         assert best.time_ms is not None
         defaults = None if default is None else self._trials.get(default)
         times = Times(best.time_ms, swept.default_time_ms if defaults is None else defaults.time_ms)

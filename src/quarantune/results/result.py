@@ -45,11 +45,13 @@ class TuningResult:
         time_ms: its median time in milliseconds.
         trials: the trial of every config, in their order; of a search, the trial of every config that it asked, in the
             order of their ends; empty for a result from the cache.
+        name: the function's name in the cache; empty for a result that an earlier version saved.
         key: the problem's key in the cache.
         device: the kind of device it was tuned on.
         from_cache: whether it was found in the cache and not measured now; `"nearest"` for the config of another call
             that stands in for one that was never tuned, whose time is not known (NaN).
         tie: the configs that the noise cannot tell from the best, without the best.
+        default_config: the config that equals the function's own defaults; None where there is none.
         default_time_ms: the time of the function with its own defaults, in milliseconds; None where it is not known.
         stopped: why the search ended: `exhausted`, `max_trials`, `time_budget` or `patience`; empty where that is not
             known.
@@ -68,7 +70,9 @@ class TuningResult:
     key: str
     device: str
     from_cache: FromCache = False
+    name: str = ""
     tie: tuple[Config, ...] = ()
+    default_config: Config | None = None
     default_time_ms: float | None = None
     stopped: str = ""
     seen: int | None = None
@@ -168,8 +172,10 @@ class TuningResult:
             (folder / _WINNER).unlink(missing_ok=True)
         about = {
             "schema": _SCHEMA,
+            "name": self.name,
             "best_config": encode(self.best_config),
             "time_ms": None if math.isnan(self.time_ms) else self.time_ms,
+            "default_config": encode(self.default_config),
             "default_time_ms": self.default_time_ms,
             "device": self.device,
             "versions": self.versions,
@@ -205,8 +211,11 @@ class TuningResult:
         folder = Path(directory)
         about = _read_json(folder / _JSON)
         try:
+            default = about.get("default_config")
             loaded = cls(
+                name=str(about.get("name", "")),
                 best_config=restore(about["best_config"], {}),
+                default_config=None if default is None else restore(default, {}),
                 time_ms=math.nan if about["time_ms"] is None else float(about["time_ms"]),
                 default_time_ms=None if about.get("default_time_ms") is None else float(about["default_time_ms"]),
                 stopped=str(about.get("stopped", "")),
@@ -258,6 +267,7 @@ class TuningResult:
             best_config=best,
             trials=tuple(dataclasses.replace(trial, config=restore(trial.config, values)) for trial in self.trials),
             tie=tuple(restore(config, values) for config in self.tie),
+            default_config=None if self.default_config is None else restore(self.default_config, values),
             fn=fn,
             executable=executable,
             call=call,

@@ -93,6 +93,7 @@ class Trial:
         route: which processes ran it; None where it never started.
         device: the device it was measured on, as `cuda:0`; empty where it was not measured.
         clock: the clock that timed it: `device`, `queued` or `wall`; empty where it was not timed.
+        ended_s: when it ended, in seconds of Unix time; None where that was not noted.
         figures: the compiler's figures, where the config was only compiled; no file keeps them.
     """
 
@@ -109,6 +110,7 @@ class Trial:
     route: Route | None = None
     device: str = ""
     clock: str = ""
+    ended_s: float | None = dataclasses.field(default=None, compare=False)
     figures: CompilerFigures | None = None
 
     def to_json(self) -> JsonObject:
@@ -153,6 +155,7 @@ class Trial:
             route=None if route is None else Route(route),
             device=data.get("device", ""),
             clock=data.get("clock", ""),
+            ended_s=data.get("ended_s"),
         )
 
 
@@ -175,11 +178,12 @@ def _check_types(data: Mapping[str, Any]) -> None:
         "route": (str, type(None)),
         "device": (str,),
         "clock": (str,),
+        "ended_s": (int, float, type(None)),
     }
     for name, accepted in types.items():
         if name in data and (not isinstance(data[name], accepted) or isinstance(data[name], bool)):
             raise TypeError(f"its {name} is of type {type(data[name]).__name__}")
-    for name in ("compile_s", "peak_memory_bytes"):
+    for name in ("compile_s", "peak_memory_bytes", "ended_s"):
         if (value := data.get(name)) is not None and not 0 <= value < _LARGEST_NUMBER:
             raise ValueError(f"its {name} is out of range")
     if data.get("clock", "") not in _CLOCKS:
