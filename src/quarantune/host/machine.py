@@ -30,7 +30,7 @@ def compile_slots(*, utilization: float, count: int, max_count: int, root: Path 
         root: the root of the file system; another one in tests.
     """
     available = available_cpus(root=root)
-    wanted = count if count > 0 else max(1, int(available * utilization))
+    wanted = count if count > 0 else max(1, round(available * utilization))
     return min(wanted, available, max_count if max_count > 0 else available)
 
 
