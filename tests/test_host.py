@@ -110,6 +110,7 @@ def test_a_process_pinned_to_one_core_has_one() -> None:
     ("utilization", "count", "max_count", "expected"),
     [
         (0.9, -1, -1, 7),
+        (0.95, -1, -1, 8),
         (0.01, -1, -1, 1),
         (1.0, -1, 3, 3),
         (0.9, 5, -1, 5),
