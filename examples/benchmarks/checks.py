@@ -99,7 +99,8 @@ def main() -> int:
             free, compared, ran = costs(fn, space, args, kwargs)
             share = min(compared) / min(free) - 1
             print(
-                f"{name}: {ran} configs, {min(free):.2f} s without the comparison, {min(compared):.2f} s with it: {share:+.1%}"
+                f"{name}: {ran} configs, {min(free):.2f} s without the comparison, "
+                f"{min(compared):.2f} s with it: {share:+.1%}"
             )
             exceeded += share > MOST_SHARE
     else:
