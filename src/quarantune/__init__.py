@@ -4,51 +4,67 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from quarantune._version import __version__
-from quarantune.api.autotune import Autotuned, autotune
-from quarantune.api.compile_check import compile_check
-from quarantune.api.contextual import Contextual, contextual_autotune
-from quarantune.api.tuner import AutoTuner, compile_configs
-from quarantune.results.contextual_result import ContextualResult, KernelChoice
-from quarantune.results.result import SavedResultError, TuningResult
-from quarantune.sweep.sweep_inputs import set_autotune_inputs
-from quarantune.values.config_space import grid
-from quarantune.values.search_choice import Search
-from quarantune.values.settings import settings
-from quarantune.values.trial import (
-    CacheMissError,
-    Outcome,
-    Phase,
-    ReferenceFailedError,
-    Route,
-    SandboxError,
-    Trial,
-    TuningFailedError,
-)
 
 if TYPE_CHECKING:
+    from quarantune.api.autotune import Autotuned, autotune
+    from quarantune.api.compile_check import compile_check
+    from quarantune.api.contextual import Contextual, contextual_autotune
+    from quarantune.api.tuner import AutoTuner, compile_configs
     from quarantune.cache import CacheWarning, CacheWriteError, TuningCache
     from quarantune.devices.targets import Target, targets
     from quarantune.metrics import KernelMetrics, compute_elementwise_metrics, compute_gemm_metrics
     from quarantune.results.compile_report import CompileReport
+    from quarantune.results.contextual_result import ContextualResult, KernelChoice
     from quarantune.results.replay import ReplayResult, replay
+    from quarantune.results.result import SavedResultError, TuningResult
     from quarantune.spaces import filter_valid_configs, generate_configs, get_default_config
+    from quarantune.sweep.sweep_inputs import set_autotune_inputs
+    from quarantune.values.config_space import grid
+    from quarantune.values.search_choice import Search
+    from quarantune.values.settings import settings
+    from quarantune.values.trial import (
+        CacheMissError,
+        Outcome,
+        Phase,
+        ReferenceFailedError,
+        Route,
+        SandboxError,
+        Trial,
+        TuningFailedError,
+    )
 
-_LAZY = {
-    "CacheWarning": "cache",
-    "CacheWriteError": "cache",
-    "CompileReport": "results.compile_report",
-    "TuningCache": "cache",
-    "KernelMetrics": "metrics",
-    "ReplayResult": "results.replay",
-    "compute_elementwise_metrics": "metrics",
-    "compute_gemm_metrics": "metrics",
-    "filter_valid_configs": "spaces",
-    "generate_configs": "spaces",
-    "get_default_config": "spaces",
-    "replay": "results.replay",
-    "targets": "devices.targets",
+_NAMES = {
+    "api.autotune": ("Autotuned", "autotune"),
+    "api.compile_check": ("compile_check",),
+    "api.contextual": ("Contextual", "contextual_autotune"),
+    "api.tuner": ("AutoTuner", "compile_configs"),
+    "cache": ("CacheWarning", "CacheWriteError", "TuningCache"),
+    "devices.targets": ("Target", "targets"),
+    "metrics": ("KernelMetrics", "compute_elementwise_metrics", "compute_gemm_metrics"),
+    "results.compile_report": ("CompileReport",),
+    "results.contextual_result": ("ContextualResult", "KernelChoice"),
+    "results.replay": ("ReplayResult", "replay"),
+    "results.result": ("SavedResultError", "TuningResult"),
+    "spaces": ("filter_valid_configs", "generate_configs", "get_default_config"),
+    "sweep.sweep_inputs": ("set_autotune_inputs",),
+    "values.config_space": ("grid",),
+    "values.search_choice": ("Search",),
+    "values.settings": ("settings",),
+    "values.trial": (
+        "CacheMissError",
+        "Outcome",
+        "Phase",
+        "ReferenceFailedError",
+        "Route",
+        "SandboxError",
+        "Trial",
+        "TuningFailedError",
+    ),
 }
-"""The modules of names that are imported on first use, which keeps the import of this package quick."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+"""The modules of all names. Each is imported with the first use of a name in it, so that a command that needs no JAX
+does not wait for it."""
+_PUBLIC_MODULES = ("cache", "metrics", "spaces")
 
 __all__ = [
     "AutoTuner",
@@ -93,6 +109,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"quarantune.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _PUBLIC_MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,7 +11,6 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from quarantune import jax_internals
 from quarantune.cache import described, reach
 from quarantune.cache.keys import canonical_json, short_hash
 
@@ -184,6 +183,9 @@ class _Walk:
 
     def _visit_rules(self, value: Any) -> None:
         """Visits the user's own rules of a function, such as its derivative, in whatever is wrapped around it."""
+        # Not imported above: a program that only reads the cache does not need JAX.
+        from quarantune import jax_internals
+
         for _ in range(described.MOST_LAYERS):
             rules = {} if id(value) in self._seen else jax_internals.custom_rules(value)
             owner = ""
