@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -365,11 +366,13 @@ def test_the_table_shows_each_kernels_winner_and_the_total_gain() -> None:
     result = both.tune(X)
     table = result.table()
     assert max(map(len, table.splitlines())) <= 80
-    sections = table.split("\n\n")
+    sections = re.split(r"\n\n(?=two|the whole)", table)
     assert [section.splitlines()[0] for section in sections[:2]] == ["one", "two"]
     assert all(section.count("\n*  1") == 1 for section in sections[:2])
     assert sections[2].startswith("the whole function: ")
     assert "with every kernel's first config" in sections[2]
+    assert "against the whole function with every kernel's first config" in " ".join(sections[0].split())
+    assert "one: ms=1; two: ms=1" in repr(result)
     assert both.lookup(X) == {(choice.name, choice.key): choice.config for choice in result.kernels}
     assert np.array_equal(result.fn(X), X)
 

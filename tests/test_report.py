@@ -1,11 +1,21 @@
-"""Tables and messages: no config and no message can garble a terminal or break print."""
+"""Tables, exports and messages: sorted and explained, and no config or message garbles a terminal or breaks print."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import html.parser
 import io
+import re
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+from quarantune import TuningResult
 from quarantune.results import report
-from quarantune.values.trial import Outcome, Trial
+from quarantune.results.standing import Standing
+from quarantune.values.trial import Outcome, Phase, Trial
 
 CLEAR = "\x1b[2J\x1b]0;title\x07"
 
@@ -21,6 +31,171 @@ def hostile() -> list[Trial]:
         Trial(config={"mode": (CLEAR, {"\x1b": "\r"})}, outcome=Outcome.CRASHED, message="\x00"),
         Trial(config={"mode": "naïve ✓"}, outcome=Outcome.OK, time_ms=1.0),
     ]
+
+
+def trial(n: int, outcome: str = "ok", time_ms: float | None = None, message: str = "", **rest: Any) -> Trial:
+    phase = Phase.COMPILE if outcome == "error" else Phase.MEASURE
+    return Trial(config={"n": n}, outcome=Outcome(outcome), time_ms=time_ms, message=message, phase=phase, **rest)
+
+
+def result_of(*trials: Trial, best: int = 1, **rest: Any) -> TuningResult:
+    won = next(trial for trial in trials if trial.config == {"n": best})
+    assert won.time_ms is not None
+    return TuningResult(
+        best_config=won.config, time_ms=won.time_ms, trials=trials, key="{}", device="H200", fn=print, **rest
+    )
+
+
+def first_words(table: str) -> list[list[str]]:
+    return [line.split()[:4] for line in table.split("\n\n")[0].splitlines()[1:]]
+
+
+SWEEP = [
+    trial(4, "slow", 30.0, "at best 23.8 ms, where another config takes 2.5", own_ms=23.8, samples_ms=(23.8, 36.2)),
+    trial(8, "error", message="ValueError: 300 KiB of 227 KiB"),
+    trial(2, time_ms=7.75, samples_ms=(7.75,)),
+    trial(1, time_ms=2.5, samples_ms=(2.5,)),
+    trial(3, time_ms=25.0, samples_ms=(25.0,)),
+    trial(9, "error", message="ValueError: 600 KiB of 227 KiB"),
+    trial(7, "timeout", message="no end within 5 s " * 12),
+]
+
+
+def test_a_table_is_sorted_by_time_and_compared_with_the_defaults() -> None:
+    result = result_of(*SWEEP, default_time_ms=7.75, default_config={"n": 2})
+    assert first_words(result.table(width=100)) == [
+        ["*", "1", "ok", "2.5"],
+        ["2", "ok", "7.75", "defaults"],
+        ["4", "slow", ">", "23.8"],
+        ["3", "ok", "25", "0.31x"],
+        ["8", "error", "[1]"],
+        ["9", "error", "[1]"],
+        ["7", "timeout", "[2]"],
+    ]
+    assert "3.1x" in result.table(width=100).splitlines()[1]
+
+
+def test_reasons_are_whole_below_the_table_and_cover_many_configs() -> None:
+    result = result_of(*SWEEP, default_time_ms=7.75, default_config={"n": 2})
+    for width in (40, 60, 200):
+        table = result.table(width=width)
+        assert max(map(len, table.splitlines())) <= width
+        notes = " ".join(table.split("\n\n")[1].split())
+        assert "* n=1 is the fastest; the next, n=2, takes 210% longer" in notes
+        assert "> even the fastest run took so long, so the config was stopped early" in notes
+        assert "[1] error (compile), 2 configs, for n=8: ValueError: 300 KiB of 227 KiB" in notes
+        assert f"[2] timeout (measure): {('no end within 5 s ' * 12).strip()}" in notes
+        assert "..." not in table
+        assert "at best" not in table
+
+
+@pytest.mark.parametrize(
+    ("best", "tie", "default", "expected"),
+    [
+        (1, (2,), 3, "* n=1 is as fast as n=2 (=) as far as the noise tells, and has the lowest time"),
+        (2, (1,), 2, "* n=2 is as fast as n=1 (=) as far as the noise tells; among equals the function's own defaults"),
+        (2, (1, 3), 9, "* n=2 is as fast as n=1 and n=3 (=) as far as the noise tells; among equals the first config"),
+        (2, (), 9, "* n=2 won the final, in which the fastest are timed in turn; the lower time of n=1 was taken bef"),
+    ],
+)
+def test_the_reason_for_the_winners_star_is_in_words(
+    best: int, tie: tuple[int, ...], default: int, expected: str
+) -> None:
+    trials = [trial(n, time_ms=1 + n / 1000, samples_ms=(1.0,)) for n in (1, 2, 3)]
+    standing = Standing(best={"n": best}, tie=tuple({"n": n} for n in tie), default={"n": default}, default_ms=1.0)
+    table = report.table(trials, standing=standing, width=300)
+    assert expected in table
+    marks = dict(re.findall(r"^([*=]?) +(\d)  ok", table, re.MULTILINE))
+    assert {mark for mark in marks if mark} == ({"*", "="} if tie else {"*"})
+
+
+def test_a_config_that_is_too_long_for_its_column_is_wrapped_not_cut() -> None:
+    long = Trial(config={f"block_{name}": 128 for name in "abcdefgh"}, outcome=Outcome.OK, time_ms=1.0)
+    table = report.table([long], standing=Standing(best=long.config), width=50)
+    assert max(map(len, table.splitlines())) <= 50
+    assert all(f"block_{name}=128" in " ".join(table.split()) for name in "abcdefgh")
+
+
+def test_a_results_repr_is_two_lines_and_says_where_it_is_from() -> None:
+    result = result_of(*SWEEP, default_time_ms=7.75, default_config={"n": 2}, tie=({"n": 3},))
+    result = dataclasses.replace(result, counts={"ok": 3, "slow": 1, "error": 2, "timeout": 1})
+    first, second = repr(result).splitlines()
+    assert first == "TuningResult: n=1, 2.5 ms, 3.1x the defaults (7.75 ms)"
+    assert second == "  7 configs: 3 ok, 1 slow, 2 error, 1 timeout; 1 tie with the winner; H200"
+
+
+def test_a_cached_results_table_says_what_is_cached() -> None:
+    swept = result_of(*SWEEP, default_time_ms=7.75, created="2026-11-22T09:30:00+00:00")
+    cached = dataclasses.replace(swept, trials=(), from_cache=True, counts={"ok": 3, "error": 2}, space_size=1000)
+    text = " ".join(cached.table(width=60).split())
+    assert text.startswith("* n=1, 2.5 ms, 3.1x the defaults (7.75 ms) 5 of 1,000 configs: 3 ok, 2 error; H200; tuned ")
+    assert "tuned 2026-11-22T09:30:00+00:00; from the cache" in text
+    assert cached.failures == {"error": 2}
+    assert [row["n"] for row in cached.to_dicts()] == [1]
+
+
+class Cells(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_view_in_a_notebook_escapes_all_texts() -> None:
+    bad = Trial(config={"n": "</table><script>alert(1)</script>"}, outcome=Outcome.ERROR, message="<b>no</b>")
+    result = result_of(*SWEEP, bad, default_time_ms=7.75)
+    cells = Cells()
+    cells.feed(result._repr_html_())
+    assert cells.tags.count("tr") == 1 + len(result.trials)
+    assert not {"script", "b"} & set(cells.tags)
+    assert "<script>alert(1)</script>" in cells.text
+    assert "> 23.8" in cells.text
+
+
+def test_trials_are_exported_as_dicts_csv_and_a_data_frame(tmp_path: Path) -> None:
+    trials = [
+        dataclasses.replace(trial(1, time_ms=2.5), config={"n": 1, "outcome": "mine", "shape": (8, 128)}),
+        dataclasses.replace(hostile()[0], config={"n": 2, "outcome": "a,b\n"}),
+    ]
+    result = TuningResult(
+        best_config=trials[0].config,
+        time_ms=2.5,
+        trials=tuple(trials),
+        key="",
+        device="",
+        fn=print,
+        default_time_ms=5.0,
+    )
+    first, second = result.to_dicts()
+    assert (first["n"], first["config.outcome"], first["shape"]) == (1, "mine", [8, 128])
+    assert (first["outcome"], first["speedup"], first["is_best"], second["is_best"]) == ("ok", 2.0, True, False)
+    assert list(first) == list(second)
+    assert second["shape"] is None
+    result.to_csv(tmp_path / "trials.csv")
+    with open(tmp_path / "trials.csv", newline="", encoding="utf-8") as file:
+        one, two = csv.DictReader(file)
+    assert (one["shape"], one["is_best"], one["time_ms"]) == ("[8, 128]", "true", "2.5")
+    assert (two["config.outcome"], two["shape"], two["message"]) == ("a,b\n", "", f"no\\ud800 \u202e{CLEAR}\nmore")
+
+
+def test_without_pandas_a_data_frame_names_the_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(ImportError, match=r"pip install pandas, or use to_dicts\(\)"):
+        result_of(*SWEEP).to_dataframe()
+
+
+@pytest.mark.clients
+def test_a_data_frame_has_a_column_for_each_tunable() -> None:
+    pytest.importorskip("pandas")
+    frame = result_of(*SWEEP, default_time_ms=7.75).to_dataframe()
+    assert list(frame["n"]) == [4, 8, 2, 1, 3, 9, 7]
+    assert frame.loc[frame["is_best"], "speedup"].item() == pytest.approx(3.1)
 
 
 def test_a_table_shows_surrogates_and_terminal_escapes_as_text() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.entries import Searched, Times
+from quarantune.resolve.entries import Saved, Searched, Times
 from quarantune.results.compiled_winner import without_arrays
 from quarantune.results.result import FromCache, TuningResult
 from quarantune.transport import binding
 from quarantune.transport.problem import as_structs
 from quarantune.values import versions
-from quarantune.values.trial import Config, Trial
+from quarantune.values.trial import Config, Trial, count_outcomes
 
 _UNKNOWN = Searched()
+_NOT_SAVED = Saved()
 
 
 def call_result(
@@ -24,6 +25,7 @@ def call_result(
     from_cache: FromCache = False,
     executable: bytes | None = None,
     searched: Searched = _UNKNOWN,
+    saved: Saved = _NOT_SAVED,
 ) -> TuningResult:
     """Returns the result of a call.
 
@@ -36,6 +38,7 @@ def call_result(
         from_cache: whether the result was remembered; `nearest` where that of a near call stands in.
         executable: the executable of the best config, where there is one.
         searched: how thorough the search was.
+        saved: what a remembered entry says of its sweep.
     """
     call = keyed.call
     default = call.default_index
@@ -50,6 +53,8 @@ def call_result(
         tie=tie,
         default_config=None if default is None else call.configs[default],
         default_time_ms=times.default_ms,
+        counts=count_outcomes(trials) or dict(saved.counts),
+        created=saved.created,
         stopped=searched.stopped,
         seen=searched.seen,
         space_size=searched.space_size,

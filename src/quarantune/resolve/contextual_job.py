@@ -18,7 +18,7 @@ from quarantune.cache import Entry
 from quarantune.measure import finals
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
-from quarantune.resolve.entries import Searched, Times, searched_of, space_of
+from quarantune.resolve.entries import Searched, Times, saved_of, searched_of, space_of
 from quarantune.resolve.known_results import KnownResults
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
@@ -443,7 +443,8 @@ class ContextualJob(TuningJob):
             for slot, chosen in assignment.Assignment(str(config[KEY])).chosen.items()
         ]
         time_ms, baseline_ms = float(entry["time_ms"]), entry.get("baseline_ms")
-        result = call_result(self._keyed, config, Times(time_ms, None), from_cache=True, searched=searched_of(entry))
+        about, saved = searched_of(entry), saved_of(entry)
+        result = call_result(self._keyed, config, Times(time_ms, None), from_cache=True, searched=about, saved=saved)
         return self._contextual(result, kernels, baseline_ms)
 
     def _contextual(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quarantune import cache
@@ -14,7 +14,10 @@ from quarantune.values.config_values import text_of
 from quarantune.values.grid import Grid
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Config
+from quarantune.values.texts import printable
+from quarantune.values.trial import Config, checked_counts
+
+_LONGEST_DATE = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,26 @@ class Times:
 
     best_ms: float
     default_ms: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """The part of an entry that describes its sweep.
+
+    Attributes:
+        created: when it was saved, as ISO text; empty where that is not known.
+        counts: how many configs ended in each outcome.
+    """
+
+    created: str = ""
+    counts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+def saved_of(entry: Entry) -> Saved:
+    """Returns the part of an entry that describes its sweep; the file may hold anything."""
+    created = entry.get("created")
+    text = printable(created[:_LONGEST_DATE]) if isinstance(created, str) else ""
+    return Saved(text, checked_counts(entry.get("trials")))
 
 
 @dataclasses.dataclass(frozen=True)

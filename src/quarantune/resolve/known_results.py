@@ -12,11 +12,13 @@ from quarantune.cache import Entry
 from quarantune.resolve import layers, misses, nearest
 from quarantune.resolve.call_key import CallKey, KeyedCall
 from quarantune.resolve.entries import (
+    Saved,
     Searched,
     Times,
     changed_versions,
     find_config,
     open_store,
+    saved_of,
     searched_of,
     space_of,
     times_of,
@@ -35,11 +37,12 @@ _logger = logging.getLogger("quarantune")
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A remembered config, its times, and how thorough the search was that found it."""
+    """A remembered config, its times, how thorough the search was that found it, and what the entry says of it."""
 
     config: Config
     times: Times
     searched: Searched = dataclasses.field(default_factory=Searched)
+    saved: Saved = dataclasses.field(default_factory=Saved)
 
 
 class KnownResults:
@@ -63,7 +66,7 @@ class KnownResults:
             config = self.config_of(entry, keyed.call.configs, settings, is_own=layer.is_own)
             if config is not None:
                 _logger.debug("%s: found in %s", self._function.name, layer.label)
-                known = self._winners[keyed.key] = Known(config, times_of(entry), searched_of(entry))
+                known = self._winners[keyed.key] = Known(config, times_of(entry), searched_of(entry), saved_of(entry))
                 return known
         return None
 
@@ -134,7 +137,8 @@ class KnownResults:
         limits = SearchLimits.of(self._function.options, settings)
         budget = limits.budget(result.stopped) or result.seen  # `auto` has a budget of its own
         searched = Searched(result.stopped, result.seen, result.space_size, budget)
-        self._winners[key] = Known(result.best_config, Times(result.time_ms, result.default_time_ms), searched)
+        times, saved = Times(result.time_ms, result.default_time_ms), Saved(result.created, result.counts)
+        self._winners[key] = Known(result.best_config, times, searched, saved)
         self._tuned.add(key)
 
     def remember_failure(self, key: CallKey, error: TuningFailedError) -> None:

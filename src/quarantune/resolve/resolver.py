@@ -122,7 +122,14 @@ class Resolver:
             if not must_tune:
                 known = self._known.find(described, settings)
                 if known is not None and self._known.is_enough(known.searched, settings):
-                    return call_result(described, known.config, known.times, from_cache=True, searched=known.searched)
+                    return call_result(
+                        described,
+                        known.config,
+                        known.times,
+                        from_cache=True,
+                        searched=known.searched,
+                        saved=known.saved,
+                    )
                 self._known.raise_failure(described.key)
                 if settings.on_miss == "nearest" and (near := self._known.nearest(described, settings)) is not None:
                     return call_result(described, near.config, near.times, from_cache="nearest")

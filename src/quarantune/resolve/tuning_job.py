@@ -23,6 +23,7 @@ from quarantune.resolve.entries import (
     find_config,
     more_thorough,
     open_store,
+    saved_of,
     searched_of,
     space_of,
     times_of,
@@ -368,13 +369,21 @@ class TuningJob:
         assert best.time_ms is not None
         defaults = None if default is None else self._trials.get(default)
         times = Times(best.time_ms, swept.default_time_ms if defaults is None else defaults.time_ms)
-        self._save(self._entry(best.config, times, trials) | {"samples": len(best.samples_ms)})
+        entry = self._entry(best.config, times, trials) | {"samples": len(best.samples_ms)}
+        self._save(entry)
         executable = None
         if self._keyed.axes is None:  # otherwise the executable is for the arrays of all shards
             self._context.seeds.add(swept.compiled.get(verdict.winner, {}))
             executable = swept.executables.get(verdict.winner)
         return call_result(
-            self._keyed, best.config, times, trials, tie=tie, executable=executable, searched=self._searched()
+            self._keyed,
+            best.config,
+            times,
+            trials,
+            tie=tie,
+            executable=executable,
+            searched=self._searched(),
+            saved=saved_of(entry),
         )
 
     def _leave_failure(self) -> TuningFailedError:
@@ -432,4 +441,5 @@ class TuningJob:
     def _result_of(self, entry: Entry) -> TuningResult:
         config = find_config(entry["config"], self._configs)
         assert config is not None  # or the entry would not be usable
-        return call_result(self._keyed, config, times_of(entry), from_cache=True, searched=searched_of(entry))
+        about, saved = searched_of(entry), saved_of(entry)
+        return call_result(self._keyed, config, times_of(entry), from_cache=True, searched=about, saved=saved)

@@ -62,11 +62,11 @@ class CompileReport:
             message = report.failure_message(f"{self.name} on {self.target.name}", self._briefly())
             raise TuningFailedError(message, trials=self.trials, key=self.key)
 
-    def table(self, *, width: int = 100) -> str:
+    def table(self, *, width: int | None = None) -> str:
         """Returns a table of the configs: outcome, compile time, the compiler's figures, and reason for a failure.
 
         Args:
-            width: columns.
+            width: columns; None for those of the terminal, 80 where there is none.
         """
         known = list(_columns(self.trials))
         return report.table(self._briefly(), width=width, figures=dict(known))

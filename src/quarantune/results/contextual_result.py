@@ -7,6 +7,7 @@ import os
 
 from quarantune.results import report
 from quarantune.results.result import TuningResult
+from quarantune.results.standing import Standing
 from quarantune.values import shown
 from quarantune.values.trial import Config, Trial
 
@@ -32,7 +33,7 @@ class KernelChoice:
     tie: tuple[Config, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ContextualResult(TuningResult):
     """The result of tuning a function's kernels in their context.
 
@@ -47,22 +48,37 @@ class ContextualResult(TuningResult):
     kernels: tuple[KernelChoice, ...] = ()
     baseline_ms: float | None = None
 
-    def table(self, *, width: int = 80, flops: float | None = None, bytes: float | None = None) -> str:
+    def table(self, *, width: int | None = None, flops: float | None = None, bytes: float | None = None) -> str:
         """Returns a table for each kernel, with a star at its choice, and the gain of the whole function.
 
         Args:
-            width: columns.
+            width: columns; None for those of the terminal, 80 where there is none.
             flops: floating-point operations of one call of the whole function, for a column of TFLOP/s.
             bytes: bytes that one such call must move, for a column of GB/s.
         """
         parts = [
-            f"{name}\n{report.table(choice.trials, best=choice.config, width=width, flops=flops, moved_bytes=bytes)}"
+            f"{name}\n{self._part(choice, width, flops, bytes)}"
             if choice.trials
             else f"{name}: {shown.format_config(choice.config)}"
             for name, choice in zip(self.labels, self.kernels, strict=True)
         ]
         was = "" if self.baseline_ms is None else f", {self.baseline_ms:.4g} ms with every kernel's first config"
         return "\n\n".join([*parts, f"the whole function: {self.time_ms:.4g} ms{was}"])
+
+    def _part(self, choice: KernelChoice, width: int | None, flops: float | None, moved_bytes: float | None) -> str:
+        standing = Standing(
+            best=choice.config,
+            tie=choice.tie,
+            default_ms=self.baseline_ms,
+            default_label="the whole function with every kernel's first config",
+        )
+        return report.table(choice.trials, standing=standing, width=width, flops=flops, moved_bytes=moved_bytes)
+
+    @property
+    def config_text(self) -> str:
+        """The choices for all kernels as people read them."""
+        named = zip(self.labels, self.kernels, strict=True)
+        return "; ".join(f"{name}: {shown.format_config(choice.config)}" for name, choice in named)
 
     @property
     def labels(self) -> list[str]:

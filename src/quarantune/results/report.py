@@ -2,74 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from quarantune.results.standing import Standing, explain
 from quarantune.values.shown import format_config, format_value
 from quarantune.values.texts import printable
 from quarantune.values.trial import Config, Outcome, Trial
 
-_WIDTH = 80
 _REASON_ROWS = 20
+_MOST_REASON_CHARS = 1500
+_LEAST_CONFIG_WIDTH = 16
+_COMPILE_HEADING = "compile s"
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d[\d.,]*")
+_GAP = "  "
+_NO_STANDING = Standing()
+
+Figures = Mapping[str, Callable[[Trial], str]]
 
 
 def table(
     trials: Sequence[Trial],
     *,
-    best: Config | None = None,
-    width: int = _WIDTH,
+    standing: Standing = _NO_STANDING,
+    width: int | None = None,
     flops: float | None = None,
     moved_bytes: float | None = None,
-    figures: Mapping[str, Callable[[Trial], str]] | None = None,
+    figures: Figures | None = None,
 ) -> str:
-    """Returns trials as a table that fits `width` columns: config, outcome, time, and reason for a failure.
+    """Returns trials as a table, the fastest first, with notes below it.
+
+    The notes say why the winner won, and why configs failed; one note covers all configs with the same reason.
 
     Args:
-        trials: the trials, in the order of the rows.
-        best: the config to mark with a star.
-        width: columns.
+        trials: the trials.
+        standing: the winner, which gets a star, its ties and the defaults.
+        width: columns; None for those of the terminal, 80 where there is none.
         flops: floating-point operations of one call, for a column of TFLOP/s.
         moved_bytes: bytes that one call must move, for a column of GB/s.
-        figures: the columns of numbers by their headings; None for the times and rates of a sweep.
+        figures: the columns of numbers by their headings; None for the times and rates of a sweep, sorted by time.
     """
-    names = list(dict.fromkeys(name for trial in trials for name in trial.config))
-    figures = figures if figures is not None else _figures(flops, moved_bytes)
-    header = ["", *map(printable, names), "outcome", *figures]
-    rows = [
-        [
-            "*" if best is not None and trial.config == best else "",
-            *(format_value(trial.config.get(name)) for name in names),
-            trial.outcome.value,
-            *(figure(trial) for figure in figures.values()),
-        ]
-        for trial in trials
-    ]
-    if sum(max(map(len, column)) + 2 for column in zip(header, *rows, strict=True)) > width:
-        tail = len(figures) + 1
-        header = ["", "config", "outcome", *figures]
-        rows = [[row[0], format_config(trial.config), *row[-tail:]] for row, trial in zip(rows, trials, strict=True)]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    if (over := sum(widths) + 2 * len(widths) - width) > 0:
-        widths[1] = max(8, widths[1] - over)
-    lines = [_line(header, widths, "", len(figures))]
-    lines += [_line(row, widths, _reason(trial), len(figures)) for row, trial in zip(rows, trials, strict=True)]
-    return "\n".join(_cut(line, width).rstrip() for line in lines)
+    width = terminal_width() if width is None else width
+    ordered = list(trials) if figures is not None else by_time(trials)
+    figures = _figures(standing, flops, moved_bytes) if figures is None else figures
+    reasons = _Reasons(ordered)
+    lines = _grid(ordered, standing, figures, reasons, width)
+    notes = [_wrapped(note, "  ", width) for note in map(printable, explain(ordered, standing))]
+    notes += [_wrapped(note, "    ", width) for note in reasons.notes()]
+    return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
-def _figures(flops: float | None, moved_bytes: float | None) -> dict[str, Callable[[Trial], str]]:
+def terminal_width() -> int:
+    """Returns the columns of the terminal; 80 where there is none."""
+    return shutil.get_terminal_size((80, 24)).columns
+
+
+def by_time(trials: Iterable[Trial]) -> list[Trial]:
+    """Returns trials in the order of their times, and after them those without one, by outcome."""
+    outcomes = list(Outcome)
+
+    def rank(trial: Trial) -> tuple[bool, float, int]:
+        time_ms = shown_ms(trial)
+        return (time_ms is None, time_ms or 0.0, outcomes.index(trial.outcome) if time_ms is None else 0)
+
+    return sorted(trials, key=rank)
+
+
+def shown_ms(trial: Trial) -> float | None:
+    """Returns the time of a trial in milliseconds; for one that was stopped early, the time of its fastest run."""
+    return trial.level_ms if trial.outcome is Outcome.SLOW else trial.time_ms
+
+
+def _figures(standing: Standing, flops: float | None, moved_bytes: float | None) -> Figures:
     """Returns the table's columns of numbers, by their headings."""
 
-    def rate(amount: float, unit: float) -> Callable[[Trial], str]:
-        return lambda trial: f"{amount / (1e-3 * trial.time_ms) / unit:.4g}" if trial.time_ms else ""
+    def time(trial: Trial) -> str:
+        time_ms = shown_ms(trial)
+        return "" if time_ms is None else f"{'> ' if trial.outcome is Outcome.SLOW else ''}{time_ms:.4g}"
 
-    figures: dict[str, Callable[[Trial], str]] = {
-        "ms": lambda trial: "" if trial.time_ms is None else f"{trial.time_ms:.4g}",
-        "compile s": lambda trial: "" if trial.compile_s is None else f"{trial.compile_s:.2f}",
-    }
+    def speedup(trial: Trial) -> str:
+        if standing.is_default(trial):
+            return "defaults"
+        gain = standing.speedup(trial.time_ms) if trial.outcome is Outcome.OK else None
+        return "" if gain is None else f"{gain:.3g}x"
+
+    def rate(amount: float, unit: float) -> Callable[[Trial], str]:
+        return lambda trial: (
+            f"{amount / (1e-3 * trial.time_ms) / unit:.4g}" if trial.time_ms and trial.outcome is Outcome.OK else ""
+        )
+
+    figures: dict[str, Callable[[Trial], str]] = {"ms": time}
+    if standing.default_ms is not None or standing.default is not None:
+        figures["speed-up"] = speedup
+    figures[_COMPILE_HEADING] = lambda trial: "" if trial.compile_s is None else f"{trial.compile_s:.2f}"
     if flops is not None:
         figures["TFLOP/s"] = rate(flops, 1e12)
     if moved_bytes is not None:
         figures["GB/s"] = rate(moved_bytes, 1e9)
     return figures
+
+
+class _Reasons:
+    """The messages of trials, numbered; those that differ in nothing but numbers share one."""
+
+    def __init__(self, trials: Sequence[Trial]) -> None:
+        self._groups: dict[tuple[Outcome, object, str], list[Trial]] = {}
+        for trial in trials:
+            if (key := self._key(trial)) is not None:
+                self._groups.setdefault(key, []).append(trial)
+        self._numbers = {key: number for number, key in enumerate(self._groups, 1)}
+
+    @staticmethod
+    def _key(trial: Trial) -> tuple[Outcome, object, str] | None:
+        message = reason(trial)
+        is_told = message and trial.outcome is not Outcome.SLOW
+        return (trial.outcome, trial.phase, _NUMBER.sub("#", message)) if is_told else None
+
+    def mark(self, trial: Trial) -> str:
+        """Returns the reference to a trial's reason, as ` [1]`; empty where it has none."""
+        key = self._key(trial)
+        return "" if key is None else f" [{self._numbers[key]}]"
+
+    def notes(self) -> Iterable[str]:
+        """Yields the reasons."""
+        for key, trials in self._groups.items():
+            outcome, phase, _ = key
+            where = f" ({phase})" if phase is not None else ""
+            messages = list(dict.fromkeys(map(reason, trials)))
+            how_many = f", {len(trials)} configs" if len(trials) > 1 else ""
+            first = f", for {format_config(trials[0].config)}" if len(messages) > 1 else ""
+            text = _cut(messages[0], _MOST_REASON_CHARS)
+            yield f"[{self._numbers[key]}] {outcome.value}{where}{how_many}{first}: {text}"
+
+
+def _grid(trials: Sequence[Trial], standing: Standing, figures: Figures, reasons: _Reasons, width: int) -> list[str]:
+    """Returns the lines of the table itself: a column for each tunable, or one for all where the width demands it."""
+    names = list(dict.fromkeys(name for trial in trials for name in trial.config))
+    figures = dict(figures)
+    tunables = [
+        [format_value(trial.config[name]) if name in trial.config else "" for name in names] for trial in trials
+    ]
+    titles = [printable(name) for name in names]
+    while True:
+        ends = [[f"{trial.outcome.value}{reasons.mark(trial)}", *(figure(trial) for figure in figures.values())]
+                for trial in trials]  # fmt: skip
+        header = ["", *titles, "outcome", *figures]
+        marks = ["*" if standing.is_best(trial) else "=" if standing.is_tie(trial) else "" for trial in trials]
+        rows = [[mark, *config, *end] for mark, config, end in zip(marks, tunables, ends, strict=True)]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        over = sum(widths) + len(_GAP) * (len(widths) - 1) - width
+        if over <= 0:
+            break
+        if len(titles) != 1 or titles != ["config"]:
+            titles, tunables = ["config"], [[format_config(trial.config)] for trial in trials]
+        elif figures.pop(_COMPILE_HEADING, None) is None or widths[1] - over >= _LEAST_CONFIG_WIDTH:
+            widths[1] = max(_LEAST_CONFIG_WIDTH, widths[1] - over)
+            break
+    return [line for cells in [header, *rows] for line in _lines(cells, widths, len(figures))]
+
+
+def _lines(cells: Sequence[str], widths: Sequence[int], figures: int) -> list[str]:
+    """Returns a row's lines; a config that is too long for its column goes on in the next line."""
+    parts = [textwrap.wrap(cell, width) or [""] if len(cell) > width else [cell]
+             for cell, width in zip(cells, widths, strict=True)]  # fmt: skip
+    lines = []
+    for number in range(max(map(len, parts))):
+        at = [part[number] if number < len(part) else "" for part in parts]
+        padded = [
+            cell.rjust(width) if index >= len(cells) - figures else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(at, widths, strict=True))
+        ]
+        lines.append(_GAP.join(padded).rstrip())
+    return lines
+
+
+def _wrapped(note: str, indent: str, width: int) -> str:
+    return textwrap.fill(note, max(width, 2 * len(indent)), subsequent_indent=indent)
 
 
 def failure_message(name: str, trials: Sequence[Trial]) -> str:
@@ -84,7 +194,7 @@ def failure_message(name: str, trials: Sequence[Trial]) -> str:
     for trial in trials[:_REASON_ROWS]:
         phase = f" ({trial.phase.value})" if trial.phase is not None else ""
         lines.append(
-            f"  {format_config(trial.config)}: {trial.outcome.value}{phase} {_cut(_reason(trial), 200)}".rstrip()
+            f"  {format_config(trial.config)}: {trial.outcome.value}{phase} {_cut(reason(trial), 200)}".rstrip()
         )
     if len(trials) > _REASON_ROWS:
         lines.append(f"  ... and {len(trials) - _REASON_ROWS} more")
@@ -93,16 +203,19 @@ def failure_message(name: str, trials: Sequence[Trial]) -> str:
     return "\n".join(lines)
 
 
-def _reason(trial: Trial) -> str:
+def counted(counts: Mapping[str, int]) -> str:
+    """Returns numbers of outcomes as text, as `40 ok, 3 error`."""
+    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+
+
+def config_and_time(config: Config, time_ms: float) -> str:
+    """Returns a config and its time as text."""
+    return f"{format_config(config)}: {time_ms:.4g} ms" if time_ms == time_ms else format_config(config)
+
+
+def reason(trial: Trial) -> str:
+    """Returns the message of a trial on one line that any terminal can show."""
     return printable(" ".join(trial.message.split()))
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], reason: str, figures: int) -> str:
-    padded = [
-        cell.rjust(width) if index >= len(cells) - figures else _cut(cell, width).ljust(width)
-        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "  ".join([*padded, reason])
 
 
 def _cut(text: str, width: int) -> str:

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quarantune.cache import content
-from quarantune.results import report
+from quarantune.results import report, rows, summary
+from quarantune.results.standing import Standing
 from quarantune.transport import binding
 from quarantune.transport.call import Arguments
 from quarantune.values.config_values import encode, originals, restore
 from quarantune.values.json_object import JsonObject
-from quarantune.values.trial import Config, Trial, count_outcomes
+from quarantune.values.shown import format_config
+from quarantune.values.trial import Config, Trial, checked_counts, count_outcomes
 
 if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics
@@ -36,7 +38,7 @@ class SavedResultError(ValueError):
     """A directory holds no saved result, or a damaged one; the message says how it is damaged."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class TuningResult:
     """The result of tuning one problem.
 
@@ -53,6 +55,8 @@ class TuningResult:
         tie: the configs that the noise cannot tell from the best, without the best.
         default_config: the config that equals the function's own defaults; None where there is none.
         default_time_ms: the time of the function with its own defaults, in milliseconds; None where it is not known.
+        counts: how many configs ended in each outcome; of a result from the cache, as it was saved.
+        created: when it was tuned, in UTC, as `2026-11-22T09:30:00+00:00`; empty where that is not known.
         stopped: why the search ended: `exhausted`, `max_trials`, `time_budget` or `patience`; empty where that is not
             known.
         seen: how many configs were tried, or dropped by `prune_fn`; None where that is not known.
@@ -72,8 +76,10 @@ class TuningResult:
     from_cache: FromCache = False
     name: str = ""
     tie: tuple[Config, ...] = ()
-    default_config: Config | None = None
     default_time_ms: float | None = None
+    default_config: Config | None = None
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    created: str = ""
     stopped: str = ""
     seen: int | None = None
     space_size: int | None = None
@@ -91,9 +97,22 @@ class TuningResult:
         return self.default_time_ms / self.time_ms
 
     @property
+    def config_text(self) -> str:
+        """The best config as people read it."""
+        return format_config(self.best_config)
+
+    @property
     def failures(self) -> dict[str, int]:
         """The number of configs that ended in each outcome other than `ok`."""
-        return {outcome: count for outcome, count in count_outcomes(self.trials).items() if outcome != "ok"}
+        counts = count_outcomes(self.trials) or self.counts
+        return {outcome: count for outcome, count in counts.items() if outcome != "ok"}
+
+    @property
+    def standing(self) -> Standing:
+        """The winner, its ties and the defaults."""
+        return Standing(
+            best=self.best_config, tie=self.tie, default=self.default_config, default_ms=self.default_time_ms
+        )
 
     def lowered_text(self) -> str:
         """Returns the text of the winner's compiled program for the call that was tuned, compiled in this process.
@@ -114,15 +133,54 @@ class TuningResult:
         jitted, config = binding.applied(fn, self.best_config)
         return str(jitted.lower(*args, **kwargs, **config).compile().as_text())
 
-    def table(self, *, width: int = 80, flops: float | None = None, bytes: float | None = None) -> str:
-        """Returns the trials as a table, the winner marked with a star.
+    def table(self, *, width: int | None = None, flops: float | None = None, bytes: float | None = None) -> str:
+        """Returns the trials as a table, the fastest first, with the reasons for the winner and for each failure.
+
+        The winner has a star, the configs that tie with it have an equals sign. `> 23.8` is the time of a `slow`
+        config: even its fastest run took so long. For a result from the cache, the text says what is cached.
 
         Args:
-            width: columns.
+            width: columns; None for those of the terminal, 80 where there is none.
             flops: floating-point operations of one call, for a column of TFLOP/s.
             bytes: bytes that one call must move, for a column of GB/s.
         """
-        return report.table(self.trials, best=self.best_config, width=width, flops=flops, moved_bytes=bytes)
+        if not self.trials:
+            return summary.cached_text(self, width=width)
+        return report.table(self.trials, standing=self.standing, width=width, flops=flops, moved_bytes=bytes)
+
+    def __repr__(self) -> str:
+        return summary.text(self)
+
+    def _repr_html_(self) -> str:
+        return summary.html_text(self)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Returns a flat dict for each trial, in the order of `trials`: the tunables, then the trial's fields.
+
+        Beside the fields of `Trial` there are `speedup`, against the defaults, `is_best`, `is_tie` and `is_default`. A
+        tunable with the name of such a column is under `config.<name>`. Of a result from the cache, which has no
+        trials, there is the winner alone.
+        """
+        return rows.to_dicts(self.trials or [summary.winner(self)], self.standing)
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes the rows of `to_dicts` as CSV in UTF-8, with a header; values that are no scalars are JSON.
+
+        Args:
+            path: the file, which is replaced if it exists.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        Path(path).write_bytes(rows.to_csv(self.to_dicts()))
+
+    def to_dataframe(self) -> Any:
+        """Returns the rows of `to_dicts` as a `pandas.DataFrame`.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        return rows.to_dataframe(self.to_dicts())
 
     def metrics(
         self, *, flops: float | None = None, bytes: float | None = None, dtype: str | None = None
@@ -159,11 +217,7 @@ class TuningResult:
             )
         folder.mkdir(parents=True, exist_ok=True)
         plain = binding.function_of(self.fn)
-        parts = {
-            _FUNCTION: pickling.dumps(
-                (plain, self.call, originals([self.best_config, *self.tie, *(trial.config for trial in self.trials)]))
-            )
-        }
+        parts = {_FUNCTION: pickling.dumps((plain, self.call, originals(self._configs())))}
         if self.executable is not None:
             parts[_WINNER] = self.executable
         for name, part in parts.items():
@@ -177,6 +231,8 @@ class TuningResult:
             "time_ms": None if math.isnan(self.time_ms) else self.time_ms,
             "default_config": encode(self.default_config),
             "default_time_ms": self.default_time_ms,
+            "counts": self.counts,
+            "created": self.created,
             "device": self.device,
             "versions": self.versions,
             "stopped": self.stopped,
@@ -218,6 +274,8 @@ class TuningResult:
                 default_config=None if default is None else restore(default, {}),
                 time_ms=math.nan if about["time_ms"] is None else float(about["time_ms"]),
                 default_time_ms=None if about.get("default_time_ms") is None else float(about["default_time_ms"]),
+                counts=checked_counts(about.get("counts")),
+                created=str(about.get("created", "")),
                 stopped=str(about.get("stopped", "")),
                 seen=None if about.get("seen") is None else int(about["seen"]),
                 space_size=None if about.get("space_size") is None else int(about["space_size"]),
@@ -238,6 +296,10 @@ class TuningResult:
             raise SavedResultError(f"{folder / _JSON} is damaged: {error!r}; save the result again") from error
         contents = {name: _read_checked(folder / name, digest) for name, digest in files.items()}
         return loaded._with_function(contents) if trusted else loaded
+
+    def _configs(self) -> list[Config]:
+        defaults = [] if self.default_config is None else [self.default_config]
+        return [self.best_config, *self.tie, *defaults, *(trial.config for trial in self.trials)]
 
     def _with_function(self, contents: dict[str, bytes]) -> TuningResult:
         from quarantune.devices import discovery

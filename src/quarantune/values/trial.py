@@ -204,6 +204,12 @@ def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:
     return counts
 
 
+def checked_counts(value: object) -> dict[str, int]:
+    """Returns numbers of outcomes that a file holds, without any that cannot be one; the file may hold anything."""
+    found = value if isinstance(value, dict) else {}
+    return {outcome.value: count for outcome in Outcome if type(count := found.get(outcome.value)) is int and count > 0}
+
+
 class TuningFailedError(RuntimeError):
     """Every config failed.
 
