@@ -209,10 +209,10 @@ def test_export_writes_chosen_entries_and_nothing_else(cache: TuningCache, tmp_p
         cache.export(tmp_path / "file")
 
 
-def test_verify_names_every_problem_and_changes_nothing(cache: TuningCache) -> None:
-    assert cache.verify() == []
+def test_problems_names_every_problem_and_changes_nothing(cache: TuningCache) -> None:
+    assert cache.problems() == []
     cache.put("good", 1, "cpu", {"BM": 1})
-    assert cache.verify() == []
+    assert cache.problems() == []
     files = {
         "torn.json": '{"cpu": {',
         "newer.json": json.dumps({"cpu": {"k": {"schema": SCHEMA + 1, "config": {}}}}),
@@ -223,7 +223,7 @@ def test_verify_names_every_problem_and_changes_nothing(cache: TuningCache) -> N
     for name, content in files.items():
         (cache.directory / name).parent.mkdir(exist_ok=True)
         (cache.directory / name).write_text(content)
-    problems = cache.verify()
+    problems = cache.problems()
     assert len(problems) == 7
     for fragment in (
         "torn.json' is not JSON",
@@ -280,7 +280,7 @@ def test_without_a_directory_the_operators_setting_applies(cache_dir: Path, monk
     memory.put("f", 2, "cpu", {"BM": 2})
     assert memory.get("f", 2, "cpu") == {"BM": 2}
     assert memory.keys() == [("f", "2", "cpu")]
-    assert memory.verify() == []
+    assert memory.problems() == []
     assert list(memory) == []
     memory.clear()
     assert memory.keys() == []

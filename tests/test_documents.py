@@ -27,6 +27,7 @@ DOCUMENTS = [
     "ARCHITECTURE.md",
     "docs/clusters.md",
     "docs/coming-from.md",
+    "docs/doctor.md",
     "docs/search.md",
     "docs/tables.md",
     "docs/tpu.md",

@@ -235,7 +235,7 @@ def test_when_the_tuning_process_is_killed_another_finishes_its_sweep(
     members = fleet.hand_out(8)
     for member in members:
         member.order(cache_dir, place, [n == 5 for n in range(12)])
-    assert eventually(lambda: len(recorded(cache_dir)) >= 3, timeout_s=30)
+    assert eventually(lambda: len(recorded(cache_dir)) >= 3, timeout_s=90)
     (holder,) = [member for member in members if member.pid == holder_pid(cache_dir)]
     holder.kill()
     finished, traced = set(recorded(cache_dir)), set(notes(place))
@@ -262,7 +262,7 @@ def test_a_sweep_killed_five_times_runs_no_finished_trial_twice(fleet: Fleet, ca
         (member,) = fleet.hand_out(1)
         member.order(cache_dir, place, [True] * 24)
         # Somewhere between that many trials finished, and the next.
-        assert eventually(lambda moment=moment: len(recorded(cache_dir)) >= moment, timeout_s=30)
+        assert eventually(lambda moment=moment: len(recorded(cache_dir)) >= moment, timeout_s=90)
         threading.Event().wait(random_.uniform(0, 0.05))  # for the moment to be anywhere within a trial
         member.kill()
         finished, noted = recorded(cache_dir), collections.Counter(notes(place))
@@ -286,12 +286,12 @@ def test_a_stopped_holder_is_taken_over_and_may_go_on_later(fleet: Fleet, cache_
     stopped, other = fleet.hand_out(2)
     (place / "shut").touch()
     stopped.order(cache_dir, place, [False, True, False], worst_case_s=1.5)
-    assert eventually(lambda: notes(place) == [0], timeout_s=30)
+    assert eventually(lambda: 0 in notes(place), timeout_s=90)
     assert holder_pid(cache_dir) == stopped.pid
     stopped.send_signal(signal.SIGSTOP)
     try:
         other.order(cache_dir, place, [False, True, False], worst_case_s=1.5)
-        assert eventually(lambda: holder_pid(cache_dir) == other.pid, timeout_s=30)
+        assert eventually(lambda: holder_pid(cache_dir) == other.pid, timeout_s=90)
         assert f"waiting for process {stopped.pid} on " in other.log
         (place / "shut").unlink()
         assert other.answer() == [{"n": 1}, [1.0, 1.0]]
@@ -307,10 +307,10 @@ def test_waiting_is_visible_and_ctrl_c_ends_it_within_a_second(fleet: Fleet, cac
     tuning, waiting = fleet.hand_out(2)
     (place / "shut").touch()
     tuning.order(cache_dir, place, [True])
-    assert eventually(lambda: notes(place) == [0], timeout_s=30)
+    assert eventually(lambda: notes(place) == [0], timeout_s=90)
     waiting.order(cache_dir, place, [True])
     said = f"{NAME}: waiting for process {tuning.pid} on "
-    assert eventually(lambda: said in waiting.log, timeout_s=30)
+    assert eventually(lambda: said in waiting.log, timeout_s=90)
     started = time.monotonic()
     waiting.send_signal(signal.SIGINT)
     assert waiting.answer() == "interrupted"

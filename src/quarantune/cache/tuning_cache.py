@@ -247,7 +247,7 @@ class TuningCache:
             self._store.clear(known)
             journal.discard_all(self.directory, known)
 
-    def verify(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Returns a sentence for each problem found on disk; changes nothing."""
         if self._store is None:
             return []

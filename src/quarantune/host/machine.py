@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import platform
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -52,6 +54,22 @@ def oom_kills(*, root: Path = _ROOT) -> int:
     directories = _cgroup_directories("memory", root)
     files = [directory / name for directory in directories for name in ("memory.events", "memory.oom_control")]
     return sum(_counter(file, "oom_kill") or 0 for file in [*files, root / "proc/vmstat"])
+
+
+def processes_left(*, root: Path = _ROOT) -> int | None:
+    """Returns how many more processes and threads may be started here; None where no limit holds.
+
+    The user's own limit does not bind root.
+    """
+    left = []
+    for directory in _cgroup_directories("pids", root):
+        limit, used = (_read(directory / name).strip() for name in ("pids.max", "pids.current"))
+        if limit.isdigit():
+            left.append(int(limit) - int(used or 0))
+    limit_of_user, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if os.geteuid() != 0 and limit_of_user != resource.RLIM_INFINITY:
+        left.append(limit_of_user - _threads_of_user(root))
+    return max(0, min(left)) if left else None
 
 
 @functools.cache
@@ -214,6 +232,17 @@ def _limited_groups(root: Path) -> tuple[Path, ...]:
     files = ("memory.max", "memory.limit_in_bytes")
     directories = _cgroup_directories("memory", root)
     return tuple(directory for directory in directories if any((directory / file).exists() for file in files))
+
+
+def _threads_of_user(root: Path) -> int:
+    """Returns how many threads, of all its processes, this process's user has."""
+    count = 0
+    for name in os.listdir(root / "proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.stat(root / "proc" / name).st_uid == os.getuid():
+                    count += len(os.listdir(root / "proc" / name / "task"))
+    return count
 
 
 def _cpu_quota(directory: Path) -> float | None:

@@ -1,0 +1,61 @@
+"""All checks, in the order in which people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from quarantune.doctor import cache_checks, device_checks, machine_checks, rank_checks, trial_checks
+from quarantune.doctor.check import Check, fail, first_line, warn
+from quarantune.sandbox import template
+from quarantune.values import settings as environment
+from quarantune.values.settings import Settings
+
+_Finding = Check | Iterable[Check]
+
+
+def run(*, on_check: Callable[[Check], None] | None = None) -> list[Check]:
+    """Returns the findings about this machine: some 10 s of work, most of it real sweeps in the sandbox.
+
+    It saves nothing. At its end this process has initialised JAX's backend.
+
+    Args:
+        on_check: called with each finding as soon as it is known.
+    """
+    checks = []
+    for check in _all():
+        checks.append(check)
+        if on_check is not None:
+            on_check(check)
+    return checks
+
+
+def _all() -> Iterator[Check]:
+    try:
+        settings = environment.current()
+    except ValueError as error:
+        yield fail("settings", first_line(error), "correct the variable, or unset it")
+        settings = Settings()
+    if template.is_inside():
+        yield fail("sandbox", "this process is a worker of another sweep", "run the doctor outside of a tuned function")
+        return
+    steps: tuple[tuple[str, Callable[[], _Finding]], ...] = (
+        ("versions", device_checks.jax_versions),
+        ("plugins", device_checks.plugins),
+        ("cores", lambda: machine_checks.cores(settings)),
+        ("memory", lambda: machine_checks.memory(settings)),
+        ("/dev/shm", machine_checks.shared_memory),
+        ("temporary files", machine_checks.temporary_files),
+        ("descriptors", lambda: machine_checks.descriptors(settings)),
+        ("processes", lambda: machine_checks.processes(settings)),
+        ("thread variables", machine_checks.thread_variables),
+        ("cache directory", lambda: cache_checks.directory(settings)),
+        ("devices", device_checks.devices),
+        ("ranks", lambda: rank_checks.ranks(settings)),
+        ("trials", trial_checks.trials),
+    )
+    for name, step in steps:
+        try:
+            found = step()
+            yield from [found] if isinstance(found, Check) else found
+        except Exception as error:  # one check that cannot be made says nothing about the others
+            yield warn(name, f"could not be looked at: {first_line(error)}", "report this as an error of quarantune")

@@ -1,0 +1,237 @@
+"""The doctor finds each thing that is in the way of tuning, provoked for real, and names its remedy."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import SOURCE
+
+from quarantune.doctor import cache_checks, check, device_checks, failed, machine_checks, trial_checks
+from quarantune.values.settings import Settings
+
+PROGRAM = """
+import json, resource, sys
+if sys.argv[2] != "any":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from quarantune import doctor
+from quarantune.doctor import rank_checks, trial_checks
+if sys.argv[1] == "quick":  # the checks that take seconds
+    rank_checks.ranks, trial_checks.trials = lambda settings: [], lambda: []
+checks = doctor.run()
+print(json.dumps([check.to_dict() for check in checks]))
+sys.exit(doctor.failed(checks))
+"""
+NO_LOCKS = """
+import fcntl
+fcntl.flock = lambda fd, operation: None
+"""
+SMALL_SHM = "mount -t tmpfs -o size=1m none /dev/shm"
+
+
+@functools.cache
+def can_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    done = subprocess.run(["unshare", "-rm", "sh", "-c", SMALL_SHM], capture_output=True)
+    return done.returncode == 0
+
+
+def diagnose(
+    directory: Path, *, parts: str = "quick", mounts: str = "", descriptors: object = "any", **environ: str
+) -> tuple[int, dict[str, dict[str, str]]]:
+    """Runs the doctor in a process of its own, and returns its exit status and its findings by name."""
+    program = directory / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), parts, str(descriptors)]
+    if mounts:
+        if not can_mount():
+            pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
+        command = ["unshare", "-rm", "sh", "-c", f'{mounts} && exec "$@"', "sh", *command]
+    inherited = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
+    path = os.pathsep.join([environ.pop("PYTHONPATH", ""), str(SOURCE)]).lstrip(os.pathsep)
+    done = subprocess.run(
+        command, env={**inherited, "PYTHONPATH": path, **environ}, capture_output=True, text=True, timeout=110
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, {found["name"]: found for found in json.loads(done.stdout)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_healthy_machine_has_a_working_trial_of_each_kind(tmp_path: Path, cache_dir: Path) -> None:
+    status, found = diagnose(tmp_path, parts="all")
+    trials = [name for name in found if name.startswith("trial ")]
+    assert len(trials) == 4
+    assert {found[name]["status"] for name in [*trials, "ranks", "cache directory", "cache locks"]} == {"ok"}
+    assert all(entry["remedy"] for entry in found.values() if entry["status"] != "ok")
+    assert status == 0
+    assert not cache_dir.exists(), "the doctor leaves nothing behind"
+
+
+@pytest.mark.slow
+def test_a_read_only_cache_directory_is_found(tmp_path: Path, cache_dir: Path) -> None:
+    cache_dir.mkdir()
+    status, found = diagnose(
+        tmp_path, mounts=f"mount --bind '{cache_dir}' '{cache_dir}' && mount -o remount,ro,bind '{cache_dir}'"
+    )
+    assert found["cache directory"]["status"] == "fail"
+    assert "Read-only file system" in found["cache directory"]["found"]
+    assert "QUARANTUNE_CACHE_DIR" in found["cache directory"]["remedy"]
+    assert status == 1
+
+
+@pytest.mark.slow
+def test_a_small_shared_memory_is_found(tmp_path: Path) -> None:
+    status, found = diagnose(tmp_path, mounts=SMALL_SHM)
+    assert found["/dev/shm"]["status"] == "warn"
+    assert "1.0 MiB of 1.0 MiB" in found["/dev/shm"]["found"]
+    assert "--shm-size" in found["/dev/shm"]["remedy"]
+    assert status == 0, "tuning itself works"
+
+
+@pytest.mark.slow
+def test_few_descriptors_are_found(tmp_path: Path) -> None:
+    status, found = diagnose(tmp_path, descriptors=64)
+    assert found["descriptors"]["status"] == "warn"
+    assert "may have 64 open" in found["descriptors"]["found"]
+    assert "ulimit -n 1024" in found["descriptors"]["remedy"]
+    assert status == 0
+    status, found = diagnose(tmp_path, descriptors=32)
+    assert (status, found["descriptors"]["status"]) == (1, "fail")
+
+
+@pytest.mark.slow
+def test_a_thread_variable_is_found(tmp_path: Path) -> None:
+    if machine_checks.machine.available_cpus() == 1:
+        pytest.skip("one thread is all that one core can run")
+    status, found = diagnose(tmp_path, OMP_NUM_THREADS="1")
+    assert found["thread variables"]["status"] == "warn"
+    assert "OMP_NUM_THREADS=1" in found["thread variables"]["found"]
+    assert status == 0
+
+
+@pytest.mark.slow
+def test_locks_that_do_nothing_are_found(tmp_path: Path) -> None:
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "sitecustomize.py").write_text(NO_LOCKS)
+    status, found = diagnose(tmp_path, PYTHONPATH=str(tmp_path / "without"))
+    assert found["cache locks"]["status"] == "warn"
+    assert "a lock has no effect" in found["cache locks"]["found"]
+    assert status == 0
+
+
+@pytest.mark.slow
+def test_a_missing_cuda_plugin_is_found_beside_a_driver(tmp_path: Path) -> None:
+    if any("cuda" in plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins")):
+        pytest.skip("JAX's CUDA plugin is installed")
+    (tmp_path / "driver" / "nvidia").mkdir(parents=True)
+    (tmp_path / "driver" / "nvidia" / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module 570.1\n")
+    mounts = f"mount --bind '{tmp_path / 'driver'}' /proc/driver"
+    status, found = diagnose(tmp_path, mounts=mounts, JAX_PLATFORMS="")
+    assert found["NVIDIA GPU"]["status"] == "fail"
+    assert "pip install 'jax[cuda13]'" in found["NVIDIA GPU"]["remedy"]
+    assert status == 1
+    status, found = diagnose(tmp_path, mounts=mounts, JAX_PLATFORMS="cpu")
+    assert (status, found["NVIDIA GPU"]["status"]) == (0, "ok"), "the CPU was asked for"
+
+
+@pytest.mark.slow
+def test_a_bad_variable_is_one_finding_and_the_others_are_still_made(tmp_path: Path) -> None:
+    status, found = diagnose(tmp_path, QUARANTUNE_TIMEOUT="soon")
+    assert found["settings"]["status"] == "fail"
+    assert "QUARANTUNE_TIMEOUT" in found["settings"]["found"]
+    assert "cores" in found
+    assert status == 1
+
+
+@pytest.mark.slow
+def test_a_sandbox_that_does_not_work_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = tmp_path / "sitecustomize.py"
+    module.write_text("import os\nif 'QUARANTUNE_SANDBOX' in os.environ:\n    os._exit(3)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{SOURCE}")
+    from quarantune.sandbox import template
+
+    template.close_shared()
+    try:
+        found = next(iter(trial_checks.trials()))
+    finally:
+        template.close_shared()
+    assert found.status is check.Status.FAIL
+    assert failed([found])
+    assert "QUARANTUNE_LOG_DIR" in found.remedy
+
+
+SMI = """#!/bin/sh
+case "$1" in
+--query-gpu*throttle*) printf '%s\\n' '{gpu}' ;;
+--query-compute*) printf '%s\\n' '{app}' ;;
+*) exit 6 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "app", "status", "words"),
+    [
+        ("0, H200, 570.1, 1980, 1980, 0x0000000000000001, 4, 0", "", "ok", "1980 of 1980 MHz"),
+        ("0, H200, 570.1, 900, 1980, 0x0000000000000060, 4, 0", "", "warn", "heat"),
+        ("0, H200, 570.1, 1980, 1980, 0x0, 90000, 99", "GPU-1, 77, 89000", "warn", "processes 77"),
+    ],
+)
+def test_slow_clocks_and_other_tenants_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str, app: str, status: str, words: str
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(SMI.format(gpu=gpu, app=app))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (found,) = device_checks.nvidia()
+    assert (found.status.value, words in found.found) == (status, True)
+
+
+def test_damaged_results_are_found(cache_dir: Path) -> None:
+    cache_dir.mkdir()
+    (cache_dir / "matmul.json").write_text("{")
+    found = {entry.name: entry for entry in cache_checks.directory(Settings(cache_dir=cache_dir))}
+    assert found["cached results"].status is check.Status.WARN
+    assert "matmul.json" in found["cached results"].found
+    assert [path.name for path in cache_dir.iterdir()] == ["matmul.json"]
+
+
+def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point(tmp_path: Path) -> None:
+    mounts = tmp_path / "mountinfo"
+    lines = [("/", "ext4"), (str(tmp_path), "ext4"), (str(tmp_path), "nfs4"), (f"{tmp_path}/other", "tmpfs")]
+    mounts.write_text("".join(f"1 1 0:1 / {point} rw - {kind} none rw\n" for point, kind in lines))
+    assert cache_checks.filesystem(tmp_path / "cache", mounts=mounts) == "nfs4"
+
+
+def test_a_program_without_a_limit_on_processes_may_start_any_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "sys/fs/cgroup/job"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job\n")
+    (group / "pids.current").write_text("30\n")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    for limit, left in (("max", None), ("100", 70), ("20", 0)):
+        (group / "pids.max").write_text(f"{limit}\n")
+        assert machine_checks.machine.processes_left(root=tmp_path) == left
+
+
+def test_the_findings_are_plain_data() -> None:
+    found: Any = check.warn("cores", "1 of 2", "more")
+    assert json.loads(json.dumps(found.to_dict())) == {
+        "name": "cores",
+        "status": "warn",
+        "found": "1 of 2",
+        "remedy": "more",
+    }
