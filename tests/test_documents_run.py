@@ -1,0 +1,71 @@
+"""Every block of code in the documents runs, or its document says why it does not."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import document_blocks
+import pytest
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+PAGES = [
+    page
+    for page in document_blocks.documents()
+    if any(block.reason is None for block in document_blocks.blocks_of((ROOT / page).read_text(encoding="utf-8")))
+]
+
+
+def test_blocks_are_found_with_their_reasons_and_keep_their_lines() -> None:
+    text = (
+        "# Title\n\n1. A list\n\n   ```python\n   x = 1\n   ```\n\n<!-- run first:\ny = 2\n-->\n"
+        "<!-- not run: no device -->\n\n```bash\nfalse\n```\n\n```bash\ntrue\n```\n"
+    )
+    blocks = document_blocks.blocks_of(text)
+    assert [(block.line, block.language, block.reason) for block in blocks] == [
+        (6, "python", None),
+        (10, "python", None),
+        (15, "bash", "no device"),
+        (19, "bash", None),
+    ]
+    lines = document_blocks.script_of(text).split("\n")
+    assert (lines[5], lines[9], lines[14]) == ("x = 1", "y = 2", "")
+    assert "shell('true')" in lines[18]
+
+
+@pytest.mark.parametrize("page", document_blocks.documents())
+def test_a_block_is_of_a_language_that_runs_or_gives_a_reason(page: str) -> None:
+    blocks = document_blocks.blocks_of((ROOT / page).read_text(encoding="utf-8"))
+    assert not [
+        f"{page}:{block.line}: {block.language}: write <!-- not run: REASON --> above it"
+        for block in blocks
+        if block.reason is None and block.language not in document_blocks.RUN
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -> None:
+    script = tmp_path / f"{Path(page).stem.replace('-', '_').lower()}.py"
+    script.write_text(document_blocks.script_of((ROOT / page).read_text(encoding="utf-8")), encoding="utf-8")
+    commands = tmp_path / ".venv" / "bin"  # pages call programs of their environment by this name
+    commands.mkdir(parents=True)
+    for command, words in {"python": "", "quarantune": "-m quarantune", "pytest": "-m pytest"}.items():
+        program = commands / command
+        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n', encoding="utf-8")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    environment = {
+        **os.environ,
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
+        "QUARANTUNE_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{page}, whose lines are those of the script:\n{done.stdout}\n{done.stderr}"
