@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from quarantune.api.compile_check import compile_check
     from quarantune.api.contextual import Contextual, contextual_autotune
     from quarantune.api.tuner import AutoTuner, compile_configs
-    from quarantune.cache import CacheWarning, CacheWriteError, TuningCache
+    from quarantune.api.tuning_cache import TuningCache
+    from quarantune.cache import CacheWarning, CacheWriteError
     from quarantune.devices.targets import Target, targets
     from quarantune.metrics import KernelMetrics, compute_elementwise_metrics, compute_gemm_metrics
     from quarantune.results.compile_report import CompileReport
@@ -38,7 +39,8 @@ _NAMES = {
     "api.compile_check": ("compile_check",),
     "api.contextual": ("Contextual", "contextual_autotune"),
     "api.tuner": ("AutoTuner", "compile_configs"),
-    "cache": ("CacheWarning", "CacheWriteError", "TuningCache"),
+    "api.tuning_cache": ("TuningCache",),
+    "cache": ("CacheWarning", "CacheWriteError"),
     "devices.targets": ("Target", "targets"),
     "metrics": ("KernelMetrics", "compute_elementwise_metrics", "compute_gemm_metrics"),
     "results.compile_report": ("CompileReport",),
@@ -64,7 +66,7 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 """The modules of all names. Each is imported with the first use of a name in it, so that a command that needs no JAX
 does not wait for it."""
-_PUBLIC_MODULES = ("cache", "metrics", "spaces")
+_PUBLIC_MODULES = ("cache", "doctor", "metrics", "spaces")
 
 __all__ = [
     "AutoTuner",

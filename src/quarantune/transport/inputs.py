@@ -143,19 +143,35 @@ def make(
     Raises:
         ValueError: `kind` is not one of `KINDS`.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    generator = np.random.default_rng((seed, index))
     if is_key_dtype(dtype):
+        generator = np.random.default_rng((seed, index))
         impl = jax_internals.key_impl(dtype)
         data_shape = shape + jax_internals.key_data_shape(impl)
         return restore_array(generator.integers(0, 2**32, data_shape, dtype=np.uint32), False, impl, sharding)
     dtype = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+    return restore_array(elements(shape, dtype, kind=kind, seed=seed, index=index), weak_type, None, sharding)
+
+
+def elements(shape: tuple[int, ...], dtype: np.dtype[Any], *, kind: str, seed: int, index: int) -> np.ndarray[Any, Any]:
+    """Returns the elements that `make` gives an array, as a NumPy array.
+
+    Args:
+        shape: the shape.
+        dtype: the dtype.
+        kind: one of `KINDS`.
+        seed: the seed of the sweep.
+        index: the number of the argument.
+
+    Raises:
+        ValueError: `kind` is not one of `KINDS`.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     if kind in ("zeros", "ones"):
-        number = np.float64(kind == "ones")
-        return restore_array(np.full(shape, _held(number, kind, dtype), dtype), weak_type, None, sharding)
+        return np.full(shape, _held(np.float64(kind == "ones"), kind, dtype), dtype)
+    generator = np.random.default_rng((seed, index))
     tile = _tile(generator, shape, dtype, kind, elements=min(math.prod(shape), _TILE_ELEMENTS))
-    return restore_array(np.resize(tile, shape), weak_type, None, sharding)
+    return np.resize(tile, shape)
 
 
 def _tile(

@@ -1,0 +1,84 @@
+"""`TuningCache` as users know it: the entries of a directory, which can also be measured again."""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from quarantune import cache
+from quarantune.cache import CacheKey
+
+if TYPE_CHECKING:
+    from quarantune.api.autotune import Autotuned
+    from quarantune.api.tuner import AutoTuner
+    from quarantune.resolve.tuned_function import TunedFunction
+    from quarantune.resolve.verification import VerifyReport
+    from quarantune.transport.call import Arguments
+
+
+class TuningCache(cache.TuningCache):
+    """The tuned results in one directory: those of `@quarantune.autotune`, and any that you put there.
+
+    Configs that were found or put stay in memory, so that a look-up reads the disk once. All methods may be called from
+    several threads, and on one directory from several processes.
+
+    Example:
+        >>> cache = TuningCache(directory)  # doctest: +SKIP
+        >>> cache.put("matmul", (1024, 1024), "cuda:0", {"BM": 64})  # doctest: +SKIP
+        >>> print(cache.verify(matmul))  # doctest: +SKIP
+    """
+
+    def verify(
+        self,
+        *functions: Autotuned | AutoTuner | str,
+        arguments: Callable[[CacheKey], Arguments | None] | None = None,
+    ) -> VerifyReport:
+        """Measures the winners in this cache again, each against its function's own defaults, in the sandbox.
+
+        The arguments are made from each entry's shapes, dtypes and static values, by the function's `supply`. Nothing
+        is saved, and no entry is changed. Names in a cache are never imported, so the functions have to be given.
+
+        Args:
+            *functions: the tuned functions: those of `autotune`, `AutoTuner` objects, or texts such as
+                `"kernels:matmul"`, which are imported.
+            arguments: takes the key of an entry, and returns positional and keyword arguments to measure with; None
+                makes them from the key. A function with a `key_fn` needs it, and so do arguments on several devices.
+
+        Returns:
+            One verdict for each entry: `current`, `stale`, `unused` (no call finds it any more) or `unknown` (for
+            another device, without its function, or without its arguments).
+
+        Raises:
+            TypeError: a function is neither of these.
+            ValueError: no function is given, or a text names none.
+        """
+        from quarantune.resolve import verification
+
+        if not functions:
+            raise ValueError("verify needs the tuned functions: give them, or texts such as 'kernels:matmul'")
+        return verification.verify(iter(self), [_tuned(function) for function in functions], arguments)
+
+
+def _tuned(function: Any) -> TunedFunction:
+    from quarantune.api.autotune import Autotuned
+    from quarantune.api.tuner import AutoTuner
+
+    found = _imported(function) if isinstance(function, str) else function
+    if not isinstance(found, (Autotuned, AutoTuner)):
+        shown = function if isinstance(function, str) else getattr(found, "__qualname__", None) or repr(found)
+        raise TypeError(f"{shown!r} is no tuned function: give what @quarantune.autotune returned, or an AutoTuner")
+    return found._resolver.function
+
+
+def _imported(text: str) -> Any:
+    module, colon, name = text.partition(":")
+    if not (module and colon and name):
+        raise ValueError(f"{text!r} names no function: write it as 'module:function'")
+    try:
+        return operator.attrgetter(name)(importlib.import_module(module))
+    except ImportError as error:
+        raise ValueError(f"{text!r} cannot be imported ({error}): correct the name, or set PYTHONPATH") from None
+    except AttributeError as error:
+        raise ValueError(f"{text!r} names no function ({error}): correct the name after the colon") from None
