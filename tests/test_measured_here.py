@@ -27,8 +27,10 @@ from misdeeds import kernel
 
 import quarantune
 from quarantune import jax_internals
+from quarantune.cache import journal
 from quarantune.devices import discovery
 from quarantune.devices.device import Device
+from quarantune.resolve.suspects import Suspects
 from quarantune.sweep import in_process, sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, choose
@@ -40,7 +42,7 @@ from quarantune.transport import executable_data
 from quarantune.transport.problem import Problem
 from quarantune.values.options import Options
 from quarantune.values.settings import current
-from quarantune.values.trial import Config, Route, Trial
+from quarantune.values.trial import Config, Outcome, Route, Trial
 
 X = np.ones(8, np.float32)
 GOOD = ("good", "")
@@ -134,7 +136,7 @@ def test_outcomes_choice_and_entry_are_those_of_workers_alone(tmp_path: Path) ->
     (of_workers,), (of_both,) = (list(entry.items()) for entry in entries)
     assert of_workers[0] == of_both[0]
     for name in of_workers[1].keys() | of_both[1].keys():
-        if name not in ("time_ms", "default_time_ms", "created", "trials"):
+        if name not in ("time_ms", "default_time_ms", "created", "trials", "samples"):
             assert of_workers[1][name] == of_both[1][name]
     # The result of either is found by both.
     with quarantune.settings(cache_dir=tmp_path / "compile", isolation="process", on_miss="error"):
@@ -251,6 +253,71 @@ def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_p
     (entry,) = tmp_path.rglob("*loop.json")
     assert '"crashed": 1' in entry.read_text()
     assert '"timeout": 1' in entry.read_text()
+
+
+def last_records(directory: Path) -> dict[int, list[str]]:
+    """Returns the outcomes that the journals in a cache directory hold for each `n`, in their order."""
+    found: dict[int, list[str]] = {}
+    for path in directory.glob("*.trials/*.jsonl"):
+        for record in journal.read(path):
+            found.setdefault(record["trial"]["config"]["n"], []).append(record["trial"]["outcome"])
+    return found
+
+
+@pytest.mark.slow
+def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(tmp_path: Path) -> None:
+    seen: list[dict[int, list[str]]] = []
+
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def powers(x: jax.Array, *, n: int) -> jax.Array:
+        def look(y: Any) -> Any:
+            seen.append(last_records(tmp_path))
+            return y
+
+        # One is compared with the others, and 300 waits for further runs, when 0 runs as the last one.
+        y = jax.pure_callback(look, jax.ShapeDtypeStruct(x.shape, x.dtype), x) if n == 0 else x
+        return jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y @ y), y) * 0
+
+    with in_this_process, quarantune.settings(cache_dir=tmp_path):
+        result = quarantune.AutoTuner(powers, {"n": [300, 1, 0]}, rep=2).run(jnp.ones((400, 400)))
+    assert ends(result.trials) == ["ok", "ok", "ok"], result.table()
+    assert {n: outcomes[-1] for n, outcomes in seen[0].items()} == {300: "not_run", 1: "not_run", 0: "lost"}
+    assert {n: outcomes[-1] for n, outcomes in last_records(tmp_path).items()} == {300: "ok", 1: "ok", 0: "ok"}
+
+
+def test_a_config_is_to_blame_once_two_processes_have_ended_while_it_ran() -> None:
+    def record(outcome: Outcome) -> Trial:
+        return Trial(config={}, outcome=outcome, route=Route.COMPILED_APART)
+
+    lost, paused = record(Outcome.LOST), record(Outcome.NOT_RUN)
+    for records, once, fatal in (
+        ([lost], {0}, []),
+        ([lost, paused], set(), []),
+        ([lost, paused, lost, paused], set(), []),
+        ([lost, paused, lost, lost, paused], {0}, []),
+        ([lost, paused, lost, lost, paused, lost], set(), [0]),
+        ([lost, lost], set(), [0]),
+        ([lost, record(Outcome.OK), lost], {0}, []),
+    ):
+        suspects = Suspects()
+        for trial in records:
+            suspects.note(0, trial)
+        assert (suspects.once(), [index for index, _ in suspects.fatal([{}])]) == (once, fatal), records
+
+
+@pytest.mark.slow
+def test_configs_compared_in_several_sweeps_are_not_taken_for_crashed(tmp_path: Path) -> None:
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def shifted(x: jax.Array, n: int = 1) -> jax.Array:
+        return x + n - n
+
+    x = jnp.ones(8)
+    with in_this_process, quarantune.settings(cache_dir=tmp_path):
+        for most in (3, 4, 5, 6):
+            tuner = quarantune.AutoTuner(shifted, {"n": list(range(1, most))}, rep=2)
+            trials = tuner.run(x).trials
+    assert ends(trials) == ["ok"] * 5
+    assert "lost" in last_records(tmp_path)[1][1:]  # it was loaded again
 
 
 def holding_a_tpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:

@@ -12,15 +12,22 @@ _FATAL = 2
 
 
 class Suspects:
-    """Counts, for each config, the processes that have ended while they ran it, since it last had another outcome."""
+    """Counts, for each config, the processes that have ended while they ran it, since it last had an outcome.
+
+    A trial that is `lost` is recorded when a process begins to run a config, and one that is `not_run` when it pauses.
+    """
 
     def __init__(self) -> None:
         self._ended: collections.Counter[int] = collections.Counter()
 
     def note(self, index: int, trial: Trial) -> None:
         """Takes the next trial of a config from the journal."""
-        is_lost_here = trial.outcome is Outcome.LOST and trial.route in (Route.COMPILED_APART, Route.IN_PROCESS)
-        self._ended[index] = self._ended[index] + 1 if is_lost_here else 0
+        if trial.outcome is Outcome.NOT_RUN:
+            self._ended[index] = max(0, self._ended[index] - 1)
+        elif trial.outcome is Outcome.LOST and trial.route in (Route.COMPILED_APART, Route.IN_PROCESS):
+            self._ended[index] += 1
+        else:
+            self._ended[index] = 0
 
     def once(self) -> set[int]:
         """Returns the configs that may be innocent: they run again, as the last ones."""

@@ -90,7 +90,7 @@ class SweepRecords:
             trial: the trial.
             was_troubled: whether its config is known to have crashed or hung.
         """
-        if self.directory is None or trial.outcome is Outcome.NOT_RUN:
+        if self.directory is None:
             return
         with self.saving():
             if self._is_jitted:

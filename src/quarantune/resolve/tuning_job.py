@@ -286,7 +286,8 @@ class TuningJob:
         def on_trial(index: int, trial: Trial) -> None:
             trial = dataclasses.replace(trial, ended_s=time.time())
             self._trials[index] = trial
-            self._record(index, trial)
+            if trial.outcome is not Outcome.NOT_RUN:
+                self._record(index, trial)
             progress.step(trial)
 
         problem = self._keyed.problem()

@@ -24,12 +24,12 @@ from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import UNTUNED, Reference
 from quarantune.scheduler.workers import Job
 from quarantune.sweep import in_process
+from quarantune.sweep.attempt import Attempt
 from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.routes import Routes, reference_for, worker_options
 from quarantune.sweep.swept import Swept
 from quarantune.sweep.watchdog import Watchdog, Watched
 from quarantune.transport.call import Call
-from quarantune.values.shown import format_config
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.worker.bench import Bench, Program
 
@@ -37,48 +37,8 @@ _logger = logging.getLogger("quarantune")
 
 _BATCH = 64
 """How many configs are compiled before they are measured: a sweep that is interrupted loses the work on no more."""
-
-
 _SEARCH_BATCH = 8
 """The same where a search decides what is tried, which learns from one batch for the next."""
-
-
-@dataclasses.dataclass(eq=False)
-class _Attempt:
-    """A config on its way from its program to its times.
-
-    Attributes:
-        index: its index.
-        trial: its trial so far.
-        log: the output of the worker that compiled it.
-        data: its program as data; None where there is none.
-        program: its program, once loaded.
-        run_ms: the time of its first run where that is informative; else None.
-        cpu_ms: the same without the time that it waited for a CPU.
-        is_disturbed: whether other processes disturbed that run.
-        held_s: seconds of its deadline that it has used.
-        is_noted: whether it was reported that it runs.
-    """
-
-    index: int
-    trial: Trial
-    log: str
-    data: bytes | None
-    program: Program | None = None
-    run_ms: float | None = None
-    cpu_ms: float = 0.0
-    is_disturbed: bool = False
-    held_s: float = 0.0
-    is_noted: bool = False
-
-    @property
-    def is_over(self) -> bool:
-        """Whether its outcome is known."""
-        return self.trial.outcome is not Outcome.OK or self.trial.time_ms is not None
-
-    def update(self, **changes: object) -> None:
-        """Changes fields of its trial."""
-        self.trial = dataclasses.replace(self.trial, **changes)  # type: ignore[arg-type]
 
 
 class MeasuredHere:
@@ -114,7 +74,7 @@ class MeasuredHere:
         self._watchdog = Watchdog()
         self._bench: Bench | None = None
         self._fastest: dict[int, tuple[float, Program]] = {}
-        self._compiled_here: list[str] = []
+        self._has_compiled_here = False
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
         """Runs configs to their outcomes, and compares the fastest in `measured`, to which their trials are added."""
@@ -177,7 +137,7 @@ class MeasuredHere:
 
         executables = self._routes.compile_batch(dict(batch), on_compiled, source=self._request.source)
         attempts = [
-            _Attempt(index, trial, log, executables.get(index))
+            Attempt(index, trial, log, executables.get(index))
             for index, (trial, log) in compiled.items()
             if index not in programs.ran_as
         ]
@@ -187,7 +147,7 @@ class MeasuredHere:
             reference.join(index, first)
             self._end(index, *programs.copy_end(Job(index, batch[index]), Job(first, batch[first])))
 
-    def _measure_all(self, attempts: list[_Attempt]) -> None:
+    def _measure_all(self, attempts: list[Attempt]) -> None:
         """Runs each config once; then measures those that may still win, the fastest first."""
         for attempt in attempts:
             self._stop_in_time(attempt)
@@ -205,19 +165,19 @@ class MeasuredHere:
                 self._step(attempt, Phase.MEASURE, self._measure)
             self._conclude(attempt)
 
-    def _stop_in_time(self, attempt: _Attempt) -> None:
+    def _stop_in_time(self, attempt: Attempt) -> None:
         """Ends a config that should not go on, because the time of the search is over."""
         if not attempt.is_over and (reason := self._request.source.reason_to_stop()):
             attempt.update(outcome=Outcome.NOT_RUN, message=reason)
 
-    def _load(self, attempt: _Attempt) -> None:
+    def _load(self, attempt: Attempt) -> None:
         """Loads the program of a config, or compiles it here where it cannot be passed on."""
 
-        def load(attempt: _Attempt) -> None:
+        def load(attempt: Attempt) -> None:
             with contextlib.suppress(ValueError):
                 attempt.program = self._bench_here().load_data(attempt.trial.config, attempt.data or b"")
 
-        def compile_here(attempt: _Attempt) -> None:
+        def compile_here(attempt: Attempt) -> None:
             attempt.program = self._bench_here().compile(attempt.trial.config, target=None)
             attempt.update(compile_s=attempt.program.compile_s)
 
@@ -230,7 +190,7 @@ class MeasuredHere:
             self._step(attempt, Phase.COMPILE, compile_here)
             attempt.held_s = 0.0
 
-    def _check(self, attempt: _Attempt) -> None:
+    def _check(self, attempt: Attempt) -> None:
         """Checks a config, and measures it at once unless its first run was informative."""
         assert attempt.program is not None
         bench = self._bench_here()
@@ -240,11 +200,9 @@ class MeasuredHere:
             return
         attempt.run_ms, attempt.cpu_ms, attempt.is_disturbed = run.whole, run.least, run.is_disturbed
         self._race.note_first_run(attempt.index, run.whole, is_disturbed=run.is_disturbed)
-        # Until it goes on, it is not the cause if this process ends.
-        attempt.is_noted = False
-        self._note(attempt, _ended(attempt, Outcome.NOT_RUN, "it waits for its further runs"))
+        self._pause(attempt, "it waits for its further runs")
 
-    def _rule_out(self, attempt: _Attempt) -> None:
+    def _rule_out(self, attempt: Attempt) -> None:
         """Ends a config whose first run was too slow."""
         run_ms = attempt.run_ms
         if run_ms is None or attempt.is_disturbed or self._reference.is_open:
@@ -260,7 +218,7 @@ class MeasuredHere:
                 clock="wall",
             )
 
-    def _measure(self, attempt: _Attempt) -> None:
+    def _measure(self, attempt: Attempt) -> None:
         assert attempt.program is not None
         race = self._race
         attempt.update(phase=Phase.MEASURE)
@@ -276,7 +234,7 @@ class MeasuredHere:
             message = f"at best {min(measured.samples_ms):.4g} ms, where another config takes {best_median_ms:.4g}"
             attempt.update(outcome=Outcome.SLOW, message=message)
 
-    def _conclude(self, attempt: _Attempt) -> None:
+    def _conclude(self, attempt: Attempt) -> None:
         """Ends a config, keeps it if it is among the fastest, and records its trial for those with the same program."""
         index, trial, own_ms = attempt.index, attempt.trial, attempt.trial.own_ms
         if trial.outcome is Outcome.OK and own_ms is not None:
@@ -286,6 +244,8 @@ class MeasuredHere:
             if len(self._fastest) > finals.MOST_FINALISTS + (UNTUNED in self._fastest):
                 del self._fastest[max(self._fastest, key=lambda index: self._fastest[index][0])]
         attempt.program = attempt.data = None
+        if self._reference.is_open and not trial.outcome.is_failure:
+            self._pause(attempt, "it waits for the outputs of others")
         self._routes.programs.end(Job(index, trial.config), trial, attempt.log)
         self._end(index, trial, f"{attempt.log}\n{trial.log_tail}" if trial.outcome.is_failure else attempt.log)
 
@@ -297,7 +257,7 @@ class MeasuredHere:
 
     # In this process
 
-    def _step(self, attempt: _Attempt, phase: Phase, work: Callable[[_Attempt], None]) -> None:
+    def _step(self, attempt: Attempt, phase: Phase, work: Callable[[Attempt], None]) -> None:
         """Runs one step of a config; an exception or a missed deadline ends its trial."""
         is_compiling = phase is Phase.COMPILE
         limit_s = self._limits.compile_timeout_s if is_compiling else self._limits.timeout_s
@@ -311,23 +271,29 @@ class MeasuredHere:
         def on_overdue() -> None:
             self._note(attempt, overdue)
 
-        with self._turn(), self._watching(limit_s - attempt.held_s, _label(attempt), on_overdue) as watched:
+        with self._turn(), self._watching(limit_s - attempt.held_s, attempt.label, on_overdue) as watched:
             if not attempt.is_noted:
                 attempt.is_noted = True
-                self._note(attempt, _ended(attempt, Outcome.LOST, "the process that ran it has ended meanwhile"))
+                self._note(attempt, attempt.provisional(Outcome.LOST, "the process that ran it has ended meanwhile"))
             try:
                 work(attempt)
             except (Exception, SystemExit) as error:
                 attempt.trial = in_process.failed(attempt.trial, error)
                 self._drop_bench()  # its arguments may be damaged
             except BaseException:  # KeyboardInterrupt is for the caller
-                self._note(attempt, _ended(attempt, Outcome.NOT_RUN, "the sweep was interrupted"))
+                self._pause(attempt, "the sweep was interrupted")
                 raise
         attempt.held_s += watched.taken_s
         if watched.is_overdue:
             attempt.trial = dataclasses.replace(overdue, phase=attempt.trial.phase)
 
-    def _note(self, attempt: _Attempt, trial: Trial) -> None:
+    def _pause(self, attempt: Attempt, reason: str) -> None:
+        """Notes that a config does not run any more: until it goes on, it is not the cause if this process ends."""
+        if attempt.is_noted:
+            attempt.is_noted = False
+            self._note(attempt, attempt.provisional(Outcome.NOT_RUN, reason))
+
+    def _note(self, attempt: Attempt, trial: Trial) -> None:
         if attempt.index != UNTUNED:
             self._request.events.on_provisional(attempt.index, trial)
 
@@ -374,17 +340,17 @@ class MeasuredHere:
         if index != UNTUNED:
             self._request.events.on_phase(index, phase)
 
-    def _report_compiling_here(self, attempt: _Attempt) -> None:
+    def _report_compiling_here(self, attempt: Attempt) -> None:
         """Reports, once in a sweep, that a config is compiled without containment."""
-        if not self._compiled_here:
+        if not self._has_compiled_here:
+            self._has_compiled_here = True
             _logger.warning(
                 "%s: %s is compiled in this process, without containment, because its program cannot come from a "
                 "worker; so are others whose route is %r",
                 self._name,
-                _label(attempt),
+                attempt.label,
                 Route.IN_PROCESS.value,
             )
-        self._compiled_here.append(_label(attempt))
 
     # The final
 
@@ -412,25 +378,15 @@ class MeasuredHere:
             _logger.warning("the finalists could not be compared, so their first measurements count: %r", error)
             return finals.Final()
 
-    def _loaded(self, configs: Mapping[int, Config]) -> list[_Attempt]:
+    def _loaded(self, configs: Mapping[int, Config]) -> list[Attempt]:
         """Returns configs with their programs, compiled again by workers: those of an earlier sweep, for example."""
         trials: dict[int, Trial] = {}
         found = self._routes.compile_batch(
             dict(configs), lambda index, trial, log: trials.update({index: trial}), again=True
         )
-        attempts = [_Attempt(index, trials[index], "", found.get(index)) for index in configs]
+        attempts = [Attempt(index, trials[index], "", found.get(index)) for index in configs]
         for attempt in attempts:
             if not attempt.is_over:
                 self._load(attempt)
+            self._pause(attempt, "it waits to be compared")
         return attempts
-
-
-def _label(attempt: _Attempt) -> str:
-    """Returns the name of a config in reports."""
-    config = format_config(attempt.trial.config)
-    return f"the function with its defaults ({config})" if attempt.index == UNTUNED else f"the config {config}"
-
-
-def _ended(attempt: _Attempt, outcome: Outcome, message: str) -> Trial:
-    """Returns the trial of a config without its times."""
-    return dataclasses.replace(attempt.trial, outcome=outcome, message=message)
