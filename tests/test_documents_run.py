@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import os
 import stat
 import subprocess
@@ -9,6 +11,7 @@ import sys
 from pathlib import Path
 
 import document_blocks
+import jax
 import pytest
 
 TESTS = Path(__file__).parent
@@ -45,6 +48,16 @@ def test_a_block_is_of_a_language_that_runs_or_gives_a_reason(page: str) -> None
         for block in blocks
         if block.reason is None and block.language not in document_blocks.RUN
     ]
+
+
+def test_examples_in_docstrings_that_are_not_skipped_are_right(tmp_path: Path) -> None:
+    source = ROOT / "src"
+    with_examples = [path for path in (source / "quarantune").glob("**/*.py") if ">>>" in path.read_text("utf-8")]
+    assert with_examples
+    for path in with_examples:
+        module = importlib.import_module(".".join(path.relative_to(source).with_suffix("").parts))
+        ran = doctest.testmod(module, extraglobs={"jax": jax, "directory": tmp_path}, raise_on_error=False)
+        assert ran.failed == 0, module.__name__
 
 
 @pytest.mark.slow
