@@ -414,6 +414,25 @@ def test_a_long_last_message_is_received_in_full(load: Callable[..., ModuleType]
         assert len(json.dumps(worker.messages[-1])) > 4 << 16
 
 
+def test_templates_of_later_sweeps_have_the_decorator_already(load: Callable[..., ModuleType], tmp_path: Path) -> None:
+    seen = tmp_path / "seen"
+    act = load(
+        f"""
+        import os, sys
+        if "QUARANTUNE_SANDBOX" in os.environ:
+            with open({str(seen)!r}, "a") as file:
+                print("quarantune.api.autotune" in sys.modules, file=file)
+
+        def act(x=None):
+            return 0.0
+        """
+    ).act
+    for _ in range(2):
+        with sandbox_for(act):
+            pass
+    assert seen.read_text().split()[-1] == "True"
+
+
 def test_the_process_id_of_a_fast_template_is_known(load: Callable[..., ModuleType]) -> None:
     act = load(WORKLOAD).act
     for _ in range(20):

@@ -74,6 +74,7 @@ class Forker:
         """
         self._selector = selectors.DefaultSelector()
         self._clients: list[_Client] = []
+        self._has_decorator = False
         self._children: dict[int, _Child] = {}
         self._wakeup, self._wakeup_write = socket.socketpair()
         for end in (self._wakeup, self._wakeup_write):
@@ -192,6 +193,10 @@ class Forker:
         self._fork(client, order.number, run)
         self._report(client, Started(order.number, client.children[order.number]))
         wire.close_all(fds)
+        if not self._has_decorator:
+            self._has_decorator = True
+            worker_program.preload_decorator()  # beside the load that has begun
+            prepare_to_fork()
 
     def _start_worker(self, client: _Client, order: StartWorker, fds: list[int]) -> None:
         environ = {**(client.environ or os.environ), **order.environ}
