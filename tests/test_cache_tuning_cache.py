@@ -209,6 +209,35 @@ def test_export_writes_chosen_entries_and_nothing_else(cache: TuningCache, tmp_p
         cache.export(tmp_path / "file")
 
 
+@pytest.mark.parametrize("content", ['{"A": {"1": {"schema": 99, "config": {}}}}', '{"A": {"1": {"config"'])
+def test_export_replaces_no_file_that_it_cannot_read(cache: TuningCache, tmp_path: Path, content: str) -> None:
+    cache.put("a", 1, "A", {"BM": 1})
+    cache.put("f", 1, "A", {"BM": 1})
+    file = tmp_path / "f.json"
+    file.write_text(content)
+    with pytest.raises(CacheWriteError, match=r"nothing was exported: .*f\.json.* would be lost, so move it away"):
+        cache.export(tmp_path)
+    assert file.read_text() == content
+    assert not (tmp_path / "a.json").exists()
+
+
+def test_a_cache_in_memory_is_neither_merged_nor_compared_nor_exported(
+    cache: TuningCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUARANTUNE_DISABLE_CACHE", "1")
+    in_memory = TuningCache()
+    calls = [
+        lambda: in_memory.merge(cache),
+        lambda: cache.merge(in_memory),
+        lambda: cache.diff(in_memory),
+        lambda: in_memory.diff(cache),
+        lambda: in_memory.export(tmp_path),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"is in memory only.* give it a directory"):
+            call()
+
+
 def test_problems_names_every_problem_and_changes_nothing(cache: TuningCache) -> None:
     assert cache.problems() == []
     cache.put("good", 1, "cpu", {"BM": 1})

@@ -132,7 +132,7 @@ def test_a_config_that_compiles_at_last_is_no_failure_any_more(tmp_path: Path) -
 def test_failures_in_other_directories_are_known_until_the_config_compiles(tmp_path: Path) -> None:
     shared, own = tmp_path / "shared", tmp_path / "own"
     failures(shared).note(failed(), source="a compile check")
-    before = [path.read_bytes() for path in shared.rglob("*.jsonl")]
+    before = [path.read_bytes() for path in shared.rglob("*.uncompiled")]
     job = failures(own)
     job._others = [job._journal_in(shared)]
     assert job.known()
@@ -140,13 +140,13 @@ def test_failures_in_other_directories_are_known_until_the_config_compiles(tmp_p
     later = failures(own)
     later._others = job._others
     assert not later.known()
-    assert [path.read_bytes() for path in shared.rglob("*.jsonl")] == before
+    assert [path.read_bytes() for path in shared.rglob("*.uncompiled")] == before
 
 
 def test_the_same_failure_is_written_once(tmp_path: Path) -> None:
     for _ in range(3):
         failures(tmp_path).note(failed(), source="a sweep")
-    (file,) = tmp_path.glob("f.trials/*.jsonl")
+    (file,) = tmp_path.glob("f.trials/*.uncompiled")
     assert len(file.read_text().splitlines()) == 1
 
 
@@ -176,11 +176,11 @@ def notes(tmp_path: Path) -> Path:
     return tmp_path / "notes"
 
 
-def kernel(notes: Path, configs: list[int], *, factor: int = 1) -> quarantune.Autotuned:
+def kernel(notes: Path, configs: list[int], *, factor: int = 1, **options: Any) -> quarantune.Autotuned:
     """Returns a function that notes in a file which n it is traced with in a worker; odd n do not compile."""
     file = str(notes)
 
-    @quarantune.autotune({"n": configs}, rep=1, name="kernel")
+    @quarantune.autotune({"n": configs}, rep=1, name="kernel", **options)
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 1) -> Any:
         if template.is_inside():
@@ -225,6 +225,18 @@ def test_what_failed_to_compile_is_not_compiled_by_another_sweep(
     with quarantune.settings(disable_cache=True):
         kernel(notes, [1, 2]).tune(X)
     assert "1" in traced(notes)
+
+
+@pytest.mark.slow
+def test_a_search_in_which_all_is_known_to_fail_or_dropped_tries_it_again(notes: Path) -> None:
+    fn = kernel(notes, [1, 2, 3], search="random", prune_fn=lambda config, x: config["n"] != 2)
+    for _ in range(2):
+        with pytest.raises(quarantune.TuningFailedError, match="All 2 configs failed"):
+            fn.tune(X)
+        assert traced(notes) == {"1", "3"}
+    nothing = kernel(notes, [1, 2, 3], search="random", prune_fn=lambda config, x: False)
+    with pytest.raises(quarantune.TuningFailedError, match=r"the search asked for no config.*prune_fn may drop all"):
+        nothing.tune(X)
 
 
 @pytest.mark.slow

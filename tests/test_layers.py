@@ -69,6 +69,8 @@ def files_of(directory: Path) -> dict[str, bytes]:
 def test_layers_answer_in_order_and_only_with_entries_that_can_be_used(tmp_path: Path, cache_dir: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     store_winner(two, kernel(), 2, X)
+    with on_path(Path("/" + 300 * "a")), pytest.warns(CacheWarning, match="aaa', which is no directory"):
+        assert kernel().lookup(X) is None
     with on_path(one, two), pytest.warns(CacheWarning, match="one', which is no directory"):
         assert kernel().lookup(X) == {"n": 2}
     store_winner(one, kernel(), 1, X)
@@ -143,6 +145,7 @@ def a_key(*shape: int, dtype: str = "float32", mode: str = "a") -> str:
         (a_key(257, 64), None),
         (a_key(64, 15), None),
         (a_key(0, 64), None),
+        (a_key(10**400, 64), None),
         (a_key(64), None),
         (a_key(64, 64, dtype="bfloat16"), None),
         (a_key(64, 64, mode="b"), None),

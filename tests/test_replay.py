@@ -17,6 +17,7 @@ import pytest
 import quarantune
 from quarantune import Outcome, Trial
 from quarantune.cache import Journal
+from quarantune.cache.journal import compile_failures
 from quarantune.values.trial import Config
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "examples" / "spaces").glob("*.json.gz"))
@@ -118,6 +119,8 @@ def test_our_journals_and_trials_in_memory_replay(tmp_path: Path) -> None:
     for trial in trials:
         journal.append({"trial": trial.to_json()})
     Journal(tmp_path, "matmul", "cpu", "trouble").append({"config": "{}", "outcome": "crashed"})
+    expected(quarantune.replay(tmp_path / "matmul.trials", "exhaustive", seeds=[0]))
+    compile_failures(tmp_path, "matmul", "cpu", "key").append({"trial": trials[0].to_json()})
     expected(quarantune.replay(tmp_path / "matmul.trials", "exhaustive", seeds=[0]))
     Journal(tmp_path, "matmul", "cpu", "other").append({"trial": trials[0].to_json()})
     with pytest.raises(ValueError, match=r"matmul.trials holds the journals of 2 problems; give the path of one: "):

@@ -49,6 +49,8 @@ def test_a_space_has_the_same_configs_in_every_form(form: str) -> None:
     assert [space.find(config) for config in listed] == list(range(12))
     assert space.find({"BM": 16, "BN": 16, "fast": 1}) is None  # 1 is not True
     assert space.positions_of(space.codes([3, 5])) == [3, 5]
+    zeros = [{"x": 0.0}, {"x": -0.0}]  # two configs, as in a cache key
+    assert [str(config) for config in Space({"grid": {"x": [0.0, -0.0]}}.get(form, zeros))] == list(map(str, zeros))
 
 
 def test_a_generator_is_run_only_as_far_as_needed() -> None:
@@ -139,6 +141,7 @@ def test_the_surrogate_begins_in_a_large_grid_at_once_and_without_listing_it() -
         {"BM": [None, 1, 2], "BN": list(range(12))},
         {"via": [(1, 2), (3, 4), (5, 6)], "BM": [10**400, 1, -1e308, 0.0], "fast": [1, True, 1.0]},
         {"outcome": list(Outcome), "BM": [-4, 0, 0.5, 3.5]},
+        {"scale": [0.0, -0.0], "one": [1, 1.0], "large": [2**60, 2**60 + 1], "BM": list(range(5))},
     ],
 )
 def test_the_surrogate_takes_every_kind_of_value(space: Any) -> None:
@@ -236,7 +239,7 @@ def test_samplers_of_optuna_search_and_repeat_nothing() -> None:
     pytest.importorskip("optuna")
     for name in ("optuna:tpe", "optuna:random", "optuna:nsgaii"):
         space = Space({**GRID, "via": ["a", "b", "c"]}, keep=lambda config: config["BN"] == 16)
-        made = search.make(name, space, seed=1, defaults={"BM": 64, "BN": 16, "fast": True, "via": "c"})
+        made = search.make(name, space, seed=2**70 + 1, defaults={"BM": 64, "BN": 16, "fast": True, "via": "c"})
         known = {"BM": 16, "BN": 16, "fast": True, "via": "a"}
         made.tell(known, ok(known))
         asked = drained(made)

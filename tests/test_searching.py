@@ -263,6 +263,47 @@ def test_a_config_that_was_not_run_does_not_count_as_tried() -> None:
     assert list(search.take(2)) == [2, 3]
 
 
+def test_the_first_config_begins_however_short_the_time_is() -> None:
+    now = 0.0
+    search = searching(limits(time_budget_s=1e-3), clock=lambda: now, trial_s=10.0)
+    now = 1.0  # the search took so long to set up
+    ((index, config),) = search.take(1).items()
+    assert (search.take(1), search.stopped) == ({}, "time_budget")
+    search.ended(index, trial(config, None, Outcome.NOT_RUN))
+    assert search.take(1) == {}
+
+
+def test_a_number_of_trials_that_the_time_cuts_off_did_not_end_the_search() -> None:
+    now = 0.0
+    search = searching(limits(max_trials=2, time_budget_s=5.0), clock=lambda: now)
+    taken = search.take(2)
+    assert (search.is_closed, search.stopped) == (True, "max_trials")
+    now = 5.0
+    search.ended(0, trial(taken[0], 1.0))
+    assert search.reason_to_stop()
+    search.ended(1, trial(taken[1], None, Outcome.NOT_RUN))
+    assert search.stopped == "time_budget"
+
+
+def test_a_search_that_ends_early_has_not_seen_all() -> None:
+    class Nothing:
+        def ask(self, n: int) -> list[Config]:
+            return []
+
+        def tell(self, config: Config, trial: Trial) -> None:
+            return
+
+    search = searching(limits(search=Nothing()), defaults=0)
+    ((index, config),) = search.take(4).items()
+    search.ended(index, trial(config, 1.0))
+    assert (search.take(1), search.stopped, search.saw_all) == ({}, "exhausted", False)
+    assert entries.Searched("exhausted", 1, 10).thoroughness < entries.Searched("max_trials", 2, 10).thoroughness
+    failures = {index: trial(SPACE[index], None, Outcome.ERROR) for index in range(1, 10)}
+    search = searching(limits(max_trials=1), failures=failures)
+    search.ended(0, trial(search.take(1)[0], 1.0))
+    assert (search.is_closed, search.stopped, search.saw_all) == (True, "exhausted", True)
+
+
 # The choice of a search
 
 
@@ -380,6 +421,7 @@ def test_problems_are_the_nearer_the_less_their_sizes_differ() -> None:
     distances = [distance(here, other) for other in others]
     assert distances[0] == 0
     assert all(nearer < farther for nearer, farther in itertools.pairwise(distances))
+    assert distance({"x": 10**400}, {"x": 3}) < distance({"x": 10**500}, {"x": 3}), "numbers that no float holds"
     assert distance({"key_fn": ["small", 64]}, {"key_fn": ["small", 128]}) < distance(here, {"key_fn": 3})
 
 

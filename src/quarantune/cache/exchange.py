@@ -180,7 +180,7 @@ def export(
 
     Raises:
         ValueError: a name or a device has no entry.
-        CacheWriteError: the directory cannot be written to.
+        CacheWriteError: the directory cannot be written to, or a file in it is damaged or from a later version.
     """
     known = source.names()
     chosen = known if names is None else [name for name in known if any(_matches(name, wanted) for wanted in names)]
@@ -197,6 +197,11 @@ def export(
             )
     written: list[CacheKey] = []
     target = Store(directory, read_only=True)
+    if faults := [fault for name in chosen for fault in target.problems(name)]:
+        raise CacheWriteError(
+            f"nothing was exported: {faults[0]}; what the file holds would be lost, so move it away, or name another "
+            "directory"
+        )
     for name, contents in found:
         picked = {device: entries for device, entries in contents.items() if devices is None or device in devices}
         keys = [key for key, _ in entries_of(name, picked)]

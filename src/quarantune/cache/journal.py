@@ -109,7 +109,7 @@ def compile_failures(directory: Path, name: str, device: str, key: str) -> Journ
 
     It outlives the journal of a sweep, which starts over now and then.
     """
-    return Journal(directory, name, device, canonical_json(["failed to compile", key]))
+    return Journal(directory, name, device, key, suffix=".uncompiled")
 
 
 def conclusions(directory: Path, name: str, device: str, key: str) -> Journal:
@@ -127,7 +127,9 @@ def discard_all(directory: Path, name: str) -> None:
         CacheWriteError: one could not be removed; the message says why.
     """
     folder = trials_directory(directory, name)
-    _remove(sorted(path for suffix in ("jsonl", "failed", "final") for path in folder.glob(f"*.{suffix}")))
+    _remove(
+        sorted(path for suffix in ("jsonl", "failed", "final", "uncompiled") for path in folder.glob(f"*.{suffix}"))
+    )
 
 
 def remember_trouble(directory: Path, name: str, device: str, config: Mapping[str, Any], outcome: str) -> None:
@@ -201,7 +203,8 @@ def read(path: Path) -> list[JsonObject]:
 
 def damage(directory: Path) -> list[str]:
     """Returns a sentence for each journal below a cache directory that has damaged lines."""
-    found = {path: _read_lines(path)[1] for path in sorted(directory.glob("*.trials/*.jsonl"))}
+    paths = sorted(path for suffix in ("jsonl", "uncompiled") for path in directory.glob(f"*.trials/*.{suffix}"))
+    found = {path: _read_lines(path)[1] for path in paths}
     return [_damage_of(path, damaged) for path, damaged in found.items() if damaged]
 
 

@@ -179,14 +179,15 @@ class TuningCache:
             What was added, updated and left unchanged, and the conflicts.
 
         Raises:
-            ValueError: the other directory does not exist.
+            ValueError: the other directory does not exist, or one of the caches is in memory only.
             CacheWriteError: they could not be saved; the message says why.
         """
         merging = exchange.Merging()
-        for name, contents in _opened(other)._contents():
-            if self._store and contents:
+        store, other = self._on_disk(), _opened(other)
+        for name, contents in other._contents():
+            if contents:
                 merging.offer(name, contents)
-                self._store.merge(name, contents, prefer=functools.partial(_chosen, merging, name))
+                store.merge(name, contents, prefer=functools.partial(_chosen, merging, name))
         with self._lock:
             self._configs.clear()
         return merging.report()
@@ -212,13 +213,12 @@ class TuningCache:
             The keys of the entries written.
 
         Raises:
-            ValueError: there is nothing for a name or a device.
-            CacheWriteError: the directory cannot be written to.
+            ValueError: there is nothing for a name or a device, or this cache is in memory only.
+            CacheWriteError: the directory cannot be written to, or a file in it is damaged or from a later version.
         """
-        if self._store is None:
-            raise ValueError("nothing is cached on disk (QUARANTUNE_DISABLE_CACHE), so there is nothing to export")
+        store = self._on_disk()
         wanted = [[it] if isinstance(it, str) else it for it in (names, devices)]
-        return exchange.export(self._store, Path(directory), names=wanted[0], devices=wanted[1])
+        return exchange.export(store, Path(directory), names=wanted[0], devices=wanted[1])
 
     def diff(self, other: TuningCache | str | os.PathLike[str]) -> CacheDiff:
         """Compares the configs of two caches, and changes neither.
@@ -227,8 +227,9 @@ class TuningCache:
             other: the other cache, or its directory.
 
         Raises:
-            ValueError: the other directory does not exist.
+            ValueError: the other directory does not exist, or one of the caches is in memory only.
         """
+        self._on_disk()
         return exchange.compare(iter(self), iter(_opened(other)))
 
     def clear(self, name: str | None = None) -> None:
@@ -256,6 +257,19 @@ class TuningCache:
             problems.append(f"{str(path)!r} was damaged and set aside: look at it, or delete it")
         return problems + journal.damage(self.directory)
 
+    def _on_disk(self) -> Store:
+        """Returns the store.
+
+        Raises:
+            ValueError: the cache is in memory only.
+        """
+        if self._store is None:
+            raise ValueError(
+                "a TuningCache that was made under QUARANTUNE_DISABLE_CACHE is in memory only, and can be neither "
+                "merged, compared nor exported: give it a directory, as in TuningCache('/shared/tuned')"
+            )
+        return self._store
+
     def _contents(self) -> Iterator[tuple[str, Contents]]:
         for name in self._store.names() if self._store else ():
             yield name, self._store.read(name) if self._store else {}
@@ -274,6 +288,7 @@ def _config(entry: Entry | None) -> Config | None:
 def _opened(other: TuningCache | str | os.PathLike[str]) -> TuningCache:
     """Returns another cache, whose files are only read."""
     if isinstance(other, TuningCache):
+        other._on_disk()
         return other
     directory = Path(other)
     if not directory.is_dir():

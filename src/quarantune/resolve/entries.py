@@ -77,7 +77,8 @@ class Searched:
     @property
     def thoroughness(self) -> float:
         """The larger, the more thorough; a result of an earlier version comes from all configs."""
-        return math.inf if self.seen is None or self.stopped == "exhausted" else self.seen
+        is_whole = self.seen is None or self.seen == self.space_size
+        return math.inf if self.seen is None or is_whole else self.seen
 
 
 def searched_of(entry: Entry) -> Searched:

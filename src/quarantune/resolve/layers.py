@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +83,7 @@ def _read_only(label: str, directory: Path) -> Layer:
 
 
 def _is_there(directory: Path, origin: str) -> bool:
-    if directory.is_dir():
+    if os.path.isdir(directory):  # unlike `Path.is_dir`, it raises nothing where the path cannot be examined
         return True
     cache.report_once(f"{origin}, which is no directory: no results are looked up there; make it, or correct the name")
     return False

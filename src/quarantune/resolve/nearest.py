@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-_LARGEST_FACTOR = 4.0
+_LARGEST_FACTOR = 4
 """Sizes that differ by more than this factor are not compared: the best config may be another one."""
 _ROUNDING = 9
 
@@ -39,11 +39,10 @@ def distance(found: str, wanted: str) -> Distance | None:
         pairs = list(_pairs(json.loads(found), json.loads(wanted), numbers=False))
     except (_OtherCallError, ValueError, RecursionError):
         return None
-    if any(size != other and min(size, other) < 1 for size, other in pairs):
+    different = [pair for pair in pairs if pair[0] != pair[1]]
+    if any(min(pair) < 1 or max(pair) > _LARGEST_FACTOR * min(pair) for pair in different):
         return None
-    factors = [math.log2(size / other) for size, other in pairs if size != other]
-    if any(abs(factor) > math.log2(_LARGEST_FACTOR) for factor in factors):
-        return None
+    factors = [math.log2(size / other) for size, other in different]
     return Distance(round(math.fsum(map(abs, factors)), _ROUNDING), any(factor > 0 for factor in factors))
 
 

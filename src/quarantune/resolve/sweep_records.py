@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quarantune import cache
@@ -139,7 +139,13 @@ class SweepRecords:
         return self._suspects.once() | {index for index in found if index is not None}
 
     def known_not_to_compile(
-        self, configs: Sequence[Config], positions: Positions, trials: Mapping[int, Trial], *, start_over: bool
+        self,
+        configs: Sequence[Config],
+        positions: Positions,
+        trials: Mapping[int, Trial],
+        *,
+        is_pruned: Callable[[int], bool],
+        start_over: bool,
     ) -> dict[int, Trial]:
         """Returns the trials of further configs that are known not to compile, unless no other config is left.
 
@@ -149,6 +155,7 @@ class SweepRecords:
             configs: the configs.
             positions: finds their indices.
             trials: the trials that are known already, by index.
+            is_pruned: whether the config at an index is dropped; called no more often than necessary.
             start_over: whether failures that depend on the machine do not count.
         """
         if self.directory is None:
@@ -158,8 +165,10 @@ class SweepRecords:
             index = positions.of_text(text)
             if index is not None and index not in trials:
                 found[index] = dataclasses.replace(trial, config=configs[index])
-        some_work = any(trial.outcome is Outcome.OK for trial in trials.values())
-        return found if some_work or len(found) + len(trials) < len(configs) else {}
+        if not found or any(trial.outcome is Outcome.OK for trial in trials.values()):
+            return found
+        settled = found.keys() | trials.keys()
+        return {} if all(index in settled or is_pruned(index) for index in range(len(configs))) else found
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

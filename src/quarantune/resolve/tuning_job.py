@@ -98,6 +98,7 @@ class TuningJob:
         self._must_tune = start_over
         self._start_over = start_over
         self._stopped = EXHAUSTED
+        self._saw_all = True
         self._trials: dict[int, Trial] = {}
         self._troubled: set[int] = set()
         self._not_compiling: set[int] = set()
@@ -219,7 +220,11 @@ class TuningJob:
     def _known_not_to_compile(self) -> dict[int, Trial]:
         """Returns the trials of further configs that are known not to compile, and are not compiled again."""
         found = self._records.known_not_to_compile(
-            self._configs, self._positions, self._trials, start_over=self._start_over
+            self._configs,
+            self._positions,
+            self._trials,
+            is_pruned=self._call.is_pruned,
+            start_over=self._start_over,
         )
         self._not_compiling = set(found)
         if found:
@@ -275,7 +280,7 @@ class TuningJob:
         swept = Swept()
         if configs or len(finals.finalists(self._trials)) >= 2:
             swept = self._run(configs, progress, self._troubled, searching)
-        self._stopped = searching.stopped
+        self._stopped, self._saw_all = searching.stopped, searching.saw_all
         return swept
 
     def _run(
@@ -345,8 +350,7 @@ class TuningJob:
         """Returns how thorough the sweep was."""
         tried = sum(trial.outcome is not Outcome.NOT_RUN for trial in self._trials.values())
         size = len(self._configs)
-        seen = size if self._stopped == EXHAUSTED else tried
-        return Searched(self._stopped, seen, size, self._search.budget(self._stopped))
+        return Searched(self._stopped, size if self._saw_all else tried, size, self._search.budget(self._stopped))
 
     # The result
 

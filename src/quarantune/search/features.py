@@ -39,11 +39,11 @@ def _tables(values: Sequence[ConfigValue]) -> list[Floats]:
     """Returns the coordinates of each value of a name, in one or two groups; none where there is one value only."""
     if len(values) == 1:
         return []
-    if not all(map(_is_number, values)):
+    numbers = np.array(values if all(map(_is_number, values)) else [0.0], np.float64)
+    if np.ptp(numbers) == 0:  # words, or numbers that are not far enough apart to be told from each other
         # Two words are two ends of one axis; more are the corners of a simplex with edges of length 1.
         words = np.array([[0.0], [1.0]]) if len(values) == 2 else np.eye(len(values)) * math.sqrt(0.5)
         return [words]
-    numbers = np.array(values, np.float64)
     ranks = np.argsort(np.argsort(numbers)) / (len(values) - 1)
     if (numbers > 0).all() and (numbers.max() >= 8 * numbers.min() or (np.log2(numbers) % 1 == 0).all()):
         numbers = np.log2(numbers)

@@ -148,6 +148,7 @@ def _make_sampler(optuna: ModuleType, name: str, seed: int) -> Any:
             f"search='{OPTUNA}{name}' is not valid: Optuna has no such sampler.{did_you_mean(name, names)} "
             f"Give one of {', '.join(names)}."
         )
+    seed %= 1 << 32  # Optuna's generators take no larger ones
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a sampler, or the option for several trials at a time, is experimental
         if name == "tpe":

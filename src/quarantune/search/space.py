@@ -22,7 +22,7 @@ _FIRST = 301
 
 Codes = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 """A row for each config and a column for each name: the position of its value among the name's values."""
-_PLAIN = (int, str, bool, float, type(None))
+_PLAIN = (int, str, bool, type(None))
 
 
 class _Values:
@@ -267,5 +267,5 @@ class Space:
 
 
 def _identity(value: ConfigValue) -> Any:
-    """Returns a key that is the same for equal values only: 1 and True differ, as they do in a cache key."""
+    """Returns a key that is the same for equal values only: as in a cache key, 1 and True differ, and 0.0 and -0.0."""
     return (type(value), value) if type(value) in _PLAIN else text_of(value)

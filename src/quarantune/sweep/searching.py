@@ -16,7 +16,8 @@ class Searching:
     """The search of one sweep; it implements `ConfigSource` for the scheduler and for trials in this process.
 
     When the time is over, configs that are being measured finish, and the others are not run. Where no config is usable
-    by then, those in progress go on until one is, but for no longer than one trial may take.
+    by then, those in progress go on until one is, but for no longer than one trial may take. The first config begins
+    however short the time is.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Searching:
         self._is_usable = False
         self._without_gain = 0
         self._stopped = ""
+        self._has_begun = bool(known)
+        self._failures = len(failures or {})
         for index, trial in (failures or {}).items():
             self._ended.add(index)
             self._search.tell(space[index], trial)
@@ -66,9 +69,15 @@ class Searching:
     @property
     def stopped(self) -> str:
         """Why the search has ended; empty while it goes on."""
-        if self._stopped in (MAX_TRIALS, PATIENCE) and self._is_all():
+        if self._stopped in (MAX_TRIALS, PATIENCE) and self.saw_all:
             return EXHAUSTED
         return self._stopped
+
+    @property
+    def saw_all(self) -> bool:
+        """Whether every config was tried, dropped, or is known to fail; a search may end before that."""
+        size = self._space.size
+        return size is not None and self._tried + self._failures + self._space.dropped >= size
 
     @property
     def total(self) -> int:
@@ -86,7 +95,7 @@ class Searching:
             self._stopped = MAX_TRIALS
         elif limits.patience is not None and self._without_gain >= limits.patience:
             self._stopped = PATIENCE
-        elif self._clock() >= self._ends_at:
+        elif self._has_begun and self._clock() >= self._ends_at:
             self._stopped = TIME_BUDGET
         return bool(self._stopped)
 
@@ -102,6 +111,7 @@ class Searching:
             assert index is not None  # a search asks only configs of its space
             taken[index] = config
         self._pending |= taken.keys()
+        self._has_begun = True
         if not taken and not self._pending:
             self._stopped = EXHAUSTED
         return taken
@@ -116,6 +126,8 @@ class Searching:
         self._ended.add(index)
         self._search.tell(trial.config, trial)
         if trial.outcome is Outcome.NOT_RUN:
+            if self._stopped == MAX_TRIALS:
+                self._stopped = TIME_BUDGET  # which has cut off the last of these trials
             return
         self._tried += 1
         self._without_gain += self._best_ms is not None
@@ -131,7 +143,3 @@ class Searching:
             return ""
         self._stopped = self._stopped or TIME_BUDGET
         return f"the time budget of {self._limits.time_budget_s:g} s was over"
-
-    def _is_all(self) -> bool:
-        size = self._space.size
-        return size is not None and self._tried + self._space.dropped >= size
