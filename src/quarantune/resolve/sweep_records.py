@@ -110,12 +110,13 @@ class SweepRecords:
         """Records how the sweep ended, for reports.
 
         Args:
-            finalists: the trials of the configs that were timed in turn, with the times of the final.
+            finalists: the trials of the configs that were timed in turn, with the times of the final; none where one
+                was far ahead.
             best: the winner.
             tie: the configs that the noise cannot tell from it.
             default: the config that equals the function's own defaults, if there is one.
         """
-        if self.directory is None or not finalists:
+        if self.directory is None:
             return
         with self.saving():
             self._conclusions.append(

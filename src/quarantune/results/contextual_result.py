@@ -6,6 +6,7 @@ import dataclasses
 import os
 
 from quarantune.results import report
+from quarantune.results.report_data import ResultData
 from quarantune.results.result import TuningResult
 from quarantune.results.standing import Standing
 from quarantune.values import shown
@@ -79,6 +80,19 @@ class ContextualResult(TuningResult):
         """The choices for all kernels as people read them."""
         named = zip(self.labels, self.kernels, strict=True)
         return "; ".join(f"{name}: {shown.format_config(choice.config)}" for name, choice in named)
+
+    def _report_data(self) -> ResultData:
+        """Returns the data of the report: kernels are tunables, and the defaults are their first configs."""
+        data = super()._report_data()
+        return dataclasses.replace(
+            data,
+            best_config={
+                name: shown.format_config(choice.config) for name, choice in zip(self.labels, self.kernels, strict=True)
+            },
+            default_config=None,
+            default_time_ms=self.baseline_ms,
+            finalists=[],
+        )
 
     @property
     def labels(self) -> list[str]:

@@ -26,6 +26,7 @@ from quarantune.values.trial import Config, Trial, checked_counts, count_outcome
 
 if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics
+    from quarantune.results.report_data import ResultData
 
 FromCache: TypeAlias = bool | Literal["nearest"]
 
@@ -196,6 +197,52 @@ class TuningResult:
 
         return metrics.from_counts(self.time_ms, flops=flops, bytes=bytes, dtype=dtype, device=self.device)
 
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Writes the result as one self-contained HTML page: the winner, all trials and charts of them.
+
+        For a result from the cache, the trials are read from the journals in the cache directory, if they are there.
+
+        Args:
+            path: the file, such as `matmul.html`; it is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from quarantune.results import html_report
+
+        html_report.write(path, [self._report_data()])
+
+    def _report_data(self) -> ResultData:
+        from quarantune.results.cached_results import cached_result
+        from quarantune.results.report_data import ResultData
+        from quarantune.values import settings
+
+        if self.from_cache is True and not self.trials and self.name:
+            found = cached_result(settings.current().cache_dir, self.name, self.device, self.key)
+            if found is not None:
+                return found
+        note = {
+            True: "The result is from the cache, which holds no trials.",
+            "nearest": "The config of a near call stands in for this one, which was never tuned.",
+            False: "",
+        }[self.from_cache]
+        return ResultData(
+            name=self.name,
+            device=self.device,
+            key_values=_key_values(self.key),
+            best_config=self.best_config,
+            time_ms=self.time_ms,
+            default_config=self.default_config,
+            default_time_ms=self.default_time_ms,
+            trials=self.trials,
+            tie=self.tie,
+            stopped=self.stopped,
+            seen=self.seen,
+            space_size=self.space_size,
+            versions=self.versions,
+            note=note,
+        )
+
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
 
@@ -334,6 +381,15 @@ class TuningResult:
             executable=executable,
             call=call,
         )
+
+
+def _key_values(key: str) -> Any:
+    """Returns the description of the call in a key, which is canonical JSON; the key itself where it is not."""
+    try:
+        parts = content.decode(key.encode())
+    except ValueError:
+        return key
+    return parts.get("call", key) if isinstance(parts, dict) else key
 
 
 def _refuse(folder: Path, *_: object, **__: object) -> None:

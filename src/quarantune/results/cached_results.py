@@ -1,0 +1,127 @@
+"""Reads the results of a function from a cache directory, with the trials in the journals beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from quarantune.cache import Entry, Journal, Store, canonical_json, conclusions, safe_name
+from quarantune.results.report_data import ResultData
+from quarantune.values.config_values import freeze, text_of
+from quarantune.values.json_object import JsonObject
+from quarantune.values.texts import did_you_mean, printable
+from quarantune.values.trial import Config, Trial, is_plausible_ms
+
+
+def cached_results(directory: Path, name: str, *, device: str | None = None) -> list[ResultData]:
+    """Returns the results of a function; of one call tuned under several versions of the function, the newest.
+
+    Args:
+        directory: the cache directory, which is only read.
+        name: the function's name in the cache, or the stem of its file.
+        device: the kind of device; None for all.
+
+    Raises:
+        LookupError: nothing is cached for it; the message says what is.
+    """
+    store = Store(directory, read_only=True)
+    contents = store.read(name)
+    if device is not None and device not in contents and contents:
+        raise LookupError(f"nothing is cached for {printable(name)} on {printable(device)}: {_listed(contents)}")
+    newest: dict[tuple[str, str], tuple[str, str, Entry]] = {}
+    for kind, entries in contents.items():
+        for key, entry in entries.items():
+            if device not in (None, kind):
+                continue
+            problem = (kind, canonical_json(entry.get("key_values") or key))
+            created = str(entry.get("created", ""))
+            if problem not in newest or newest[problem][0] <= created:
+                newest[problem] = (created, key, entry)
+    if not newest:
+        known = store.names()
+        raise LookupError(
+            f"nothing is cached for {printable(name)} in {printable(str(directory))!r}."
+            f"{did_you_mean(safe_name(name), known) or (' It holds ' + _listed(known) if known else ' It is empty.')}"
+        )
+    return [result_of(directory, name, kind, key, entry) for (kind, _), (_, key, entry) in newest.items()]
+
+
+def cached_result(directory: Path, name: str, device: str, key: str) -> ResultData | None:
+    """Returns the result of one problem, or None where nothing is cached for it; the arguments as in `result_of`."""
+    entry = Store(directory, read_only=True).get(name, device, key)
+    return None if entry is None else result_of(directory, name, device, key, entry)
+
+
+def result_of(directory: Path, name: str, device: str, key: str, entry: Entry) -> ResultData:
+    """Returns the result that an entry holds, with its trials where the journals have them.
+
+    Args:
+        directory: the cache directory.
+        name: the function's name in the cache.
+        device: the kind of device.
+        key: the key of the problem.
+        entry: its entry.
+    """
+    trials = {text_of(trial.config): trial for trial in _trials(Journal(directory, name, device, key))}
+    finalists, tie, default = [], [], None
+    concluded = conclusions(directory, name, device, key).records()[-1:]
+    for record in concluded:
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            finalists = [Trial.from_json(trial) for trial in record["finalists"]]
+            default = None if record["default"] is None else _config(record["default"])
+            # A tie belongs to its winner, and another job may have saved another winner since.
+            if canonical_json(record["best"]) == canonical_json(entry["config"]):
+                tie = [_config(config) for config in record["tie"]]
+    trials |= {text: trial for trial in finalists if (text := text_of(trial.config)) in trials}
+    search = entry.get("search")
+    search = search if isinstance(search, dict) else {}
+    return ResultData(
+        name=name,
+        device=device,
+        key_values=entry.get("key_values"),
+        best_config=_config(entry["config"]),
+        time_ms=math.nan if entry.get("time_ms") is None else float(entry["time_ms"]),
+        default_config=default,
+        default_time_ms=default_ms if is_plausible_ms(default_ms := entry.get("default_time_ms")) else None,
+        trials=tuple(trials.values()),
+        finalists=[trial.config for trial in finalists] or None,
+        tie=tie,
+        stopped=search["stopped"] if isinstance(search.get("stopped"), str) else "",
+        seen=_count(search.get("seen")),
+        space_size=_count(search.get("space_size")),
+        versions=entry.get("versions") or {},
+        created=str(entry.get("created", "")),
+        note=_origin(trials, is_concluded=bool(concluded)),
+    )
+
+
+def _origin(trials: dict[str, Trial], *, is_concluded: bool) -> str:
+    if not trials:
+        return "The cache holds its choice alone, without trials."
+    return (
+        ""
+        if is_concluded
+        else "Times of the trials are from their first measurement, before the finalists were compared."
+    )
+
+
+def _trials(journal: Journal) -> Iterator[Trial]:
+    """Yields the trials of a journal; a later one of the same config replaces an earlier one."""
+    for record in journal.records():
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            yield Trial.from_json(record["trial"])
+
+
+def _config(raw: JsonObject) -> Config:
+    return {name: freeze(value) for name, value in raw.items()}
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _listed(names: Iterable[str]) -> str:
+    listed = [printable(name) for name in names]
+    return ", ".join(listed[:10]) + (f" and {len(listed) - 10} more" if len(listed) > 10 else "")

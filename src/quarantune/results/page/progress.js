@@ -1,0 +1,70 @@
+// Best so far over time, with every trial as a dot and failures below.
+function drawProgress() {
+  const p = problem, host = clear($("progress-chart"));
+  const byTime = p.trials.length > 0 && p.trials.filter((trial) => trial.outcome.name !== "pruned").every((trial) => trial.ended !== null);
+  const order = p.trials.filter((trial) => trial.outcome.name !== "pruned" && trial.outcome.name !== "not_run");
+  if (byTime) order.sort((a, b) => a.ended - b.ended);
+  const at = (trial, rank) => (byTime ? trial.ended : rank + 1);
+  const steps = [];
+  let best = Infinity;
+  order.forEach((trial, rank) => {
+    if (trial.outcome.name === "ok" && trial.ms < best) { best = trial.ms; steps.push([at(trial, rank), trial, rank]); }
+  });
+  $("progress").hidden = order.length < 2 || !steps.length;
+  if ($("progress").hidden) return;
+  const last = at(order[order.length - 1], order.length - 1), end = steps[steps.length - 1];
+  const when = byTime ? `after ${seconds(end[0])} of ${seconds(last)}` : `as trial ${end[2] + 1} of ${order.length}`;
+  $("progress-finding").textContent = `The fastest config came ${when}, after ${plural(steps.length - 1, "improvement")} on the first that worked.`
+    + (p.trials.length && p.trialsPaused ? ` Pauses of ${seconds(p.trialsPaused)} between interrupted sweeps are left out.` : "");
+  const width = Math.max(280, roomIn(host)), left = 56, aside = `defaults ${p.defaultMs === null ? "" : p.ms(p.defaultMs)}`,
+    right = width - (width < 560 ? 16 : 18 + textWidth(aside, "13px system-ui, sans-serif"));
+  const failed = order.map((trial, rank) => [trial, rank]).filter(([trial]) => trial.outcome.failed);
+  const strip = failed.length ? 26 : 0, top = 30, bottom = 270, height = bottom + strip + 46;
+  const shown = p.defaultMs === null ? [p.low, p.high] : [Math.min(p.low, p.defaultMs), Math.max(p.high, p.defaultMs)];
+  const y = scale(shown[0] * 0.93, shown[1] * 1.07, bottom, top, { log: true });
+  const [per, unit] = !byTime ? [1, ""] : last > 7200 ? [3600, "hours"] : last > 300 ? [60, "minutes"] : [1, "seconds"];
+  const inUnits = scale(0, Math.max(last, 1e-9) / per, left, right, { log: false, count: width < 560 ? 4 : 8 });
+  const x = (t) => inUnits(t / per);
+  const svg = chart(width, height, steps.map(([t, trial]) => `${byTime ? seconds(t) : `trial ${t}`}: ${p.ms(trial.ms)}`).join(", "));
+  for (const tick of y.ticks) svg.append(draw("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid" }),
+    draw("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end", class: "tick", text: p.tick(tick) }));
+  for (const tick of inUnits.ticks) svg.append(draw("line", { x1: inUnits(tick), x2: inUnits(tick), y1: height - 46, y2: height - 41, class: "mark" }),
+    draw("text", { x: inUnits(tick), y: height - 27, "text-anchor": "middle", class: "tick", text: trimmed(tick) }));
+  svg.append(draw("text", { x: left - 48, y: 14, class: "axis", text: `time of one call (${p.unit[1]})${y.log ? ", logarithmic" : ""}` }),
+    draw("text", { x: right, y: height - 7, "text-anchor": "end", class: "axis", text: byTime ? `${unit} since the sweep began` : "number of the trial" }));
+  const points = [];
+  order.forEach((trial, rank) => { if (trial.timed) points.push([x(at(trial, rank)), y(trial.ms), trial]); });
+  svg.append(draw("path", { d: dots(points.filter(([, , t]) => t.outcome.name === "ok")), class: order.length > 800 ? "dots many" : "dots" }),
+    draw("path", { d: dots(points.filter(([, , t]) => t.outcome.name === "slow")), class: order.length > 800 ? "dots many slow" : "dots slow" }));
+  for (const outcome of OUTCOMES) {
+    const some = failed.filter(([trial]) => trial.outcome === outcome);
+    if (some.length) svg.append(draw("path", { d: some.map(([trial, rank]) => `M${x(at(trial, rank)).toFixed(1)} ${bottom + 12}v14`).join(""), class: `rug ${outcome.name}` }));
+  }
+  if (failed.length) svg.append(draw("text", { x: left - 8, y: bottom + 23, "text-anchor": "end", class: "tick", text: "failed" }));
+  if (p.defaultMs !== null) svg.append(draw("line", { x1: left, x2: right, y1: y(p.defaultMs), y2: y(p.defaultMs), class: "was" }),
+    draw("text", { x: width < 560 ? right : right + 8, y: y(p.defaultMs) + (width < 560 ? -6 : 4), "text-anchor": width < 560 ? "end" : "start", class: "label", text: `defaults ${p.ms(p.defaultMs)}` }));
+  let path = "";
+  steps.forEach(([t, trial], i) => { path += i ? `H${x(t).toFixed(1)}V${y(trial.ms).toFixed(1)}` : `M${x(t).toFixed(1)} ${y(trial.ms).toFixed(1)}`; });
+  svg.append(draw("path", { d: `${path}H${right}`, class: "best-line" }),
+    draw("path", { d: dots(steps.map(([t, trial]) => [x(t), y(trial.ms)])), class: "dots best" }),
+    draw("text", { x: width < 560 ? right : right + 8, y: y(end[1].ms) + (width < 560 ? 18 : 4), "text-anchor": width < 560 ? "end" : "start", class: "strong", text: `best ${p.ms(end[1].ms)}` }));
+  failed.forEach(([trial, rank]) => points.push([x(at(trial, rank)), bottom + 19, trial]));
+  nearest(svg, points, p);
+  host.append(svg, asTable([byTime ? "after" : "trial", "config", "time"], steps.map(([t, trial]) => [byTime ? seconds(t) : t, configText(p, trial), p.ms(trial.ms)])));
+}
+
+// Shows the tooltip of the point nearest to the pointer.
+function nearest(svg, points, p) {
+  svg.setAttribute("data-near", "");
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect(), px = event.clientX - box.left, py = event.clientY - box.top;
+    let found = null, least = 400;
+    for (const [x, y, trial] of points) {
+      const far = (x - px) ** 2 + (y - py) ** 2;
+      if (far < least) { least = far; found = trial; }
+    }
+    if (found) showTip(`${configText(p, found)}\n${endText(p, found)}`, event.clientX, event.clientY);
+    else hideTip();
+  });
+  svg.addEventListener("pointerleave", hideTip);
+}

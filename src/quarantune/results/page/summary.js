@@ -1,0 +1,55 @@
+// The winner against the defaults, and how the configs ended.
+function drawWinner() {
+  const p = problem, best = p.bestMs, was = p.defaultMs;
+  $("winner-title").textContent = several ? `Winner for ${p.label}` : "Winner against the defaults";
+  const wins = p.default && p.default === p.best;
+  const searched = p.space === null ? "" : p.seen === p.space ? ` of all ${plural(p.space, "config")}` : ` of ${p.seen?.toLocaleString("en")} tried among ${plural(p.space, "config")}`;
+  let text = p.choice.length ? `${p.bestText} is the fastest${searched}` : "The only config";
+  if (best !== null) text += p.choice.length ? `: ${p.ms(best)}` : ` takes ${p.ms(best)}`;
+  if (wins) text += p.choice.length ? ". The defaults are the best choice." : ".";
+  else if (best && was) text += `, ${times(was / best)} as fast as the defaults.`;
+  else text += p.default && p.default.outcome.failed ? `. The defaults ended as ${p.default.outcome.label}.` : ".";
+  $("winner-finding").textContent = text;
+  const body = clear($("winner-body"));
+  body.append(el("div", { class: "choice" },
+    el("p", { class: "big" }, best === null ? "–" : p.ms(best), best && was && !wins ? el("span", { class: "gain", text: `${times(was / best)} the defaults` }) : null),
+    el("dl", { class: "config" }, p.choice.map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", { text }))))));
+  const bars = el("figure", { class: "bars" });
+  body.append(bars);
+  drawBars(bars, p, wins);
+  body.append(outcomeStrip(p));
+  const searchEnd = { exhausted: "every config tried", max_trials: "ended by max_trials", time_budget: "ended by its time budget", patience: "ended by patience" }[p.stopped];
+  $("winner-note").textContent = [p.label, p.device, searchEnd, p.versions, p.created && `saved ${p.created.replace("T", " ")}`, p.note].filter(Boolean).join(" · ");
+}
+
+function drawBars(host, p, wins) {
+  const rows = [];
+  if (p.bestMs !== null) rows.push(["Winner", p.bestMs, "best", p.bestText]);
+  if (p.defaultMs !== null && !wins) rows.push(["Defaults", p.defaultMs, "was", p.default ? configText(p, p.default) : "the function's own values"]);
+  if (p.timed.length > 2) rows.push(["Median config", median(p.timed.map((t) => t.ms)), "other", `of ${plural(p.timed.length, "timed config")}`]);
+  if (p.timed.length > 1) rows.push([p.timed.some((t) => t.ms === p.high && t.outcome.name === "slow") ? "Slowest, at least" : "Slowest", p.high, "other", "of the timed configs"]);
+  if (!rows.length) return;
+  const width = Math.max(240, roomIn(host)), label = 112, most = Math.max(...rows.map((row) => row[1])), room = width - label - 96;
+  const svg = chart(width, rows.length * 34 + 2, rows.map(([name, ms]) => `${name} ${p.ms(ms)}`).join(", "));
+  rows.forEach(([name, ms, kind, what], row) => {
+    const y = row * 34 + 3, long = Math.max(2, (ms / most) * room);
+    svg.append(draw("g", { "data-tip": `${name}: ${p.ms(ms)}\n${what}` },
+      draw("text", { x: label - 10, y: y + 18, "text-anchor": "end", class: kind === "best" ? "strong" : "label", text: name }),
+      draw("rect", { x: label, y, width: long, height: 26, rx: 3, class: `bar ${kind}` }),
+      draw("text", { x: label + long + 8, y: y + 18, class: kind === "best" ? "strong" : "label", text: p.ms(ms) })));
+  });
+  clear(host).append(svg);
+}
+
+function outcomeStrip(p) {
+  const counts = OUTCOMES.map((outcome) => [outcome, p.trials.filter((trial) => trial.outcome === outcome).length]).filter(([, n]) => n);
+  if (!counts.length) return el("p", { class: "muted", text: "No trials are recorded." });
+  return el("div", { class: "ends" },
+    el("div", { class: "strip", "aria-hidden": "true" }, counts.map(([outcome, n]) => {
+      const part = el("span", { class: `fill ${outcome.name}`, "data-tip": `${plural(n, "config")}: ${outcome.label}` });
+      part.style.flexGrow = n;
+      return part;
+    })),
+    el("ul", { class: "keys" }, counts.map(([outcome, n]) =>
+      el("li", {}, el("span", { class: `key ${outcome.name}`, "aria-hidden": "true", text: outcome.letter }), `${n.toLocaleString("en")} ${outcome.label}`))));
+}

@@ -1,0 +1,139 @@
+// The table of trials: filtered, sorted, a page at a time.
+const PAGE_ROWS = 50;
+const view = { key: null, descending: false, page: 0, open: new Set(), rows: [] };
+let matching = new Set();
+
+// A filter is words that must all be there, and terms such as BM=128 or ms<0.5.
+function termsOf(words) {
+  return words.trim().toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
+    const [, name, sign, text] = /^([^<>=]+)(<=|>=|=|<|>)(.+)$/.exec(word) || [];
+    if (!sign) return (trial) => trial.search().includes(word);
+    const get = fieldNamed(name);
+    if (!get) return (trial) => trial.search().includes(word);
+    const number = Number(text);
+    if (sign === "=") return (trial) => String(get(trial) ?? "").toLowerCase() === text || (!Number.isNaN(number) && get(trial) !== null && get(trial) !== "" && Number(get(trial)) === number);
+    const is = { "<": (a) => a < number, ">": (a) => a > number, "<=": (a) => a <= number, ">=": (a) => a >= number }[sign];
+    return (trial) => { const found = get(trial); return found !== null && found !== "" && is(Number(found)); };
+  });
+}
+function fieldNamed(name) {
+  const at = problem.tunables.findIndex((tunable) => tunable.name.toLowerCase() === name);
+  if (at >= 0) return (trial) => value(problem, trial, at);
+  return { ms: (t) => t.ms, time: (t) => t.ms, compile: (t) => t.compile, memory: (t) => t.memory, outcome: (t) => t.outcome.name, phase: (t) => t.phase, device: (t) => t.device }[name] || null;
+}
+
+function columnsOf(p) {
+  const times = (trial) => (trial.timed ? trial.ms : Infinity);
+  const reference = p.defaultMs;
+  return [
+    ...p.tunables.map((tunable, at) => ({ key: `t${at}`, name: tunable.name, number: tunable.numeric, get: (t) => value(p, t, at), by: (t) => t.values[at] })),
+    { key: "outcome", name: "outcome", get: null, by: (t) => OUTCOMES.indexOf(t.outcome) },
+    { key: "ms", name: p.unit[1], number: true, get: (t) => (t.ms === null ? "" : `${t.outcome.name === "slow" ? "> " : ""}${digits(t.ms * p.unit[0])}`), by: times, title: "median time of one call" },
+    ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => (t.timed ? `${t.outcome.name === "slow" ? "< " : ""}${times2(reference / t.ms)}` : ""), by: times, title: "time of the defaults divided by this time" }]),
+    { key: "compile", name: "compile s", number: true, get: (t) => (t.compile === null ? "" : digits(t.compile)), by: (t) => t.compile ?? Infinity },
+    { key: "memory", name: "memory", number: true, get: (t) => (t.memory === null ? "" : bytes(t.memory)), by: (t) => t.memory ?? Infinity, title: "most host memory that the worker held" },
+    { key: "message", name: "message", get: (t) => short(t.message.replace(/\s+/g, " "), 110), by: (t) => t.message },
+  ];
+}
+const times2 = (ratio) => `${ratio >= 10 ? digits(ratio) : ratio.toFixed(2)}×`;
+
+function setUpTable() {
+  const p = problem;
+  for (const trial of p.trials) {
+    let text = null;
+    trial.search = () => (text ??= `${configText(p, trial)} ${trial.outcome.name} ${trial.outcome.label} ${trial.phase} ${trial.message} ${trial.log}`.toLowerCase());
+  }
+  Object.assign(view, { key: "ms", descending: false, page: 0, open: new Set(), columns: columnsOf(p) });
+  const counts = OUTCOMES.map((outcome) => [outcome, p.trials.filter((t) => t.outcome === outcome).length]).filter(([, n]) => n);
+  clear($("outcomes")).append(...counts.map(([outcome, n]) => el("button", { type: "button", class: "chip", "aria-pressed": "true", "data-outcome": outcome.name, onclick: () => {
+    if (!selection.hidden.delete(outcome.name)) selection.hidden.add(outcome.name);
+    changed();
+  } }, el("span", { class: `key ${outcome.name}`, "aria-hidden": "true", text: outcome.letter }), `${outcome.label} ${n.toLocaleString("en")}`)));
+  $("trials").hidden = !p.trials.length;
+  drawHead();
+}
+
+function drawHead() {
+  clear($("table")).append(
+    el("caption", { class: "visually-hidden", text: "Trials; the buttons in the heading sort" }),
+    el("thead", {}, el("tr", {}, el("th", { scope: "col" }, el("span", { class: "visually-hidden", text: "details" })),
+      view.columns.map((column) => el("th", { scope: "col", class: column.number ? "number" : null, "data-key": column.key, title: column.title },
+        el("button", { type: "button", class: "sort", onclick: () => sortBy(column.key) }, column.name, el("span", { class: "arrow", "aria-hidden": "true" })))))),
+    el("tbody", {}));
+}
+
+function sortBy(key) {
+  view.descending = view.key === key && !view.descending;
+  view.key = key;
+  view.page = 0;
+  sortRows();
+  drawRows();
+}
+
+function filterRows() {
+  const terms = termsOf(selection.words);
+  view.rows = problem.trials.filter((trial) => !selection.hidden.has(trial.outcome.name) && brushed(trial) && terms.every((is) => is(trial)));
+  matching = new Set(view.rows);
+  sortRows();
+}
+
+function sortRows() {
+  const { by } = view.columns.find((column) => column.key === view.key), sign = view.descending ? -1 : 1;
+  const compare = (a, b) => (typeof a === "string" ? a.localeCompare(b) : a < b ? -1 : a > b ? 1 : 0);
+  // Configs without a time come last in both directions.
+  const none = (x) => x === Infinity;
+  view.rows.sort((a, b) => { const x = by(a), y = by(b); return none(x) || none(y) ? none(x) - none(y) || a.i - b.i : sign * compare(x, y) || a.i - b.i; });
+}
+
+function drawRows() {
+  const p = problem, pages = Math.max(1, Math.ceil(view.rows.length / PAGE_ROWS));
+  view.page = Math.max(0, Math.min(view.page, pages - 1));
+  for (const th of $("table").querySelectorAll("th[data-key]")) {
+    if (th.dataset.key === view.key) th.setAttribute("aria-sort", view.descending ? "descending" : "ascending");
+    else th.removeAttribute("aria-sort");
+  }
+  const body = el("tbody", {});
+  for (const trial of view.rows.slice(view.page * PAGE_ROWS, (view.page + 1) * PAGE_ROWS)) addRow(body, p, trial);
+  if (!view.rows.length) body.append(el("tr", {}, el("td", { colspan: view.columns.length + 1, class: "muted empty", text: "No trial matches." })));
+  $("table").tBodies[0].replaceWith(body);
+  const first = view.rows.length ? view.page * PAGE_ROWS + 1 : 0, last = Math.min(view.rows.length, (view.page + 1) * PAGE_ROWS);
+  const brushes = [...selection.values].map(([at, chosen]) => `${p.tunables[at].name} ${chosen.size > 4 ? `${chosen.size} values` : [...chosen].map((v) => p.tunables[at].values[v]).join(" or ")}`);
+  if (selection.time) brushes.push(`time ${selection.time[0] ? `from ${p.ms(selection.time[0])} ` : ""}to ${p.ms(selection.time[1])}`);
+  $("count").textContent = `${view.rows.length.toLocaleString("en")} of ${plural(p.trials.length, "trial")}${brushes.length ? ` with ${brushes.join(", ")}` : ""}`;
+  $("page").textContent = pages > 1 ? `${first.toLocaleString("en")} to ${last.toLocaleString("en")} of ${view.rows.length.toLocaleString("en")}` : "";
+  document.querySelector(".pager").hidden = pages < 2;
+  $("previous").disabled = view.page === 0;
+  $("next").disabled = view.page >= pages - 1;
+  for (const chip of $("outcomes").children) chip.setAttribute("aria-pressed", String(!selection.hidden.has(chip.dataset.outcome)));
+}
+
+function addRow(body, p, trial) {
+  const mark = trial === p.best ? "★" : p.tie.includes(trial) ? "=" : trial === p.default ? "d" : "";
+  const what = { "★": "winner", "=": "tied with the winner", d: "the defaults" }[mark] || "";
+  const open = view.open.has(trial);
+  const button = el("button", { type: "button", class: "open", "aria-expanded": String(open), "aria-label": `Details of ${configText(p, trial)}${what ? `, ${what}` : ""}`, onclick: () => {
+    if (!view.open.delete(trial)) view.open.add(trial);
+    const at = [...body.querySelectorAll("button.open")].indexOf(button);
+    drawRows();
+    $("table").tBodies[0].querySelectorAll("button.open")[at]?.focus();
+  } }, el("span", { class: "caret", "aria-hidden": "true", text: open ? "▾" : "▸" }), el("span", { class: "flag", title: what || null, text: mark }));
+  body.append(el("tr", { class: trial === p.best ? "won" : trial === p.default ? "was" : null }, el("td", {}, button),
+    view.columns.map((column) => column.key === "outcome"
+      ? el("td", { class: "outcome" }, el("span", { class: `key ${trial.outcome.name}`, "aria-hidden": "true", text: trial.outcome.letter }), trial.outcome.label + (trial.outcome.failed && trial.phase ? `, ${trial.phase}` : ""))
+      : el("td", { class: column.number ? "number" : column.key === "message" ? "message" : "value-cell", title: /^t\d/.test(column.key) && column.get(trial).length > 24 ? column.get(trial) : null, text: column.get(trial) }))));
+  if (open) body.append(el("tr", { class: "more" }, el("td", { colspan: view.columns.length + 1 }, detailsOf(p, trial))));
+}
+
+function detailsOf(p, trial) {
+  const facts = [["config", configText(p, trial)], ["device", trial.device], ["clock", { device: "the device's own", queued: "queued runs", wall: "wall time" }[trial.clock]], ["samples", trial.samples.length ? `${trial.samples.length}: ${trial.samples.slice(0, 40).map((ms) => digits(ms * p.unit[0])).join(", ")}${trial.samples.length > 40 ? " …" : ""} ${p.unit[1]}` : ""]];
+  return el("div", { class: "detail" },
+    el("dl", {}, facts.filter(([, text]) => text).map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", { text })))),
+    trial.message ? el("div", {}, el("h4", { text: "Message" }), el("pre", { text: trial.message })) : null,
+    trial.log ? el("div", {}, el("h4", { text: "Last lines of its log" }), el("pre", { text: trial.log })) : null,
+    trial.message || trial.log ? null : el("p", { class: "muted", text: "It left neither a message nor a log." }));
+}
+
+$("filter").addEventListener("input", (event) => { selection.words = event.target.value; changed(); });
+$("clear-all").addEventListener("click", () => { clearBrushes(); selection.hidden.clear(); selection.words = ""; $("filter").value = ""; changed(); });
+$("previous").addEventListener("click", () => { view.page -= 1; drawRows(); });
+$("next").addEventListener("click", () => { view.page += 1; drawRows(); });

@@ -1,0 +1,402 @@
+"""Reports as HTML pages: their content, their size, strings that try to escape, and a real browser that draws them."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import itertools
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import CHROMEDRIVER, CHROMIUM, MISSING, Browser, browser
+
+import quarantune
+from quarantune.results import html_report
+from quarantune.results.cached_results import cached_results
+from quarantune.results.contextual_result import ContextualResult, KernelChoice
+from quarantune.results.report_data import ResultData, page_data
+from quarantune.values.call_text import call_text
+from quarantune.values.trial import Config, Outcome, Phase, Trial
+
+EVIL = (
+    '</script><script>document.title="owned"</script><!-- "\'&\u202e\u2028\x00\x1b[2J\ud800 {{data}} ${x}'
+    "<img src=x onerror=\"document.title='owned'\">"
+)
+needs_browser = pytest.mark.skipif(not (CHROMEDRIVER and CHROMIUM), reason=MISSING)
+
+
+def trial(config: Config, rng: random.Random, ended_s: float) -> Trial:
+    """Returns a likely trial: large blocks fail, and 128 by 128 is the fastest."""
+    if config["BM"] * config["BN"] > 1 << 15 or config["stages"] == 7:
+        return Trial(
+            config=config,
+            outcome=Outcome.DEVICE_OOM if config["stages"] != 7 else Outcome.WRONG,
+            phase=Phase.COMPILE,
+            compile_s=0.5,
+            message=f"out of shared memory: {config['BM'] * config['BN']} bytes",
+            log_tail=f"a log of {config['BM']}",
+            ended_s=ended_s,
+        )
+    base = 0.02 * (1 + abs(math.log2(config["BM"] / 128)) + 0.7 * abs(math.log2(config["BN"] / 128)))
+    base *= 1 + 0.03 * config["stages"]
+    samples = tuple(base * rng.lognormvariate(0, 0.01) for _ in range(20))
+    return Trial(
+        config=config,
+        outcome=Outcome.OK,
+        phase=Phase.MEASURE,
+        time_ms=sorted(samples)[10],
+        samples_ms=samples,
+        own_ms=base,
+        compile_s=0.4,
+        peak_memory_bytes=1 << 28,
+        clock="wall",
+        device="cpu",
+        ended_s=ended_s,
+    )
+
+
+def result(count: int = 48, size: int = 512) -> ResultData:
+    rng = random.Random(count)
+    powers = [2**n for n in range(4, 10)]
+    space = (
+        itertools.product(powers, powers, range(8), range(18))
+        if count > 48
+        else itertools.product([32, 64, 128, 256], [32, 64, 128, 256], range(3))
+    )
+    names = ("BM", "BN", "stages", "lane")
+    trials = [
+        trial(dict(zip(names, values, strict=False)), rng, 1.7e9 + 0.5 * n)
+        for n, values in enumerate(itertools.islice(space, count))
+    ]
+    ok = sorted((it for it in trials if it.time_ms), key=lambda it: it.time_ms or 0)
+    array = {"shape": [size, size], "dtype": "float32"}
+    return ResultData(
+        name="matmul",
+        device="cpu",
+        key_values={"a": array, "b": array},
+        best_config=ok[0].config,
+        time_ms=ok[0].time_ms or 0,
+        default_config=trials[0].config,
+        default_time_ms=trials[0].time_ms,
+        trials=trials,
+        tie=[ok[1].config],
+        stopped="exhausted",
+        seen=count,
+        space_size=count,
+    )
+
+
+def single() -> ResultData:
+    only = Trial(config={}, outcome=Outcome.OK, time_ms=0.5, samples_ms=(0.5, 0.51))
+    return ResultData(name="f", device="cpu", key_values={}, best_config={}, time_ms=0.5, trials=[only])
+
+
+def hostile() -> ResultData:
+    trials = [
+        Trial(config={"mode": EVIL, "__proto__": 1, "constructor": "x"}, outcome=Outcome.OK, time_ms=1.0),
+        Trial(
+            config={"mode": f"{EVIL}2", "__proto__": 2},
+            outcome=Outcome.ERROR,
+            phase=Phase.LOAD,
+            message=f"{EVIL}\n{'x' * 5000}",
+            log_tail=EVIL * 40,
+        ),
+        Trial(config={"mode": (1, {"\x1b": "\r"}), "__proto__": 10**400}, outcome=Outcome.CRASHED, message="\x00"),
+        Trial(config={"mode": {"a": None, EVIL: 2}}, outcome=Outcome.SLOW, time_ms=2.5, samples_ms=(2.5,)),
+        Trial(config={}, outcome=Outcome.NOT_RUN),
+    ]
+    return ResultData(
+        name=EVIL,
+        device=EVIL,
+        key_values={EVIL: EVIL},
+        best_config=trials[0].config,
+        time_ms=1.0,
+        default_time_ms=3.0,
+        trials=trials,
+        tie=[trials[3].config],
+        stopped=EVIL,
+        versions={EVIL: EVIL},
+        created=EVIL,
+        note=EVIL,
+    )
+
+
+class Page(html.parser.HTMLParser):
+    """Notes a page's elements, and the text of its scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        if self.cdata_elem == "script":
+            self.scripts.append(data)
+
+
+def test_strings_cannot_leave_the_data_of_a_report() -> None:
+    text = html_report.render([hostile()])
+    page = Page(text)
+    assert len(page.scripts) == 2
+    assert all(char.isprintable() or char == "\n" for char in text)
+    data = json.loads(page.scripts[0])
+    assert data["problems"][0]["trials"]["n"] == 5
+    assert any("\\x1b[2J" in message and "</script>" in message for message in data["texts"])
+    assert not [attrs for tag, attrs in page.elements if tag == "img" or (attrs.get("src") or attrs.get("onerror"))]
+    assert not [
+        attrs["href"] for _, attrs in page.elements if not (attrs.get("href") or "#").startswith(("#", "data:"))
+    ]
+
+
+def test_reports_stay_within_their_sizes() -> None:
+    assert len(html_report.render([result()]).encode()) < 200_000
+    large = result(5000)
+    noisy = [
+        dataclasses.replace(it, message=f"{n} " + "é" * 500, log_tail=f"{n} " + "x" * 2000)
+        for n, it in enumerate(large.trials)
+    ]
+    text = html_report.render([dataclasses.replace(large, trials=noisy)])
+    assert len(text.encode()) < 3_000_000
+    data = json.loads(Page(text).scripts[0])
+    assert data["problems"][0]["trials"]["n"] == 5000
+    assert all(f"{n} " in data["texts"][at] for n, at in enumerate(data["problems"][0]["trials"]["log"]))
+
+
+def test_a_report_holds_winner_finalists_ties_and_the_order_of_trials() -> None:
+    (problem,) = page_data([result()])["problems"]
+    trials, times = problem["trials"], problem["trials"]["ms"]
+    best = min((ms, at) for at, ms in enumerate(times) if ms is not None)[1]
+    assert problem["best"] == best
+    assert problem["default"] == 0
+    assert problem["label"] == "a f32[512,512], b f32[512,512]"
+    assert best in [index for index, _ in problem["finalists"]]
+    assert len(problem["tie"]) == 1
+    assert [tunable["name"] for tunable in problem["tunables"]] == ["BM", "BN", "stages"]
+    assert problem["tunables"][0]["values"] == ["32", "64", "128", "256"]
+    assert trials["ended"][:3] == [0.4, 0.9, 1.4]
+
+
+def test_pauses_between_interrupted_sweeps_are_left_out() -> None:
+    whole = result()
+    paused = [dataclasses.replace(it, ended_s=(it.ended_s or 0) + 3600 * (n > 20)) for n, it in enumerate(whole.trials)]
+    (problem,) = page_data([dataclasses.replace(whole, trials=paused)])["problems"]
+    assert problem["trials"]["paused"] == pytest.approx(3600, abs=1)
+    assert max(problem["trials"]["ended"]) < 30
+
+
+def test_calls_are_written_as_people_write_shapes() -> None:
+    leaf = {"shape": [2, 3], "dtype": "bfloat16"}
+    assert call_text({"x": [leaf, leaf], "mode": "fast", "n": 3}) == "x [bf16[2,3], bf16[2,3]], mode fast, n 3"
+    assert call_text("\x1b") == "\\x1b"
+
+
+def test_only_what_is_cached_can_be_reported(tmp_path: Path) -> None:
+    quarantune.TuningCache(tmp_path).put("matmul", {"n": 3}, "cpu", {"BM": 64}, time_ms=2.0)
+    with pytest.raises(LookupError, match="Did you mean 'matmul'"):
+        cached_results(tmp_path, "matmull")
+    with pytest.raises(LookupError, match=r"on gpu: .*cpu"):
+        cached_results(tmp_path, "matmul", device="gpu")
+    (found,) = cached_results(tmp_path, "matmul")
+    assert (found.best_config, found.time_ms, found.trials) == ({"BM": 64}, 2.0, ())
+    assert "without trials" in html_report.render([found])
+
+
+def test_the_report_of_a_whole_function_has_a_tunable_for_each_kernel(tmp_path: Path) -> None:
+    trials = [
+        Trial(config={"mm": f"BM={block}", "norm": ""}, outcome=Outcome.OK, time_ms=64 / block, samples_ms=(1.0,))
+        for block in (32, 64)
+    ]
+    kernels = [
+        KernelChoice(name="m.mm", key="", config={"BM": 64}, time_ms=1),
+        KernelChoice(name="m.norm", key="", config={}, time_ms=1),
+    ]
+    tuned = ContextualResult(
+        best_config={"assignment": "..."},
+        time_ms=1.0,
+        trials=tuple(trials),
+        key='{"call":{"x":{"shape":[8],"dtype":"int8"}}}',
+        device="cpu",
+        name="model",
+        fn=lambda: None,
+        kernels=tuple(kernels),
+        baseline_ms=2.0,
+    )
+    tuned.report(tmp_path / "model.html")
+    (problem,) = json.loads(Page((tmp_path / "model.html").read_text()).scripts[0])["problems"]
+    assert (problem["label"], problem["best"], problem["defaultMs"]) == ("x s8[8]", 1, 2.0)
+    assert [tunable["name"] for tunable in problem["tunables"]] == ["mm", "norm"]
+
+
+def add(x: Any, n: int = 1) -> Any:
+    total = 0.0
+    for _ in range(n * 200):
+        total += float(x)
+    if n == 3:
+        raise ValueError("three is refused")
+    return total / n
+
+
+@pytest.mark.slow
+def test_a_sweep_is_reported_from_its_result_and_from_its_journals(tmp_path: Path, cache_dir: Path) -> None:
+    options: dict[str, Any] = {"name": "adding", "rep": 3, "ref_fn": None}
+    tuned = quarantune.AutoTuner(add, {"n": [1, 2, 3]}, **options).run(2.0)
+    again = quarantune.AutoTuner(add, {"n": [1, 2, 3]}, **options).run(2.0)
+    assert again.from_cache is True
+    tuned.report(tmp_path / "new.html")
+    again.report(tmp_path / "cached.html")
+    html_report.write(tmp_path / "named.html", cached_results(cache_dir, "adding"))
+    pages = [
+        json.loads(Page((tmp_path / f"{name}.html").read_text()).scripts[0]) for name in ("new", "cached", "named")
+    ]
+    for data in pages:
+        (problem,) = data["problems"]
+        trials, values = problem["trials"], problem["tunables"][0]["values"]
+        assert (data["title"], problem["choice"]) == ("adding", [["n", "1"]])
+        by_value = {values[at]: index for index, at in enumerate(trials["config"][0])}
+        assert (by_value["1"], by_value["1"]) == (problem["best"], problem["default"])
+        assert "three is refused" in data["texts"][trials["message"][by_value["3"]]]
+        assert None not in trials["ended"]
+        assert dict(problem["finalists"]) == dict(pages[0]["problems"][0]["finalists"])
+        assert problem["tie"] == []
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browser(tmp_path_factory.mktemp("browser")) as opened:
+        yield opened
+
+
+def shown(window: Browser, tmp_path: Path, *results: ResultData) -> None:
+    """Draws a report, and asserts that the browser has nothing to complain of."""
+    page = tmp_path / "report.html"
+    html_report.write(page, results)
+    window.size(1280, 900)
+    window.open(page)
+    assert window.run("return document.documentElement.dataset.ready") == "true"
+    assert window.complaints() == []
+
+
+def column(window: Browser, name: str) -> list[str]:
+    """Returns the texts of a column of the table of trials, as far as the page shows them."""
+    return window.run(  # type: ignore[no-any-return]
+        """const heads = [...document.querySelectorAll("#table th")].map((th) => th.textContent);
+        const at = heads.indexOf(arguments[0]);
+        return [...document.querySelectorAll("#table tbody tr:not(.more)")].map((row) => row.cells[at].textContent);""",
+        name,
+    )
+
+
+def count(window: Browser) -> str:
+    return str(window.run("return document.getElementById('count').textContent"))
+
+
+@needs_browser
+@pytest.mark.clients
+@pytest.mark.parametrize("make", [single, result, lambda: result(5000), hostile], ids=["1", "48", "5000", "hostile"])
+@pytest.mark.parametrize("width", [400, 1280, 1920])
+def test_a_browser_draws_a_report_without_complaint(window: Browser, tmp_path: Path, make: Any, width: int) -> None:
+    shown(window, tmp_path, make())
+    window.size(width, 900)
+    window.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert window.run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert "owned" not in window.run("return document.title.replace(/document.title=.owned./g, '')")
+    assert window.run("return document.querySelectorAll('img').length") == 0
+    assert window.run(
+        "return [...document.querySelectorAll('svg path, svg text')].every((n) => !/NaN|undefined/.test(n.outerHTML))"
+    )
+    window.click("#theme")
+    assert window.complaints() == []
+
+
+@needs_browser
+@pytest.mark.clients
+def test_the_table_sorts_and_filters_and_shows_messages_and_logs(window: Browser, tmp_path: Path) -> None:
+    shown(window, tmp_path, result())
+    assert column(window, "vs defaults")[0] == max(column(window, "vs defaults"))
+    window.click("th[data-key=t0] button")
+    assert window.run("return document.querySelector('th[data-key=t0]').getAttribute('aria-sort')") == "ascending"
+    assert column(window, "BM") == sorted(column(window, "BM"), key=int)
+    window.press("Enter")
+    assert window.run("return document.querySelector('th[data-key=t0]').getAttribute('aria-sort')") == "descending"
+    assert column(window, "BM")[0] == "256"
+    window.type("#filter", "BM=128 bn>=64 stages<1")
+    assert sorted(column(window, "BN"), key=int) == ["64", "128", "256"]
+    window.type("#filter", "shared memory")
+    assert set(column(window, "outcome")) == {"Ddevice oom, compile"}
+    window.click("#table tbody button.open")
+    assert "a log of 256" in window.run("return document.querySelector('.detail').textContent")
+    window.click("[data-outcome=device_oom]")
+    assert count(window) == "0 of 48 trials"
+    window.click("#clear-all")
+    assert count(window) == "48 of 48 trials"
+    assert window.complaints() == []
+
+
+@needs_browser
+@pytest.mark.clients
+def test_brushes_and_cells_of_the_map_select_trials(window: Browser, tmp_path: Path) -> None:
+    shown(window, tmp_path, result())
+    window.run("document.getElementById('parallel').scrollIntoView({behavior: 'instant'})")
+    left, top, bottom = window.run(
+        """const box = document.querySelector(".pc-grab").getBoundingClientRect();
+        return [box.left + box.width / 2, box.top, box.bottom];"""
+    )
+    window.drag((left, top + 2), (left, (top + bottom) / 2))
+    assert set(column(window, "BM")) == {"128", "256"}
+    assert "BM 128 or 256" in count(window)
+    window.click("#clear-brushes")
+    window.run('document.querySelector(\'[data-tunable="1"] [data-value="0"]\').focus()')
+    window.press("Space")
+    assert set(column(window, "BN")) == {"32"}
+    assert window.run("return document.activeElement.getAttribute('aria-checked')") == "true"
+    window.click("#clear-all")
+    window.run("document.querySelector('#map-chart button').focus()")
+    window.press("Right", "Down", "Enter")
+    chosen = set(zip(column(window, "BM"), column(window, "BN"), strict=True))
+    assert chosen == {("64", "64")}
+    assert window.run("return document.activeElement.id") == "trials"
+    assert window.complaints() == []
+
+
+@needs_browser
+@pytest.mark.clients
+def test_five_thousand_trials_are_paged_and_selected_quickly(window: Browser, tmp_path: Path) -> None:
+    shown(window, tmp_path, result(5000))
+    assert len(column(window, "BM")) == 50
+    window.click("#next")
+    assert "51 to 100 of 5,000" in window.run("return document.getElementById('page').textContent")
+    window.type("#filter", "bm=64")
+    assert set(column(window, "BM")) == {"64"}
+    # A second on a quiet machine, with room for a busy one: it takes a quarter of that.
+    assert window.run("return performance.getEntriesByName('quarantune-ready')[0].startTime") < 10_000
+    assert window.complaints() == []
+
+
+@needs_browser
+@pytest.mark.clients
+def test_one_page_shows_how_the_choice_changes_with_the_shape(window: Browser, tmp_path: Path) -> None:
+    small = result()
+    other = next(it for it in small.trials if it.config == {"BM": 64, "BN": 128, "stages": 0})
+    faster = dataclasses.replace(other, time_ms=0.001, own_ms=0.001, samples_ms=(0.001,))
+    trials = [faster if it is other else it for it in small.trials]
+    array = {"shape": [64], "dtype": "float32"}
+    tiny = dataclasses.replace(
+        small, key_values={"a": array}, trials=trials, best_config=other.config, time_ms=0.001, tie=()
+    )
+    shown(window, tmp_path, small, tiny)
+    finding = window.run("return document.getElementById('shapes-finding').textContent")
+    assert "2 different configs win for 2 problems; BM changes with the problem." in finding
+    rows = window.run("return [...document.querySelectorAll('.shapes tbody tr')].map((row) => row.innerText)")
+    assert [row.split()[:3] for row in rows] == [["a", "f32[64]", "64"], ["a", "f32[512,512],", "b"]]
+    window.click(".shapes tbody tr:nth-child(2) button")
+    assert "a f32[512,512]" in window.run("return document.getElementById('winner-title').textContent")
+    assert window.complaints() == []
