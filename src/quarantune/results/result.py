@@ -240,6 +240,7 @@ class TuningResult:
             seen=self.seen,
             space_size=self.space_size,
             versions=self.versions,
+            created=self.created,
             note=note,
         )
 
