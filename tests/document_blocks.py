@@ -1,4 +1,7 @@
-"""The code blocks of the documents: which are run, which are not and why, and a page as a script."""
+"""The code blocks of the documents: which are run, which are not and why, and a page as a script.
+
+`python tests/document_blocks.py` prints the quick start as a shell script, to be run in a clean checkout.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +84,23 @@ def script_of(text: str) -> str:
     return "\n".join(script) + "\n"
 
 
+def quick_start() -> tuple[str, list[str]]:
+    """Returns the program of the quick start and its shell commands, up to the page's second heading."""
+    page = (ROOT / "docs" / "quick-start.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    blocks = blocks_of(page)
+    (program,) = (block.code for block in blocks if block.language == "python")
+    commands = [line for block in blocks if block.language == "bash" for line in block.code.splitlines()]
+    return program, commands
+
+
 def shell(code: str) -> None:
     """Runs a block of shell commands, and fails where one of them does."""
     import subprocess
 
     subprocess.run(["bash", "-euo", "pipefail", "-c", code], check=True)
+
+
+if __name__ == "__main__":
+    program, commands = quick_start()
+    print(f"cat > attention.py <<'END OF PROGRAM'\n{program}\nEND OF PROGRAM")
+    print("\n".join(commands))

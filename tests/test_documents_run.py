@@ -50,6 +50,13 @@ def test_a_block_is_of_a_language_that_runs_or_gives_a_reason(page: str) -> None
     ]
 
 
+def test_the_quick_start_has_at_most_five_commands() -> None:
+    program, commands = document_blocks.quick_start()
+    assert len(commands) <= 5
+    assert any(command.endswith(" attention.py") for command in commands)
+    compile(program, "attention.py", "exec")
+
+
 def test_examples_in_docstrings_that_are_not_skipped_are_right(tmp_path: Path) -> None:
     source = ROOT / "src"
     with_examples = [path for path in (source / "quarantune").glob("**/*.py") if ">>>" in path.read_text("utf-8")]
