@@ -120,7 +120,9 @@ def test_a_report_raises_only_where_every_config_failed() -> None:
     ("change", "error", "message"),
     [
         ({"fn": lambda x, n=1: x}, TypeError, "is not jitted"),
-        ({"num_workers": 0}, ValueError, "give at least 1"),
+        ({"num_workers": 0}, ValueError, "num_workers=0 is not valid: give a whole number of at least 1"),
+        ({"num_workers": 1.5}, ValueError, "num_workers=1.5 is not valid"),
+        ({"num_workers": "2"}, ValueError, "num_workers='2' is not valid"),
         ({"target": "H300"}, ValueError, "target='H300' is not known"),
         ({"compile_timeout": 0}, ValueError, "compile_timeout=0 is not valid"),
         ({"configs": {"m": [1]}}, TypeError, "'m'"),

@@ -28,7 +28,7 @@ import quarantune
 from quarantune.host import machine
 from quarantune.sandbox import codec, spool, template, template_watch
 from quarantune.sandbox.events import Damaged, Event, Said, describe_status
-from quarantune.sandbox.messages import Compile, Measure
+from quarantune.sandbox.messages import Compile, CompileTarget, Measure
 from quarantune.sandbox.pool import Sandbox
 from quarantune.sandbox.template_link import LoadError
 from quarantune.sweep import routes
@@ -225,7 +225,11 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
 
 @contextlib.contextmanager
 def sandbox_for(
-    fn: Callable[..., Any], *args: Any, method: str = "fork", load_timeout_s: float = PATIENCE_S
+    fn: Callable[..., Any],
+    *args: Any,
+    method: str = "fork",
+    load_timeout_s: float = PATIENCE_S,
+    warm_up: codec.Frame | None = None,
 ) -> Iterator[Sandbox]:
     """Opens a sandbox for a call, with its payload and arrays sealed as in a sweep."""
     packed = payload.pack_call(fn, args, {})
@@ -241,7 +245,7 @@ def sandbox_for(
                     payload.write_arrays(packed, fd)
                 fds[position] = spool.protect(fd)
                 stack.callback(os.close, fds[position])
-        sandbox = stack.enter_context(Sandbox(payload_fd=fds[0], arrays_fd=fds[1], method=method))
+        sandbox = stack.enter_context(Sandbox(payload_fd=fds[0], arrays_fd=fds[1], method=method, warm_up=warm_up))
         sandbox.open(load_timeout_s=load_timeout_s)
         yield sandbox
 
@@ -632,6 +636,52 @@ def test_a_dying_template_is_not_used_again(load: Callable[..., ModuleType], mon
                 break
         assert worker.types == ["Compiled", "Measured"]
         assert template.shared().pid != dying
+
+
+def test_a_template_is_told_to_end_before_its_end_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    running = template.shared()
+    hang_up, wait = running._connection.hang_up, running._process.wait
+    monkeypatch.setattr(running._connection, "hang_up", lambda: (steps.append("hang up"), hang_up()))
+    monkeypatch.setattr(running._process, "wait", lambda *args: (steps.append("wait"), wait(*args)))
+    template.close_shared()
+    assert steps == ["hang up", "wait"]
+    template.shared()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plugin", "is_spoiled"),
+    [
+        ("threading.Thread(target=threading.Event().wait, daemon=True).start()", True),
+        ("os.environ['EXTRA'] = 'left by a plugin'; raise SystemExit(3)", False),
+    ],
+)
+def test_a_plugin_that_makes_a_template_unfit_is_loaded_by_no_later_one(
+    plugin: str, is_spoiled: bool, load: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, loads = tmp_path / "path" / "jax_plugins", tmp_path / "loads"
+    folder.mkdir(parents=True)
+    note = f"open({str(loads)!r}, 'a').write(f'{{os.getpid()}} ')"
+    (folder / "odd.py").write_text(f"import os, threading\n{note}\n{plugin}\n")
+    target = CompileTarget(platform="cuda", config_text="", device_kind="none", num_cores=None)
+    warmed = []
+    template.close_shared()
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(folder.parent))
+        patch.setattr(template, "_is_spoiled_by_warmth", False)
+        for _ in range(2):
+            with sandbox_for(load(WORKLOAD).act, warm_up=codec.encode(target)) as sandbox:
+                assert sandbox.forks_loaded
+                assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
+                assert facts_of(sandbox, run(sandbox, do="say_who_i_am"))["extra"] is None
+                warmed.append(str(template.shared().pid))
+        assert template._is_spoiled_by_warmth is is_spoiled
+    (first,) = loads.read_text().split()
+    assert warmed[0] == warmed[1]
+    assert (first != warmed[0]) is is_spoiled
+    template.close_shared()
+    template.shared()  # the next tests' one does not have the plugin
 
 
 def test_templates_that_keep_dying_end_the_sweep_with_an_error(load: Callable[..., ModuleType]) -> None:

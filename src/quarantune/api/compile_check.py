@@ -68,8 +68,6 @@ def compile_check(
     label = naming.cache_name(fn)
     if static_names is None:
         raise TypeError(f"compile_check compiles what jax.jit has wrapped, and {label!r} is not jitted")
-    if num_workers is not None and (isinstance(num_workers, bool) or num_workers < 1):
-        raise ValueError(f"num_workers={num_workers!r} is not valid: give at least 1, or leave it out")
     options = dataclasses.replace(
         base,
         prune_fn=base.prune_fn if prune_fn is None else prune_fn,

@@ -122,8 +122,6 @@ def compile_configs(
         raise TypeError(
             f"compile_configs compiles what jax.jit has wrapped, and {naming.cache_name(fn)!r} is not jitted"
         )
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"num_workers={num_workers!r} is not valid: give at least 1, or leave it out")
     label = naming.cache_name(fn)
     suitable.check_jit_options(fn, label)
     listed = _listed(configs, args, kwargs, label, signature)

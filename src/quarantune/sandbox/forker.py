@@ -171,7 +171,7 @@ class Forker:
         os.environ.update(order.environ)
         try:
             worker_program.load().warm_up(order.task)
-        except Exception:  # every worker will meet it again
+        except BaseException:  # a plugin may raise anything; every worker will meet it again
             traceback.print_exc()
         os.environ.clear()
         os.environ.update(own)

@@ -211,9 +211,8 @@ def discard(template: Template) -> None:
     with _lock:
         if _template is template:
             _template = None
-            template.await_end()
-            _note_end(template)
             template.close()
+            _note_end(template)
 
 
 def close_shared() -> None:

@@ -195,6 +195,7 @@ class TemplateLink:
 
     def _order_sweep(self, process_link: Connection) -> Connection:
         """Orders a sweep's template and returns the connection to it."""
+        assert self._template is not None
         self._sweep_log_fd = spool.create_log()
         sweep_link, theirs = wire.connection_pair()
         order = StartSweep(number=SWEEP, environ=self._environ, cwd=_cwd(), loads_plugins=self._loads_plugins)
@@ -203,6 +204,7 @@ class TemplateLink:
             process_link.send_message(order, fds, within_s=_SEND_WAIT_S)
         except wire.WireError as error:
             sweep_link.hang_up()
+            self._template.await_end()  # it has closed its connections before it can be seen to have exited
             raise SandboxError("the template process died") from error
         finally:
             theirs.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 
 from quarantune.host import machine
 from quarantune.values.options import Options
@@ -36,7 +37,15 @@ class SweepLimits:
             options: the author's options.
             settings: the operator's settings, which override them.
             num_workers: how many configs the caller wants to compile at a time; None follows the settings.
+
+        Raises:
+            ValueError: `num_workers` is no whole number of at least 1.
         """
+        is_whole = isinstance(num_workers, numbers.Integral) and not isinstance(num_workers, bool)
+        if num_workers is not None and not (is_whole and num_workers >= 1):
+            raise ValueError(
+                f"num_workers={num_workers!r} is not valid: give a whole number of at least 1, or leave it out"
+            )
         memory_limit = settings.memory_limit if settings.memory_limit is not None else options.memory_limit
         return cls(
             compile_timeout_s=settings.compile_timeout or float(options.compile_timeout),
