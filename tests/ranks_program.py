@@ -326,15 +326,40 @@ def coordinator_dies() -> None:
     used(f)
 
 
-class Posting(logging.Handler):
-    """Posts a note with the first record."""
+def coordinator_dies_while_another_tunes() -> None:
+    """Rank 0 has the store; it dies once rank 1, which tunes, has kept a trial and measures another config."""
+    kept, hanging = SHARED / "kept one", SHARED / "hanging"
 
-    def __init__(self, note: str) -> None:
+    def add(x: Any, n: int) -> Any:
+        while kept.exists():
+            hanging.touch()
+            time.sleep(0.1)
+        return x + n
+
+    tuner = quarantune.AutoTuner(
+        add, CONFIGS, name="left_alone", warmup=0, rep=1, ref_fn=None, prune_fn=lambda *_: post("claimed") or True
+    )
+    if RANK == 1:
+        logging.getLogger("quarantune").addHandler(Posting("kept one", containing=": ok "))
+        tuner.run(X)
+    await_notes("claimed")
+    if RANK == 0:
+        await_notes("hanging")
+        os.kill(os.getpid(), signal.SIGKILL)
+    tuner.run(X)
+
+
+class Posting(logging.Handler):
+    """Posts a note with the first record that contains a text."""
+
+    def __init__(self, note: str, *, containing: str = "") -> None:
         super().__init__()
         self.note = note
+        self.containing = containing
 
     def emit(self, record: logging.LogRecord) -> None:
-        post(self.note)
+        if self.containing in record.getMessage():
+            post(self.note)
 
 
 if __name__ == "__main__":

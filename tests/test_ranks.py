@@ -19,6 +19,7 @@ from helpers import SOURCE
 
 import quarantune
 from quarantune import jax_internals
+from quarantune.cache.journal import read
 from quarantune.jax_internals import coordination
 from quarantune.resolve import agreement, ranks
 from quarantune.resolve.call_key import keyed
@@ -117,6 +118,19 @@ def test_ranks_that_wait_end_when_the_coordinator_dies_and_leave_nothing(tmp_pat
         assert "JAX distributed service detected fatal errors" in output or "did not answer" in output
         assert "Timeout (" not in output  # it was not our watchdog
     assert eventually(lambda: not carriers(MARK, str(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rank_that_tunes_when_the_coordinator_dies_loses_no_trial_and_leaves_nothing(tmp_path: Path) -> None:
+    codes = start(tmp_path, "coordinator_dies_while_another_tunes")
+    assert codes[0] == -signal.SIGKILL
+    assert 0 not in codes
+    assert "Timeout (" not in (tmp_path / "output 1").read_text()  # it was not our watchdog
+    assert eventually(lambda: not carriers(MARK, str(tmp_path))), "no worker outlives its rank"
+    (journal,) = (tmp_path / "cache 1" / "left_alone.trials").glob("*.jsonl")
+    outcomes = [record["trial"]["outcome"] for record in read(journal)]
+    assert "ok" in outcomes, "the next program goes on from here"
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,74 @@ def test_configs_whose_programs_are_too_large_to_save_are_measured(tmp_path: Pat
     tuned, then = run(tmp_path, "RLIMIT_FSIZE", 6_000, 10)
     assert tuned == "tuned 12"
     assert then == "then 12"
+
+
+FULL = """
+import os, sys, tempfile, warnings
+from pathlib import Path
+import jax, numpy as np
+import quarantune
+from quarantune.host import machine
+from quarantune.values.trial import SandboxError
+
+@quarantune.autotune([{"n": 1}, {"n": 2}], warmup=0, rep=1, name="kernel", ref_fn=None, memory_limit="2GB")
+@jax.jit(static_argnames=["n"])
+def kernel(x, n: int = 0):
+    return x + n
+
+if __name__ == "__main__":
+    disk = Path(sys.argv[1])
+    (disk / "filling").write_bytes(bytes(200_000))
+    try:
+        (disk / "filling 2").write_bytes(bytes(1_000_000))
+    except OSError as error:
+        print("full", error.strerror)
+    x = np.ones(8, np.float32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = kernel.tune(x)
+    print("tuned", len(result.trials), int(kernel(x)[0]) == 1 + result.best_config["n"])
+    print("told", *{str(warning.message) for warning in caught})
+    # Large arguments go to the disk, which was found to be usable before it was full.
+    available, machine.available_memory_bytes = machine.available_memory_bytes, lambda **_: 1 << 20
+    tempfile.tempdir = str(disk)
+    try:
+        kernel.tune(np.ones(1 << 20, np.float32))
+    except SandboxError as error:
+        print("remedy", error)
+    machine.available_memory_bytes = available
+    for filling in disk.glob("filling*"):
+        filling.unlink()
+    kernel.tune(x)
+    cache = quarantune.TuningCache()
+    print("then", len(cache), cache.problems())
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_neither_the_result_nor_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "program.py").write_text(FULL)
+    mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=500k none {tmp_path}/disk && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
+        pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
+    disk = {"QUARANTUNE_CACHE_DIR": str(tmp_path / "disk" / "cache"), "TMPDIR": str(tmp_path / "disk")}
+    done = subprocess.run(
+        [*mount, sys.executable, str(tmp_path / "program.py"), str(tmp_path / "disk")],
+        env={**os.environ, "PYTHONPATH": str(Path(quarantune.__file__).parents[1]), "JAX_PLATFORMS": "cpu", **disk},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    full, tuned, told, remedy, then = done.stdout.splitlines()
+    assert full == "full No space left on device"
+    assert tuned == "tuned 2 True"
+    assert "No space left on device" in told
+    assert "QUARANTUNE_CACHE_DIR" in told
+    assert "no room left in memory and in" in remedy
+    assert "set TMPDIR" in remedy
+    assert then == "then 1 []"
 
 
 @pytest.mark.parametrize(
