@@ -46,7 +46,8 @@ function effectTile(p, at, width) {
   const widest = Math.max(...tunable.values.map((text) => textWidth(short(text, 9)))) + 8, every = Math.max(1, Math.ceil(widest / band));
   tunable.values.forEach((text, v) => {
     const won = p.best && p.best.values[at] === v;
-    if (v % every === 0 || (won && every > 1 && v % every !== 1 && v % every !== every - 1)) svg.append(draw("text", { x: x(v), y: bottom + 17, "text-anchor": "middle", class: won ? "strong small" : "tick", text: short(text, 9) }));
+    const near = p.best ? Math.abs(v - p.best.values[at]) : Infinity;
+    if (won || (v % every === 0 && near >= every)) svg.append(draw("text", { x: x(v), y: bottom + 17, "text-anchor": "middle", class: won ? "strong small" : "tick", text: short(text, 9) }));
     if (by[v].failed) {
       const share = by[v].failed / by[v].tried, tall = Math.max(1.5, share * 16);
       svg.append(draw("rect", { x: x(v) - Math.min(band * 0.35, 12), y: bottom + 44 - tall, width: Math.min(band * 0.7, 24), height: tall, class: "failures", "data-tip": `${tunable.name}=${text}: ${by[v].failed} of ${by[v].tried} failed` }));

@@ -83,7 +83,7 @@ function drawMap() {
   clear($("map-chart")).append(table);
   roving(table);
   const flat = cells.flat().filter((cell) => cell.n), dead = flat.filter((cell) => !cell.best).length;
-  $("map-finding").textContent = dead ? `In ${dead} of ${plural(flat.length, "cell")} no config works; elsewhere the best one counts, whatever the other tunables.`
+  $("map-finding").textContent = dead === flat.length ? "No config works in any cell." : dead ? `In ${dead} of ${plural(flat.length, "cell")} no config works; elsewhere the best one counts, whatever the other tunables.`
     : `Some config works in every cell; the best one counts, whatever the other tunables.`;
   mapLegend(p, flat);
 }
@@ -94,7 +94,7 @@ function mapLegend(p, cells) {
   gradient.style.background = `linear-gradient(90deg, ${range(9).map((i) => rgb(colourAt(i / 8))).join(",")})`;
   clear($("map-legend")).append(
     p.timed.length ? el("span", { class: "item" }, p.ms(p.low), gradient, `${p.ms(p.rampEnd)} and slower`) : "",
-    ...OUTCOMES.filter((outcome) => seen.has(outcome)).map((outcome) => el("span", { class: "item" }, el("span", { class: `key fill ${outcome.name}`, "aria-hidden": "true", text: outcome.letter }), `all ${outcome.label}`)),
+    ...OUTCOMES.filter((outcome) => seen.has(outcome)).map((outcome) => el("span", { class: "item" }, el("span", { class: `key fill ${outcome.name}`, "aria-hidden": "true" }, el("span", { class: "letter", text: outcome.letter })), `all ${outcome.label}`)),
     cells.some((cell) => cell.best && [...cell.ends.keys()].some((o) => o.failed)) ? el("span", { class: "item" }, el("span", { class: "key some", "aria-hidden": "true" }), "some failed") : "",
     cells.some((cell) => cell.won) ? el("span", { class: "item" }, el("span", { class: "key won", "aria-hidden": "true" }), "winner") : "",
     cells.some((cell) => cell.was) ? el("span", { class: "item" }, el("span", { class: "key was", "aria-hidden": "true" }), "defaults") : "");

@@ -27,6 +27,7 @@ function decode(raw) {
   problem.varied = raw.tunables.map((_, at) => at).filter((at) => raw.tunables[at].values.length > 1);
   let low = Infinity, high = 0;
   for (const trial of problem.timed) { low = Math.min(low, trial.ms); high = Math.max(high, trial.ms); }
+  if (!problem.timed.length) low = high = problem.bestMs ?? 1;
   problem.low = low; problem.high = high;
   // Slow configs are common and far: the colours end where nine of ten configs are.
   const sorted = problem.timed.map((t) => t.ms).sort((a, b) => a - b);

@@ -64,7 +64,7 @@ function timeAxis() {
   const group = draw("g", { class: "pc-axis" },
     draw("text", { x: timeX, y: top - 22, "text-anchor": "middle", class: "strong", text: `time (${p.unit[1]})` }),
     draw("line", { x1: timeX, x2: timeX, y1: top - 6, y2: bottom + 6, class: "pc-line" }));
-  for (const tick of y.ticks) group.append(draw("text", { x: timeX + 8, y: y(tick) + 4, class: "tick halo", text: p.tick(tick) }),
+  for (const tick of p.timed.length ? y.ticks : []) group.append(draw("text", { x: timeX + 8, y: y(tick) + 4, class: "tick halo", text: p.tick(tick) }),
     draw("line", { x1: timeX - 3, x2: timeX + 3, y1: y(tick), y2: y(tick), class: "mark" }));
   if (p.trials.some((trial) => !trial.timed)) group.append(draw("text", { x: timeX + 8, y: height - 22, class: "tick halo", text: "no time" }), draw("circle", { cx: timeX, cy: height - 26, r: 3.5, class: "pc-none" }));
   const brush = draw("rect", { x: timeX - 16, width: 32, y: top - 8, height: bottom - top + 16, class: "pc-grab" });
