@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ myst_heading_anchors = 3
 default_role = "code"  # docstrings mark code with single backquotes
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
-napoleon_use_ivar = True  # the attributes of a dataclass are documented in its docstring alone
+napoleon_use_ivar = True  # the attributes of a dataclass as one list
 
 # Pages that are files of the repository's root name others relative to the root.
 _PAGES = {
@@ -41,6 +42,13 @@ def _relink(app: Any, relative_path: Path, parent: str, content: list[str]) -> N
     content[0] = re.sub(r"\]\((?P<target>[\w./-]+\.md)(?P<anchor>(#[\w-]+)?)\)", page, content[0])
 
 
+def _without_fields(app: Any, what: str, name: str, value: Any, *_: object) -> tuple[str, str] | None:
+    """Leaves out the constructors of dataclasses that quarantune makes, whose fields are listed as attributes."""
+    is_made_by_us = what == "class" and dataclasses.is_dataclass(value) and not name.endswith(".Options")
+    return ("", "") if is_made_by_us else None
+
+
 def setup(app: Any) -> None:
-    """Connects the event handler; Sphinx calls it."""
+    """Connects the event handlers; Sphinx calls it."""
+    app.connect("autodoc-process-signature", _without_fields)
     app.connect("include-read", _relink)

@@ -222,9 +222,8 @@ class settings:
         ValueError: an option does not accept its value.
 
     Example:
-        >>> with settings(timeout=5, on_miss="default"):
-        ...     current().timeout
-        5.0
+        >>> with settings(timeout=5, on_miss="default"):  # doctest: +SKIP
+        ...     y = kernel(x)
     """
 
     def __init__(self, **overrides: Any) -> None:
