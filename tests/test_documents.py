@@ -99,6 +99,12 @@ def test_the_python_reference_lists_every_public_name() -> None:
     assert not set(quarantune.__all__) - listed - of_modules - {"__version__"}
 
 
+def test_every_page_is_in_a_toctree_of_the_index() -> None:
+    listed = re.findall(r"^[\w-]+$", text_of("docs/index.md"), flags=re.MULTILINE)
+    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert sorted(pages) == sorted(listed)
+
+
 def test_the_reference_lists_every_option() -> None:
     assert sorted(first_column(text_of("docs/options.md").split("\n## ")[0])) == sorted(
         ["configs", *(field.name for field in dataclasses.fields(Options))]
