@@ -86,7 +86,7 @@ class Journal:
         Raises:
             CacheWriteError: it could not be removed; the message says why.
         """
-        _remove(self._files())
+        remove(self._files())
 
     def _files(self) -> list[Path]:
         with contextlib.suppress(OSError):
@@ -127,9 +127,7 @@ def discard_all(directory: Path, name: str) -> None:
         CacheWriteError: one could not be removed; the message says why.
     """
     folder = trials_directory(directory, name)
-    _remove(
-        sorted(path for suffix in ("jsonl", "failed", "final", "uncompiled") for path in folder.glob(f"*.{suffix}"))
-    )
+    remove(sorted(path for suffix in ("jsonl", "failed", "final", "uncompiled") for path in folder.glob(f"*.{suffix}")))
 
 
 def remember_trouble(directory: Path, name: str, device: str, config: Mapping[str, Any], outcome: str) -> None:
@@ -165,7 +163,12 @@ def troublesome(directory: Path, name: str, device: str) -> dict[str, str]:
     return {config: outcome for config, outcome in last.items() if outcome in _TROUBLE}
 
 
-def _remove(paths: list[Path]) -> None:
+def remove(paths: list[Path]) -> None:
+    """Removes files; a directory in the place of one is set aside.
+
+    Raises:
+        CacheWriteError: one could not be removed; the message says why.
+    """
     for path in paths:
         try:
             if path.is_dir() and not path.is_symlink():  # not one of ours
@@ -174,7 +177,7 @@ def _remove(paths: list[Path]) -> None:
                 path.unlink(missing_ok=True)
         except OSError as error:
             raise CacheWriteError(
-                f"the journal {str(path)!r} could not be removed ({error.strerror}): remove it by hand"
+                f"the file {str(path)!r} could not be removed ({error.strerror}): remove it by hand"
             ) from error
 
 

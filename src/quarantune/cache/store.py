@@ -152,11 +152,33 @@ class Store:
         if self.get(name, device, key) is None:
             return False
 
-        def change(present: Contents) -> None:
-            present.get(device, {}).pop(key, None)
-
-        self._update(name, change, lambda found, _: key not in found.get(device, {}))
+        self.discard(name, lambda its_device, its_key, _: (its_device, its_key) == (device, key))
         return True
+
+    def discard(self, name: str, is_unwanted: Callable[[str, str, Entry], bool]) -> None:
+        """Removes entries of a function.
+
+        Args:
+            name: the function.
+            is_unwanted: takes the device, the key and an entry as it is at that moment.
+
+        Raises:
+            CacheWriteError: they could not be removed; the message says why.
+        """
+
+        def unwanted(contents: Contents) -> list[tuple[str, str]]:
+            return [
+                (device, key)
+                for device, entries in contents.items()
+                for key, entry in entries.items()
+                if is_unwanted(device, key, entry)
+            ]
+
+        def change(present: Contents) -> None:
+            for device, key in unwanted(present):
+                del present[device][key]
+
+        self._update(name, change, lambda found, _: not unwanted(found))
 
     def clear(self, name: str) -> None:
         """Removes all entries of a function, and its file; a file of a newer schema is left alone.

@@ -1,0 +1,8 @@
+"""`python -m quarantune` is the command `quarantune`."""
+
+import sys
+
+from quarantune.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

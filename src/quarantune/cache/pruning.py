@@ -1,0 +1,125 @@
+"""Removes what a cache directory holds without use: remains of damage and crashes, and old results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from quarantune.cache import journal
+from quarantune.cache.exchange import CacheKey
+from quarantune.cache.store import Entry, Store
+
+_DRAFT_AGE_S = 3600.0
+"""No process works on a draft for longer than this, in seconds."""
+_RECORDS = ("jsonl", "final", "uncompiled", "failed")
+"""The suffixes of the files about one problem beside its entry; locks and claims of living jobs are none of them."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """The things that were removed, or would be.
+
+    Attributes:
+        entries: the results.
+        files: damaged files that were set aside, drafts of dead processes, and the trials of sweeps without a result.
+    """
+
+    entries: tuple[CacheKey, ...] = ()
+    files: tuple[Path, ...] = ()
+
+
+def prune(
+    store: Store,
+    *,
+    older_than_s: float | None = None,
+    is_chosen: Callable[[str, str | None], bool] = lambda name, device: True,
+    dry_run: bool = False,
+) -> Pruned:
+    """Removes remains and, if an age is given, old results with their trials and the trials of old unfinished sweeps.
+
+    Args:
+        store: the entries.
+        older_than_s: the least age of results and trials, in seconds; None to keep them all.
+        is_chosen: takes the name of a function's file and a kind of device, or None for files that may be about any;
+            returns whether to look at it.
+        dry_run: whether to remove nothing.
+
+    Returns:
+        The things that were removed, or would be.
+
+    Raises:
+        CacheWriteError: something could not be removed; the message says why.
+    """
+    now_s = time.time()
+    files = list(_remains(store.directory, now_s, lambda name: is_chosen(name, None)))
+    entries: list[CacheKey] = []
+    for name in store.names() if older_than_s is not None else ():
+        before_s = now_s - (older_than_s or 0)
+
+        def is_old(device: str, key: str, entry: Entry, *, name: str = name, before_s: float = before_s) -> bool:
+            return is_chosen(name, device) and _created_s(entry) < before_s
+
+        old = [
+            CacheKey(name, key, device)
+            for device, found in store.read(name).items()
+            for key, entry in found.items()
+            if is_old(device, key, entry)
+        ]
+        if old and not dry_run:
+            store.discard(name, is_old)
+            for key in old:
+                _forget(store.directory, key)
+        entries += old
+    if older_than_s is not None:
+        files += _unfinished(store, now_s - older_than_s, lambda name: is_chosen(name, None))
+    if not dry_run:
+        journal.remove(files)
+    return Pruned(entries=tuple(entries), files=tuple(files))
+
+
+def _remains(directory: Path, now_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
+    """Yields damaged files that were set aside, and the drafts of processes that died as they wrote."""
+    for path in sorted(directory.glob("*.json.corrupt-*")):
+        if is_chosen(path.name.partition(".json.corrupt-")[0]):
+            yield path
+    for path in sorted([*directory.glob(".*.json.*.tmp"), *directory.glob("*.trials/*.tmp")]):
+        name = path.parent.stem if path.parent != directory else path.name[1:].rpartition(".json.")[0]
+        if is_chosen(name) and _written_s(path) < now_s - _DRAFT_AGE_S:
+            yield path
+
+
+def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
+    """Yields old files about problems that have no result."""
+    for folder in sorted(store.directory.glob("*.trials")):
+        if not is_chosen(folder.stem):
+            continue
+        known = {
+            journal.problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries
+        }
+        for path in sorted(path for suffix in _RECORDS for path in folder.glob(f"*.{suffix}")):
+            if path.name.partition(".")[0] not in known and _written_s(path) < before_s:
+                yield path
+
+
+def _forget(directory: Path, key: CacheKey) -> None:
+    name, problem, device = key
+    for kind in (journal.Journal, journal.compile_failures, journal.conclusions):
+        kind(directory, name, device, problem).discard()
+
+
+def _created_s(entry: Entry) -> float:
+    """Returns when an entry was made, in seconds since 1970; infinite where that is not known."""
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        created = datetime.datetime.fromisoformat(str(entry.get("created")))
+        return created.replace(tzinfo=created.tzinfo or datetime.UTC).timestamp()
+    return float("inf")
+
+
+def _written_s(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.lstat().st_mtime
+    return float("inf")

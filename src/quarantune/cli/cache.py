@@ -1,0 +1,343 @@
+"""`quarantune cache`: looks at saved results, compares, copies and removes them. Needs no JAX."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quarantune.cache import CacheKey, Contents, Entry, Store, TuningCache, exchange, pruning, safe_name
+from quarantune.cli.output import DONE, FAILED, InputError, Output, columns, input_errors
+from quarantune.values import settings as environment
+from quarantune.values.call_text import call_text
+from quarantune.values.config_values import freeze
+from quarantune.values.shown import format_config
+from quarantune.values.texts import did_you_mean, printable, shown
+
+if TYPE_CHECKING:
+    from quarantune.resolve.verification import Verified
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_HIDDEN = ("schema", "config", "key_values")
+
+
+def path(options: argparse.Namespace, out: Output) -> int:
+    """Prints the cache directory."""
+    out.line(str(_directory()))
+    return DONE
+
+
+def list_entries(options: argparse.Namespace, out: Output) -> int:
+    """Prints a line for each result, grouped by function and device."""
+    store = opened()
+    records, found = [], False
+    for name, contents in _chosen(store, options):
+        for device, entries in contents.items():
+            if found:
+                out.line()
+            found = True
+            out.line(f"{printable(name)} on {printable(device)}")
+            if out.as_json:
+                records += [_record(CacheKey(name, key, device), entry) for key, entry in entries.items()]
+            else:
+                for line in columns([_row(entry) for entry in entries.values()], indent="  "):
+                    out.line(line)
+    if not found:
+        out.line(f"nothing is cached in {str(store.directory)!r}")
+    out.json(records)
+    return DONE
+
+
+def show(options: argparse.Namespace, out: Output) -> int:
+    """Prints all that is saved about the results of a function."""
+    store = opened()
+    records, found = [], False
+    for name, contents in _chosen(store, options):
+        for key, entry in exchange.entries_of(name, contents):
+            if found:
+                out.line()
+            found = True
+            records.append(_record(key, entry) | {"entry": entry})
+            for line in _details(key, entry):
+                out.line(line)
+    if not found:
+        out.line(f"nothing is cached in {str(store.directory)!r}")
+    out.json(records)
+    return DONE
+
+
+def diff(options: argparse.Namespace, out: Output) -> int:
+    """Compares the configs of two caches."""
+    here, there = _entries(opened()), _entries(_other(options.other))
+    found = exchange.compare(here, there)
+    out.line(printable_lines(str(found)))
+    out.json(
+        {
+            "only_here": [_key(key) for key in found.only_here],
+            "only_there": [_key(key) for key in found.only_there],
+            "different": [
+                _key(pair.key) | {"here": pair.kept.get("config"), "there": pair.other.get("config")}
+                for pair in found.different
+            ],
+            "same": [_key(key) for key in found.same],
+        }
+    )
+    return FAILED if found.only_here or found.only_there or found.different else DONE
+
+
+def verify(options: argparse.Namespace, out: Output) -> int:
+    """Checks every file of the cache; with functions, also measures their winners again."""
+    directory = opened().directory
+    measure_again = _measuring(directory, options.functions) if options.functions else None
+    problems = TuningCache(directory).problems()
+    for problem in problems:
+        out.line(printable(problem))
+    if not problems:
+        out.line(f"every file in {str(directory)!r} is whole")
+    document: dict[str, Any] = {"directory": str(directory), "problems": problems}
+    is_right = not problems
+    if measure_again is not None:
+        entries = measure_again()
+        for entry in entries:
+            out.line(printable(str(entry)))
+        document["entries"] = [entry.to_dict() for entry in entries]
+        is_right &= not any(entry.verdict == "stale" for entry in entries)
+    out.json(document)
+    return DONE if is_right else FAILED
+
+
+def _measuring(directory: Path, names: Sequence[str]) -> Callable[[], list[Verified]]:
+    """Returns a function that measures the winners of functions again and returns the verdicts."""
+    # Only these need JAX.
+    from quarantune.api import ahead
+    from quarantune.api.contextual import Contextual
+    from quarantune.api.tuning_cache import TuningCache
+    from quarantune.cli import functions
+
+    tuned = []
+    for name in names:
+        found = functions.load_tuned(name)
+        if isinstance(found, Contextual):
+            raise InputError(f"{shown(name)} tunes kernels in their context: give one of the kernels that it calls")
+        tuned.append(found)
+    known = {safe_name(ahead.function_of(function).name) for function in tuned}
+
+    def measure_again() -> list[Verified]:
+        report = TuningCache(directory).verify(*tuned)
+        return [entry for entry in report.entries if entry.key.kernel_type in known]
+
+    return measure_again
+
+
+def merge(options: argparse.Namespace, out: Output) -> int:
+    """Copies the results of other caches into this one."""
+    others = [_other(other).directory for other in options.others]
+    cache = TuningCache(opened().directory)
+    records = []
+    for other in others:
+        report = cache.merge(other)
+        out.line(printable_lines(f"{other}: {report}"))
+        records.append(
+            {
+                "directory": str(other),
+                "added": [_key(key) for key in report.added],
+                "updated": [_key(key) for key in report.updated],
+                "unchanged": [_key(key) for key in report.unchanged],
+                "conflicts": [
+                    _key(pair.key) | {"kept": pair.kept.get("config"), "other": pair.other.get("config")}
+                    for pair in report.conflicts
+                ],
+            }
+        )
+    out.json(records)
+    return DONE
+
+
+def export(options: argparse.Namespace, out: Output) -> int:
+    """Writes results into a directory that a package can ship."""
+    cache = TuningCache(opened().directory)
+    with input_errors(ValueError):
+        keys = cache.export(options.directory, names=options.names or None, devices=options.device)
+    if not keys:
+        raise InputError(f"nothing is cached in {str(cache.directory)!r}, so there is nothing to export")
+    out.line(f"{len(keys)} results written to {options.directory}")
+    out.json({"directory": str(Path(options.directory).absolute()), "written": [_key(key) for key in keys]})
+    return DONE
+
+
+def prune(options: argparse.Namespace, out: Output) -> int:
+    """Removes remains, and old results if an age is given."""
+    age_s = None if options.older_than is None else _seconds(options.older_than)
+    store = opened()
+    names = frozenset(name for name, _ in _chosen(store, options)) if options.names or options.device else None
+
+    def is_chosen(name: str, device: str | None) -> bool:
+        # Files beside the entries may be about any device, so that they stay where one is named.
+        return (names is None or name in names) and options.device in (None, device)
+
+    found = pruning.prune(
+        Store(store.directory, lock_timeout_s=environment.current().lock_timeout),
+        older_than_s=age_s,
+        is_chosen=is_chosen,
+        dry_run=options.dry_run,
+    )
+    for key in found.entries:
+        out.line(printable(f"{key.kernel_type} on {key.device}, {key.problem_size}"))
+    for file in found.files:
+        out.line(printable(str(file)))
+    verb = "would be removed" if options.dry_run else "removed"
+    out.line(f"{len(found.entries)} results and {len(found.files)} other files {verb}")
+    out.json(
+        {
+            "dry_run": options.dry_run,
+            "results": [_key(key) for key in found.entries],
+            "files": [str(file) for file in found.files],
+        }
+    )
+    return DONE
+
+
+# --- caches -------------------------------------------------------------------------------------------------
+
+
+def _directory() -> Path:
+    with input_errors(ValueError):
+        return environment.current().cache_dir
+
+
+def opened() -> Store:
+    """Returns the entries of the cache, which are only read; there may be none yet."""
+    return _opened(_directory(), may_be_new=True, remedy="give another one with --cache-dir or QUARANTUNE_CACHE_DIR")
+
+
+def _other(directory: str) -> Store:
+    return _opened(Path(directory).expanduser(), may_be_new=False, remedy="give the directory of a cache")
+
+
+def _opened(directory: Path, *, may_be_new: bool, remedy: str) -> Store:
+    if not directory.is_dir():
+        if os.path.lexists(directory):
+            raise InputError(f"{str(directory)!r} is no directory: {remedy}")
+        if not may_be_new:
+            raise InputError(f"there is no directory {str(directory)!r}: {remedy}")
+    try:
+        if directory.is_dir():
+            with os.scandir(directory) as found:
+                next(found, None)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise InputError(f"{str(directory)!r} cannot be read ({reason}): make it readable, or {remedy}") from error
+    return Store(directory, read_only=True)
+
+
+def _entries(store: Store) -> Iterator[tuple[CacheKey, Entry]]:
+    for name in store.names():
+        yield from exchange.entries_of(name, store.read(name))
+
+
+def _chosen(store: Store, options: argparse.Namespace) -> Iterator[tuple[str, Contents]]:
+    """Yields the entries that the names and the device of a command choose, function by function.
+
+    Raises:
+        InputError: nothing is cached for a name or for the device.
+    """
+    known = store.names()
+    for wanted in options.names:
+        if not any(_matches(name, wanted) for name in known):
+            near = did_you_mean(wanted, known) or " `quarantune cache list` shows all names."
+            raise InputError(f"nothing is cached for {shown(wanted)} in {str(store.directory)!r}.{near}")
+    kinds: set[str] = set()
+    is_found = False
+    for name in known:
+        if options.names and not any(_matches(name, wanted) for wanted in options.names):
+            continue
+        contents = {device: entries for device, entries in store.read(name).items() if entries}
+        kinds |= contents.keys()
+        contents = {device: entries for device, entries in contents.items() if options.device in (None, device)}
+        if contents:
+            is_found = True
+            yield name, contents
+    if options.device is not None and not is_found:
+        near = did_you_mean(options.device, kinds) or f" There are results for: {', '.join(sorted(kinds)) or 'none'}."
+        raise InputError(f"nothing is cached for the device {shown(options.device)}.{printable(near)}")
+
+
+def _matches(name: str, wanted: str) -> bool:
+    return name == safe_name(wanted) or fnmatch.fnmatchcase(name, wanted)
+
+
+def _seconds(text: str) -> float:
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
+    if found is None:
+        raise InputError(f"--older-than {shown(text)} is no age: write a number with a unit, as 90d, 12h or 30m")
+    return float(found[1]) * _SECONDS[found[2]]
+
+
+# --- entries ------------------------------------------------------------------------------------------------
+
+
+def _row(entry: Entry) -> Sequence[str]:
+    time_ms, speedup = entry.get("time_ms"), _speedup(entry)
+    return (
+        call_text(entry.get("key_values")),
+        _config(entry),
+        "" if time_ms is None else f"{time_ms:.4g} ms",
+        "" if speedup is None else f"{speedup:.3g}x",
+        printable(str(entry.get("created", ""))[:10]),
+    )
+
+
+def _record(key: CacheKey, entry: Entry) -> dict[str, Any]:
+    return {
+        **_key(key),
+        "call": call_text(entry.get("key_values")),
+        "config": entry.get("config"),
+        "time_ms": entry.get("time_ms"),
+        "default_time_ms": entry.get("default_time_ms"),
+        "speedup": _speedup(entry),
+        "created": entry.get("created"),
+    }
+
+
+def _key(key: CacheKey) -> dict[str, str]:
+    return {"function": key.kernel_type, "device": key.device, "key": key.problem_size}
+
+
+def _details(key: CacheKey, entry: Entry) -> Iterator[str]:
+    """Yields the lines about one result."""
+    yield f"{printable(key.kernel_type)}({call_text(entry.get('key_values'))})"
+    rows = [("device", printable(key.device)), ("config", _config(entry))]
+    if (time_ms := entry.get("time_ms")) is not None:
+        gain = "" if (speedup := _speedup(entry)) is None else f", {speedup:.3g}x the defaults"
+        rows.append(("time", f"{time_ms:.4g} ms{gain}"))
+    rows += [(name, _text(value)) for name, value in entry.items() if name not in (*_HIDDEN, "time_ms") and value]
+    yield from columns([*rows, ("key", printable(key.problem_size))], indent="  ")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{printable(str(name))} {_text(item)}" for name, item in value.items() if item is not None)
+    return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
+
+
+def _config(entry: Entry) -> str:
+    with contextlib.suppress(TypeError, ValueError):
+        return format_config({name: freeze(value) for name, value in entry["config"].items()})
+    return printable(str(entry.get("config")))
+
+
+def _speedup(entry: Entry) -> float | None:
+    times = entry.get("time_ms"), entry.get("default_time_ms")
+    if all(isinstance(time_ms, (int, float)) and time_ms > 0 for time_ms in times):
+        return float(times[1]) / float(times[0])  # type: ignore[arg-type]
+    return None
+
+
+def printable_lines(text: str) -> str:
+    """Returns a text of several lines with control characters escaped."""
+    return "\n".join(map(printable, text.splitlines()))

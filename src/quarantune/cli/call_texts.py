@@ -1,0 +1,221 @@
+"""Reads the arguments of a call as people write them: `bf16[4096,4096] f32[] 3 causal=true`. Needs no JAX."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from quarantune.cli.output import InputError
+from quarantune.values.texts import did_you_mean, shown
+
+_FLOATS = [
+    *(
+        f"float8_{kind}"
+        for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+    ),
+    "float4_e2m1fn",
+    "bfloat16",
+    *(f"float{bits}" for bits in (16, 32, 64)),
+    "complex64",
+    "complex128",
+]
+_INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)]
+_DTYPES = {name: name for name in ("bool", *_INTEGERS, *_FLOATS)}
+_DTYPES |= {re.sub("float", "f", name): name for name in _FLOATS if "float" in name}
+_DTYPES |= {re.sub("complex", "c", name): name for name in _FLOATS if "complex" in name}
+_DTYPES |= {re.sub("int", "i", name): name for name in _INTEGERS if name[0] == "i"}
+_DTYPES |= {re.sub("int", "s", name): name for name in _INTEGERS if name[0] == "i"}
+_DTYPES |= {re.sub("uint", "u", name): name for name in _INTEGERS if name[0] == "u"}
+_DTYPES |= {"pred": "bool"}
+"""The dtypes by the names of NumPy, of JAX (`i32`) and of XLA (`s32`, `pred`)."""
+
+_NAME = r"(?:(?P<name>[^\W\d]\w*)\s*=\s*)?"
+_ARRAY = re.compile(_NAME + r"(?P<dtype>[A-Za-z]\w*)\s*\[(?P<sizes>[^\[\]]*)\]")
+_WORD = re.compile(_NAME + r"(?P<word>\([^()]*\)|[^\s,=\[\]()]+)")
+_BETWEEN = re.compile(r"[\s,]+|$")
+_WORDS = {"true": True, "false": False, "none": None}
+_HOW = "write arrays as bf16[4096,4096] or f32[], numbers as 3 or 0.5, and keywords as name=value"
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayText:
+    """An array without its elements.
+
+    Attributes:
+        dtype: the name of its dtype, as NumPy calls it.
+        shape: its sizes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CallText:
+    """The arguments of one call.
+
+    Attributes:
+        args: the positional arguments: `ArrayText`, numbers, booleans and None.
+        kwargs: the keyword arguments, which may also be strings.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """The calls as the options give them, checked as far as that is possible without the function.
+
+    Attributes:
+        calls: the calls; None where `--inputs` makes them.
+        statics: the static parameters of all calls.
+    """
+
+    calls: Sequence[tuple[CallText, str]] | None
+    statics: Mapping[str, Any]
+
+
+def read(options: argparse.Namespace) -> Texts:
+    """Returns the calls of a command, before its function and JAX are imported.
+
+    Raises:
+        InputError: an option describes no call.
+    """
+    statics = parse_statics(options.static)
+    if options.args is not None:
+        return Texts([(parse_call(options.args), "--args")], statics)
+    if options.shapes is not None:
+        found = read_calls(options.shapes)
+        return Texts([(call, f"--shapes, call {number}") for number, call in enumerate(found, start=1)], statics)
+    return Texts(None, statics)
+
+
+def parse_call(text: str, *, source: str = "--args") -> CallText:
+    """Returns the arguments that a text describes.
+
+    Args:
+        text: the text.
+        source: its origin, for the message of an error.
+
+    Raises:
+        InputError: it describes no arguments.
+    """
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    rest = text.strip().rstrip(",")
+    while rest:
+        found = _ARRAY.match(rest)
+        found = found if found and _BETWEEN.match(rest, found.end()) else _WORD.match(rest)
+        if found is None or _BETWEEN.match(rest, found.end()) is None:
+            _refuse(source, text, f"{shown(rest)} is no argument: {_HOW}")
+        name = found["name"]
+        if "dtype" in found.groupdict():
+            value: Any = _array(found["dtype"], found["sizes"], source, text)
+        else:
+            value = parse_value(found["word"])
+            if name is None and isinstance(value, str):
+                hint = f"write {value}[] for an array without dimensions" if value.lower() in _DTYPES else _HOW
+                _refuse(source, text, f"{shown(value)} is no argument: {hint}")
+        if name is None:
+            if kwargs:
+                _refuse(source, text, f"{shown(found[0])} comes after a keyword argument: put it first, or name it")
+            args.append(value)
+        elif name in kwargs:
+            _refuse(source, text, f"{name} is given twice: leave one out")
+        else:
+            kwargs[name] = value
+        separator = _BETWEEN.match(rest, found.end())
+        rest = rest[separator.end() if separator else len(rest) :]
+    return CallText(tuple(args), kwargs)
+
+
+def parse_value(text: str) -> Any:
+    """Returns the value that a text stands for: a Python literal, true, false or none; else the text itself."""
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return _hashable(ast.literal_eval(text))
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+
+
+def parse_statics(given: Iterable[str]) -> dict[str, Any]:
+    """Returns the static parameters that texts such as `causal=true` set.
+
+    Raises:
+        InputError: a text is not of that form, or sets a parameter again.
+    """
+    statics: dict[str, Any] = {}
+    for text in given:
+        name, is_given, value = text.partition("=")
+        if not (is_given and name.strip().isidentifier()):
+            raise InputError(f"--static {shown(text)} is not valid: write NAME=VALUE, as in causal=true")
+        if name.strip() in statics:
+            raise InputError(f"--static gives {name.strip()} twice: leave one out")
+        statics[name.strip()] = parse_value(value.strip())
+    return statics
+
+
+def read_calls(path: str) -> list[CallText]:
+    """Returns the calls in a file, one on each line; empty lines and those that begin with `#` are left out.
+
+    Args:
+        path: the file, or `-` for stdin.
+
+    Raises:
+        InputError: the file cannot be read, holds no call, or a line is none.
+    """
+    try:
+        if path == "-":
+            return _calls_in(sys.stdin, "stdin")
+        with Path(path).open(encoding="utf-8") as file:
+            return _calls_in(file, path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise InputError(f"--shapes {shown(path)} cannot be read ({reason}): name a text file") from error
+
+
+def _calls_in(file: TextIO, source: str) -> list[CallText]:
+    calls = list(_parsed(file, source))
+    if not calls:
+        raise InputError(f"{source} holds no call: write the arguments of one on each line, as f32[8,128] f32[128]")
+    return calls
+
+
+def _parsed(lines: Iterable[str], source: str) -> Iterator[CallText]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            yield parse_call(line, source=f"{source}, line {number}")
+
+
+def _array(dtype: str, sizes: str, source: str, text: str) -> ArrayText:
+    name = _DTYPES.get(dtype.lower())
+    if name is None:
+        hint = did_you_mean(dtype, _DTYPES) or " Known are bf16, f16, f32, i8, i32, u8, bool and others."
+        _refuse(source, text, f"there is no dtype {shown(dtype)}.{hint}")
+    shape = []
+    for size in sizes.split(",") if sizes.strip() else ():
+        if not re.fullmatch(r"\s*\d{1,18}\s*", size, flags=re.ASCII):
+            _refuse(source, text, f"{shown(size.strip())} is no size: write whole numbers, as in {dtype}[4096,128]")
+        shape.append(int(size))
+    return ArrayText(name, tuple(shape))
+
+
+def _refuse(source: str, text: str, reason: str) -> NoReturn:
+    raise InputError(f"{source} {shown(text.strip())}: {reason}")
+
+
+def _hashable(value: Any) -> Any:
+    """Returns a literal with tuples for its lists, because jit hashes static values."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, (dict, set, bytes)):
+        raise ValueError("jit cannot hash it")
+    return value

@@ -1,0 +1,70 @@
+"""`quarantune check`: which configs compile for a device that need not be here."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+from quarantune.api import ahead
+from quarantune.api.autotune import Autotuned
+from quarantune.api.compile_check import compile_check
+from quarantune.cli import calls, functions
+from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
+from quarantune.devices import targets
+from quarantune.results.compile_report import CompileReport
+from quarantune.values.config_values import encode
+from quarantune.values.trial import Trial, count_outcomes
+
+
+def check(options: argparse.Namespace, out: Output) -> int:
+    """Compiles the configs of each call; none compiling is a failure, or with `--all` one that does not."""
+    with input_errors(ValueError, ImportError):
+        target = targets.usable(options.target)
+    tuned = functions.load_tuned(options.function)
+    if not isinstance(tuned, Autotuned):
+        raise InputError(f"{options.function} is no autotuned function: check one of the kernels that it calls")
+    function = ahead.function_of(tuned)
+    records, ended_well = [], True
+    for call in calls.make(function, options.texts, options):
+        with input_errors(TypeError, ValueError, ImportError):
+            report = compile_check(
+                tuned,
+                function.configs,
+                *call.args,
+                target=target,
+                num_workers=options.jobs,
+                compile_timeout=options.compile_timeout,
+                memory_limit=options.memory_limit,
+                **call.kwargs,
+            )
+        described = call.describe(function.signature)
+        out.line(f"{function.name}({described}) on {target.name}")
+        out.line(report.table(width=out.width))
+        out.line()
+        records.append(_record(report, described))
+        ended_well &= report.ok if options.all else bool(report.compiled)
+    out.json(records)
+    return DONE if ended_well else FAILED
+
+
+def _record(report: CompileReport, call: str) -> dict[str, Any]:
+    return {
+        "function": report.name,
+        "call": call,
+        "target": report.target.name,
+        "ok": report.ok,
+        "outcomes": count_outcomes(report.trials),
+        "trials": [_trial(trial) for trial in report.trials],
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    return {
+        "config": encode(trial.config),
+        "outcome": trial.outcome.value,
+        "phase": trial.phase.value if trial.phase else None,
+        "compile_s": trial.compile_s,
+        "figures": dataclasses.asdict(trial.figures) if trial.figures else None,
+        "message": trial.message,
+    }

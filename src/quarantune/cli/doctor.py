@@ -1,0 +1,36 @@
+"""`quarantune doctor`: what this machine gives to tuning, and what is in the way."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+
+from quarantune import doctor
+from quarantune.cli.output import DONE, FAILED, Output
+from quarantune.doctor import Check
+from quarantune.values.texts import printable
+
+_MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+
+
+def run(options: argparse.Namespace, out: Output) -> int:
+    """Prints each finding as soon as it is known, with its remedy."""
+
+    def show(check: Check) -> None:
+        lines = textwrap.wrap(
+            printable(f"{_MARKS[check.status]}  {check.name}: {check.found}"), out.width, subsequent_indent=" " * 6
+        )
+        if check.remedy:
+            lines += textwrap.wrap(
+                printable(check.remedy), out.width, initial_indent=" " * 6 + "-> ", subsequent_indent=" " * 9
+            )
+        out.line("\n".join(lines))
+
+    checks = doctor.run(on_check=show)
+    is_failed = doctor.failed(checks)
+    out.line()
+    out.line(
+        "something essential is in the way of tuning: see the lines marked FAIL" if is_failed else "tuning works here"
+    )
+    out.json({"ok": not is_failed, "checks": [check.to_dict() for check in checks]})
+    return FAILED if is_failed else DONE

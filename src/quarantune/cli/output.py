@@ -1,0 +1,89 @@
+"""The output of a command: text for people, or one JSON value."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: done; the command was right, and its answer is no; the command cannot be carried out; Ctrl-C."""
+
+
+class InputError(Exception):
+    """The command cannot be carried out; the message says what was wrong in it, and how to put it right."""
+
+
+@contextlib.contextmanager
+def input_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turns the errors with which the library refuses wrong input into the error of a wrong command.
+
+    Args:
+        *kinds: the classes of these errors.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise InputError(message_of(error)) from error
+
+
+def message_of(error: BaseException) -> str:
+    """Returns the message of an error on one line."""
+    text: object = error
+    if isinstance(error, KeyError) and error.args:
+        text = error.args[0]  # str(error) would put quotes around it
+    elif isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{str(error.filename)!r} cannot be read ({error.strerror}): give the path of another file"
+    return " ".join(str(text).split()) or type(error).__name__
+
+
+class Output:
+    """Writes text or JSON, as the user asked for."""
+
+    def __init__(self, stream: TextIO, *, as_json: bool) -> None:
+        """Sets the form.
+
+        Args:
+            stream: the stream.
+            as_json: whether to write JSON, and no text.
+        """
+        self.as_json = as_json
+        self._stream = stream
+
+    @property
+    def width(self) -> int:
+        """The columns of the terminal."""
+        return max(shutil.get_terminal_size().columns, 40)
+
+    def line(self, text: str = "") -> None:
+        """Writes text with a line end, unless JSON was asked for."""
+        if not self.as_json:
+            self._write(text)
+
+    def json(self, value: Any) -> None:
+        """Writes a value, if JSON was asked for; times that are not known become null."""
+        if self.as_json:
+            self._write(json.dumps(_finite(value), indent=2, allow_nan=False, default=str))
+
+    def _write(self, text: str) -> None:
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        self._stream.flush()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> Iterator[str]:
+    """Yields the lines of a table without rules, the last column as wide as it needs to be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

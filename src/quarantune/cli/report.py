@@ -1,0 +1,30 @@
+"""`quarantune report`: a page about the cached results of a function."""
+
+from __future__ import annotations
+
+import argparse
+import webbrowser
+from pathlib import Path
+
+from quarantune.cli import cache
+from quarantune.cli.output import DONE, InputError, Output, input_errors
+from quarantune.results import html_report
+from quarantune.results.cached_results import cached_results
+
+
+def write(options: argparse.Namespace, out: Output) -> int:
+    """Writes the page."""
+    store = cache.opened()
+    with input_errors(LookupError):
+        results = cached_results(store.directory, options.name, device=options.device)
+    path = Path(options.output if options.output is not None else f"{results[0].name}.html").absolute()
+    try:
+        html_report.write(path, results)
+    except OSError as error:
+        raise InputError(f"{str(path)!r} cannot be written ({error.strerror}): give another file with -o") from error
+    trials = sum(len(result.trials) for result in results)
+    out.line(f"{len(results)} results with {trials} trials written to {path}")
+    out.json({"file": str(path), "function": results[0].name, "results": len(results), "trials": trials})
+    if options.open:
+        webbrowser.open(path.as_uri())
+    return DONE
