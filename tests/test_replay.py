@@ -163,6 +163,11 @@ def test_searches_are_compared_side_by_side() -> None:
         (hopper_like(), {"batch": 0}, r"batch is 0: give a whole number of at least 1"),
         (hopper_like(), {"seeds": []}, r"the number of seeds is 0"),
         (hopper_like(), {"within": 2}, r"within is 2: give a share"),
+        (hopper_like(), {"within": "2"}, r"within is '2': give a share"),
+        (hopper_like(), {"search": None}, r"search holds None: an object serves one run only"),
+        (hopper_like(), {"search": [lambda configs, seed: None] * 2}, r"search holds '<lambda>' twice: give each"),
+        (hopper_like(), {"seeds": 20}, r"seeds is 20: give several whole numbers, such as range"),
+        (hopper_like(), {"seeds": [0.5]}, r"seeds holds 0.5: give whole numbers of at least 0"),
     ],
 )
 def test_replays_of_nonsense_are_refused(recorded: Any, options: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 import quarantune
 from quarantune import Outcome, Trial, search
 from quarantune.host import blas
-from quarantune.search import Space
+from quarantune.search import Space, optuna_search
 from quarantune.values.search_choice import check_search
 from quarantune.values.trial import Config
 
@@ -235,7 +236,7 @@ def test_a_wrong_choice_of_search_is_refused_with_the_choices() -> None:
 
 
 @pytest.mark.clients
-def test_samplers_of_optuna_search_and_repeat_nothing() -> None:
+def test_samplers_of_optuna_search_and_repeat_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna")
     for name in ("optuna:tpe", "optuna:random", "optuna:nsgaii"):
         space = Space({**GRID, "via": ["a", "b", "c"]}, keep=lambda config: config["BN"] == 16)
@@ -247,6 +248,21 @@ def test_samplers_of_optuna_search_and_repeat_nothing() -> None:
         assert sorted(map(str, asked)) == sorted(str(config) for config in space if config != known)
     with pytest.raises(ValueError, match=r"search='optuna:tpx' is not valid: .* Did you mean 'tpe'\? Give one of "):
         search.make("optuna:tpx", Space(GRID))
+    monkeypatch.setitem(optuna_search._NEEDED, "tpe", "no_such_module")
+    with pytest.raises(ImportError, match=r"search='optuna:tpe' needs no_such_module.*: pip install no_such_module"):
+        search.make("optuna:tpe", Space(GRID))
+
+
+@pytest.mark.clients
+def test_every_sampler_of_optuna_that_is_offered_can_search() -> None:
+    samplers = pytest.importorskip("optuna").samplers
+    with pytest.raises(ValueError, match="Give one of ") as refused:
+        search.make("optuna:none", Space(GRID))
+    names = str(refused.value).partition("Give one of ")[2].rstrip(".").split(", ")
+    assert {"tpe", "random", "nsgaii"} <= set(names) <= {it.removesuffix("Sampler").lower() for it in samplers.__all__}
+    for name in names:
+        if importlib.util.find_spec(optuna_search._NEEDED.get(name, "optuna")):
+            assert len(drained(search.make(f"optuna:{name}", Space(GRID)))) == 12, name
 
 
 def test_a_search_by_optuna_without_optuna_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,11 +124,15 @@ def replay(
         >>> print(quarantune.replay("matmul.json.gz", ("surrogate", "random")).table())  # doctest: +SKIP
     """
     strategies = _checked(search)
+    if isinstance(seeds, str) or not isinstance(seeds, Iterable):
+        raise TypeError(f"seeds is {shown(seeds)}: give several whole numbers, such as range(20)")
     seeds = list(seeds)
     for name, value in (("max_trials", max_trials), ("batch", batch), ("the number of seeds", len(seeds))):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not _is_whole(value) or value < 1:
             raise ValueError(f"{name} is {shown(value)}: give a whole number of at least 1")
-    if not 0 <= within < 1:
+    if odd := [seed for seed in seeds if not _is_whole(seed) or seed < 0]:
+        raise ValueError(f"seeds holds {shown(odd[0])}: give whole numbers of at least 0, such as range(20)")
+    if isinstance(within, bool) or not isinstance(within, (int, float)) or not 0 <= within < 1:
         raise ValueError(f"within is {shown(within)}: give a share from 0 to 1, such as 0.01")
     trials = recordings.read(recorded)
     space = Space([trial.config for trial in trials], fn_name="replay")
@@ -149,8 +153,18 @@ def replay(
     )
 
 
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _checked(search: Strategy | Iterable[Strategy]) -> dict[str, Strategy]:
-    given: Sequence[Strategy] = [search] if isinstance(search, str) or callable(search) else list(search)
+    """Returns the searches by their names.
+
+    Raises:
+        TypeError, ValueError: one is neither a name nor a function, or two have the same name.
+    """
+    given: Sequence[Any]
+    given = [search] if isinstance(search, str) or not isinstance(search, Iterable) else list(search)
     if not given:
         raise ValueError("search is empty: give at least one name, as in ('surrogate', 'random')")
     named: dict[str, Strategy] = {}
@@ -162,7 +176,10 @@ def _checked(search: Strategy | Iterable[Strategy]) -> dict[str, Strategy]:
                     "of the configs and a seed that makes one"
                 )
             check_search(strategy)
-        named[strategy if isinstance(strategy, str) else getattr(strategy, "__name__", str(strategy))] = strategy
+        name = strategy if isinstance(strategy, str) else getattr(strategy, "__name__", str(strategy))
+        if name in named:
+            raise ValueError(f"search holds {name!r} twice: give each function a name of its own, with def")
+        named[name] = strategy
     return named
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import warnings
 from collections.abc import Iterable
 from types import ModuleType
@@ -19,8 +20,10 @@ from quarantune.values.trial import Config, Outcome, Trial
 
 _MOST_REPEATS = 100
 """After so many proposals in a row that cannot be tried, a random config is asked."""
-_LEFT_OUT = frozenset({"base", "grid", "partialfixed"})
-"""These need further arguments."""
+_LEFT_OUT = frozenset({"base", "basega", "bruteforce", "grid", "partialfixed"})
+"""Base classes, samplers that need further arguments, and one that stops a study that nobody has started."""
+_NEEDED = {"cmaes": "cmaes", "gp": "torch"}
+"""Modules that Optuna imports only after some trials."""
 
 
 class OptunaSearch(Strategy):
@@ -36,7 +39,7 @@ class OptunaSearch(Strategy):
             starts: as for `Strategy`.
 
         Raises:
-            ImportError: Optuna is not installed.
+            ImportError: Optuna is not installed, or a module that the sampler needs.
             ValueError: it has no such sampler.
         """
         self._optuna = _import()
@@ -147,6 +150,11 @@ def _make_sampler(optuna: ModuleType, name: str, seed: int) -> Any:
         raise ValueError(
             f"search='{OPTUNA}{name}' is not valid: Optuna has no such sampler.{did_you_mean(name, names)} "
             f"Give one of {', '.join(names)}."
+        )
+    if (needed := _NEEDED.get(name)) is not None and importlib.util.find_spec(needed) is None:
+        raise ImportError(
+            f"search='{OPTUNA}{name}' needs {needed}, which is not installed: pip install {needed}, or give another "
+            f"sampler such as '{OPTUNA}tpe'"
         )
     seed %= 1 << 32  # Optuna's generators take no larger ones
     with warnings.catch_warnings():
