@@ -145,6 +145,23 @@ def test_a_missing_cuda_plugin_is_found_beside_a_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_plugin_that_does_not_load_is_found_beside_a_driver(tmp_path: Path) -> None:
+    (tmp_path / "driver" / "nvidia").mkdir(parents=True)
+    (tmp_path / "driver" / "nvidia" / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module 570.1\n")
+    about = tmp_path / "site" / "broken_plugin-1.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[jax_plugins]\ncuda = broken_plugin\n")
+    (tmp_path / "site" / "broken_plugin.py").write_text("def initialize():\n    raise RuntimeError('no cuDNN')\n")
+    mounts = f"mount --bind '{tmp_path / 'driver'}' /proc/driver"
+    status, found = diagnose(tmp_path, mounts=mounts, PYTHONPATH=str(tmp_path / "site"), JAX_PLATFORMS="")
+    assert found["NVIDIA GPU"]["status"] == "ok"
+    assert found["devices"]["status"] == "fail"
+    assert "although the driver and JAX's plugin" in found["devices"]["found"]
+    assert status == 1
+
+
+@pytest.mark.slow
 def test_a_bad_variable_is_one_finding_and_the_others_are_still_made(tmp_path: Path) -> None:
     status, found = diagnose(tmp_path, QUARANTUNE_TIMEOUT="soon")
     assert found["settings"]["status"] == "fail"

@@ -73,7 +73,7 @@ def plugins(*, root: Path = _ROOT) -> list[Check]:
     return checks
 
 
-def devices() -> list[Check]:
+def devices(*, root: Path = _ROOT) -> list[Check]:
     """Returns the devices that JAX finds, asked of a worker; no backend is initialised here."""
     try:
         backend = discovery.accelerators()
@@ -81,7 +81,12 @@ def devices() -> list[Check]:
         remedy = "run `python -c 'import jax; jax.devices()'`, which shows the whole error, or set JAX_PLATFORMS=cpu"
         return [fail("devices", first_line(error), remedy)]
     if backend is None or all(device.platform == "cpu" for device in backend.devices):
-        return [ok("devices", f"the CPU, {cpu_device().kind}")]
+        found = f"the CPU, {cpu_device().kind}"
+        if missing := [kind for kind in _HARDWARE if backend is not None and _should_be_found(kind, root)]:
+            found = f"only {found}, although the driver and JAX's plugin for the {missing[0]} are here"
+            remedy = "run `python -c 'import jax; jax.devices()'`, which shows why JAX does not use the device"
+            return [fail("devices", found, remedy)]
+        return [ok("devices", found)]
     names = [f"{device.platform}:{device.index} {device.kind}" for device in backend.devices]
     checks = [ok("devices", ", ".join(names))]
     platforms = {device.platform for device in backend.devices}
@@ -136,6 +141,12 @@ def _smi(query: str) -> list[list[str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines()) if row]
+
+
+def _should_be_found(kind: str, root: Path) -> bool:
+    files, plugin, _ = _HARDWARE[kind]
+    chosen = jax.config.values["jax_platforms"] or plugin
+    return any((root / file).exists() for file in files) and _has_plugin(plugin) and plugin in chosen
 
 
 def _whole(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import logging
 import os
 import time
 import warnings
@@ -125,8 +126,7 @@ def _swept(kind: _Kind) -> TuningResult:
         timeout=_DEADLINE_S,
         progress=False,
     )
-    with environment, _without_preallocation(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a warning of the sweep is no finding of its own
+    with environment, _without_preallocation(), _quiet():
         return AutoTuner(kind.fn, {"scale": [2, 3]}, ref_fn=None, rep=3, name=f"doctor.{kind.name}").run(array)
 
 
@@ -163,6 +163,20 @@ def _clock(trial: Trial) -> list[Check]:
             "end nsys, ncu or JAX's profiler, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
         )
     ]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops the warnings of a sweep, which are no findings of their own."""
+    logger = logging.getLogger("quarantune")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextlib.contextmanager
