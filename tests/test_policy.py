@@ -621,18 +621,17 @@ def test_a_log_dir_that_cannot_be_written_costs_nothing_but_log_lines(
     assert "cannot keep a trial's log" in caplog.text
 
 
-def test_progress_is_shown_on_stderr_if_wanted(
+def test_a_sweep_ends_with_one_line_on_stderr_unless_switched_off(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scaled(name)(X)
-    monkeypatch.setenv("QUARANTUNE_PROGRESS", "1")
+    assert capsys.readouterr().err == ""
+    monkeypatch.delenv("QUARANTUNE_PROGRESS")
     scaled(name)(X[:3])
     shown = capsys.readouterr()
     assert shown.out == ""
-    lines = shown.err.split("\r\x1b[K")
-    assert lines[0] == ""
-    assert lines[1].startswith(f"quarantune: {name}: 1/2")
-    assert re.fullmatch(rf"quarantune: {name}: 2/2, 1 failed, best \S+ ms \(n=2\)\n", lines[2])
+    label = re.escape(f"{name.rpartition('.')[2]} f32[3]")
+    assert re.fullmatch(rf"{label}: 2 configs in \S+ s \(1 failed\), best n=2 \S+ ms; saved\n", shown.err)
 
 
 def test_progress_counts_the_trials_of_an_interrupted_sweep(
@@ -641,10 +640,9 @@ def test_progress_counts_the_trials_of_an_interrupted_sweep(
     scaled(name)(X)
     monkeypatch.setenv("QUARANTUNE_PROGRESS", "1")
     scaled(name, [*CONFIGS, {"n": 3}])(X)
-    _, *lines = capsys.readouterr().err.split("\r\x1b[K")
-    assert lines[0].startswith(f"quarantune: {name}: 2/3, 1 failed, best ")
-    assert lines[-1].startswith(f"quarantune: {name}: 3/3, 2 failed, best ")
-    assert lines[-1].endswith("\n")
+    *_, last = capsys.readouterr().err.splitlines()
+    assert ": 3 configs in " in last
+    assert "(2 failed), best n=2 " in last
 
 
 def test_the_logger_reports_every_config_and_the_winner(name: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -563,7 +563,7 @@ def test_triton_distributeds_per_call_switches_run_untuned_and_log_more(
     assert sweeps == []
     with quarantune.settings(progress=1), caplog.at_level(logging.INFO, logger="quarantune"):
         np.testing.assert_allclose(my_gemm_function(A, B), A @ B, rtol=1e-4, atol=1e-4)
-    assert "my_gemm_function: 4/4, best " in capsys.readouterr().err
+    assert ": 4 configs in " in capsys.readouterr().err
     assert re.search("my_gemm_function: BLOCK_SIZE_M=32 BLOCK_SIZE_K=32: (ok|slow) ", caplog.text)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from quarantune import cache
 from quarantune.devices import discovery
 from quarantune.devices.targets import Target
@@ -13,11 +15,14 @@ from quarantune.resolve.bound_call import BoundCall
 from quarantune.transport import assignment as assignments
 from quarantune.transport import manual_axes
 from quarantune.transport.manual_axes import Axes
-from quarantune.transport.problem import CallDescription, Problem, describe_call, key_part, named
+from quarantune.transport.problem import CallDescription, Problem, describe_call, is_array, key_part, named
 from quarantune.values import shardings
 from quarantune.values.describe import describe_static
 from quarantune.values.json_object import JsonObject
+from quarantune.values.shown import format_array
+from quarantune.values.texts import printable
 
+_MOST_KINDS = 3
 _STATE = "jax settings"
 """The name of JAX's settings in an entry, among those of the parameters."""
 
@@ -61,6 +66,14 @@ class KeyedCall:
     def readable(self) -> JsonObject:
         """The values of the key in a form that people can read."""
         return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
+
+    @property
+    def label(self) -> str:
+        """The function and the kinds of its arrays, for progress: `matmul f32[512,512]`."""
+        leaves = jax.tree.leaves((self.call.args, self.call.kwargs))
+        kinds = dict.fromkeys(format_array(leaf.shape, leaf.dtype) for leaf in leaves if is_array(leaf))
+        few = [*kinds][:_MOST_KINDS] + (["..."] if len(kinds) > _MOST_KINDS else [])
+        return " ".join([printable(self.call.name.rpartition(".")[2]), *few])
 
     def problem(self) -> Problem:
         """Returns the call as a sweep takes it."""

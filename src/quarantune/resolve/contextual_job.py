@@ -192,14 +192,17 @@ class ContextualJob(TuningJob):
         Raises:
             TuningFailedError: the function failed with every config of a kernel.
         """
-        with contextlib.ExitStack() as stack:
+        with self._shown_progress() as progress, contextlib.ExitStack() as stack:
             stack.callback(self._records.report_unsaved)
-            if self._directory is not None:
-                progress = Progress(self._name, 0, shown=self._settings.progress)
-                stack.callback(progress.close)
-                if (answer := self._take_claim(progress, self._directory, stack)) is not None:
-                    return self._result_of(answer)
-            return self._tune_kernels()
+            directory = self._directory
+            answer = None if directory is None else self._take_claim(progress, directory, stack)
+            if answer is not None:
+                progress.end("tuned by another job meanwhile")
+                return self._result_of(answer)
+            result = self._tune_kernels()
+            was = "" if not result.baseline_ms else f", {result.baseline_ms / result.time_ms:.3g}x the first configs"
+            progress.end(f"{result.time_ms:.4g} ms with {result.config_text}{was}; {self._records.saved}")
+            return result
 
     @property
     def _search(self) -> SearchLimits:
@@ -339,14 +342,21 @@ class ContextualJob(TuningJob):
         trials: dict[int, Trial] = {}
         runner = runner or self._runner
         label = f"{self._name} ({kernel})"
-        progress = Progress(label, len(texts), shown=self._settings.progress)
+        progress = Progress(
+            label,
+            len(texts),
+            shown=self._settings.progress,
+            config_of=shown.__getitem__,
+            default=shown[0],
+            has_last_line=False,
+        )
         configs: Mapping[int, Config] = {index: {KEY: text} for index, text in enumerate(texts)}
         possible, searching = list(configs.values()), None
         source: ConfigSource = NOTHING_MORE
         if share is not None and not share.tries_all:
             trial_s = self._limits.compile_timeout_s + self._limits.timeout_s
             searching = Searching(share, space_for(shown, None), defaults=0, trial_s=trial_s)
-            progress.expect(searching.total)
+            progress.expect(searching.total, is_bound=True, budget_s=share.time_budget_s)
             source = _KernelSearch(searching, texts)
             configs = source.take(1)
 
@@ -369,7 +379,7 @@ class ContextualJob(TuningJob):
                 options=self._options,
                 settings=self._settings,
                 limits=self._limits.compiling_as_it_runs(),
-                events=SweepEvents(on_trial=on_trial, on_tick=self._refresh_claim),
+                events=SweepEvents(on_trial=on_trial, on_tick=self._refresh_claim, on_phase=progress.enter),
                 space=possible,
                 source=source,
             )

@@ -214,7 +214,7 @@ class _Talk:
         self._keyed = keyed
         self._coordination = coordination
         self._tune = tune
-        self._progress = Progress(keyed.call.name, 0, shown=settings.progress)
+        self._progress = Progress(keyed.label, name=keyed.call.name, shown=settings.progress, has_last_line=False)
         self._poll_s = _FIRST_POLL_S
         self._next_message: tuple[int | None, float] = (None, 0.0)
         self.found: TuningResult | None = None

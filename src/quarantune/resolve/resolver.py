@@ -174,19 +174,23 @@ class Resolver:
         trials: dict[int, Trial] = {}
         note = self._noting(described, settings, limits)
 
-        def on_trial(index: int, trial: Trial) -> None:
-            trials[index] = trial
-            note(trial)
+        with self._compiling(described, settings, "", len(call.configs)) as progress:
 
-        swept = sweep.run(
-            described.problem(),
-            dict(enumerate(call.configs)),
-            options=options,
-            settings=settings,
-            limits=limits,
-            events=SweepEvents(on_trial=on_trial),
-            compile_only=True,
-        )
+            def on_trial(index: int, trial: Trial) -> None:
+                trials[index] = trial
+                note(trial)
+                progress.step(trial)
+
+            swept = sweep.run(
+                described.problem(),
+                dict(enumerate(call.configs)),
+                options=options,
+                settings=settings,
+                limits=limits,
+                events=SweepEvents(on_trial=on_trial, on_phase=progress.enter),
+                compile_only=True,
+            )
+            progress.conclude_compiling()
         return [(trials[index], swept.executables.get(index)) for index in range(len(call.configs))]
 
     def check(self, call: BoundCall, target: Target, *, num_workers: int | None) -> CompileReport:
@@ -205,12 +209,12 @@ class Resolver:
         left = {index: config for index, config in enumerate(call.configs) if index not in trials}
         limits = SweepLimits.of(options, settings, num_workers=num_workers)
         note = self._noting(described, settings, limits)
-        with contextlib.closing(Progress(f"{call.name} for {target.name}", len(left), shown=settings.progress)) as line:
+        with self._compiling(described, settings, f" for {target.name}", len(left)) as progress:
 
             def on_trial(index: int, trial: Trial) -> None:
                 trials[index] = trial
                 note(trial)
-                line.step(trial)
+                progress.step(trial)
 
             if left:
                 sweep.run(
@@ -219,11 +223,18 @@ class Resolver:
                     options=options,
                     settings=settings,
                     limits=limits,
-                    events=SweepEvents(on_trial=on_trial),
+                    events=SweepEvents(on_trial=on_trial, on_phase=progress.enter),
                     target=target,
                 )
+            progress.conclude_compiling()
         ordered = tuple(trials[index] for index in range(len(call.configs)))
         return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text)
+
+    @staticmethod
+    def _compiling(described: KeyedCall, settings: Settings, where: str, total: int) -> Progress:
+        """Returns the progress of configs that are only compiled, which is shown from now on."""
+        config_of = described.call.configs.__getitem__
+        return Progress(f"{described.label}{where}", total, shown=settings.progress, config_of=config_of)
 
     def seeding_compilation(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which a first call finds the worker's executable in JAX's compilation cache."""

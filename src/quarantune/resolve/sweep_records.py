@@ -179,6 +179,13 @@ class SweepRecords:
         except CacheWriteError as error:
             self._unsaved = error
 
+    @property
+    def saved(self) -> str:
+        """What became of the result, in a few words."""
+        if self._settings.disable_cache:
+            return "not saved, because the cache is disabled"
+        return "saved" if self.directory is not None and self._unsaved is None else "not saved"
+
     def report_unsaved(self) -> None:
         """Warns once if something could not be saved: of the result if it could not, else of some trials."""
         if self._unsaved is not None:

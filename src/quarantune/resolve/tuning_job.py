@@ -46,10 +46,11 @@ from quarantune.values import shown, versions
 from quarantune.values.config_values import encode
 from quarantune.values.grid import Positions
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError, count_outcomes, pruned_trial
+from quarantune.values.trial import READY, Config, Outcome, Trial, TuningFailedError, count_outcomes, pruned_trial
 
 _logger = logging.getLogger("quarantune")
 
+_GOES_ON = "the next call goes on from there"
 _HEARTBEAT_S = 1.0
 """How often a tuning job refreshes its claim."""
 _CLAIM_WORST_CASE_S = 60.0
@@ -112,20 +113,36 @@ class TuningJob:
         Raises:
             TuningFailedError: every config failed.
         """
-        progress = Progress(self._name, len(self._configs), shown=self._settings.progress)
-        with contextlib.closing(progress), contextlib.ExitStack() as stack:
+        with self._shown_progress(len(self._configs)) as progress, contextlib.ExitStack() as stack:
             stack.callback(self._records.report_unsaved)
             self._start_over = self._must_tune and not self._may_go_on()
             if self._directory is not None:
                 answer = self._take_claim(progress, self._directory, stack)
                 if answer is not None:
+                    progress.end("tuned by another job meanwhile")
                     return self._result_of(answer)
                 self._trials = self._read_journal()
+            if self._directory is not None:
+                after = "a plain call goes on from there, tune() starts over" if self._start_over else _GOES_ON
+                progress.on_interrupt(f"they are kept: {after}")
             if self._search.tries_all:
                 self._prune(progress)
                 self._trials |= self._known_not_to_compile()
-                return self._conclude(self._sweep(progress))
-            return self._conclude(self._sweep_by_search(progress))
+                return self._conclude(self._sweep(progress), progress)
+            return self._conclude(self._sweep_by_search(progress), progress)
+
+    def _shown_progress(self, total: int = 0) -> Progress:
+        """Returns the progress of the job, which is shown from now on."""
+        default = None if total == 0 else self._call.default_index
+        return Progress(
+            self._keyed.label,
+            total,
+            name=self._name,
+            shown=self._settings.progress,
+            config_of=self._configs.__getitem__ if total else None,
+            default=None if default is None else self._configs[default],
+            may_redraw=isolation_of(self._settings, self._keyed.problem()) is not Isolation.NONE,
+        )
 
     # The claim
 
@@ -274,7 +291,7 @@ class TuningJob:
             failures=failures,
             trial_s=self._limits.compile_timeout_s + self._limits.timeout_s,
         )
-        progress.expect(searching.total)
+        progress.expect(searching.total, is_bound=True, budget_s=self._search.time_budget_s)
         progress.recall(list(self._trials.values()))
         configs = searching.take(1)
         swept = Swept()
@@ -295,6 +312,11 @@ class TuningJob:
                 self._record(index, trial)
             progress.step(trial)
 
+        def on_phase(index: int, phase: str) -> None:
+            progress.enter(index, phase)
+            if index >= 0 and phase != READY:
+                self._context.on_phase(index, phase)
+
         problem = self._keyed.problem()
         if self._call.default_index in self._not_compiling:
             problem = dataclasses.replace(problem, untuned=None)  # the defaults are not compiled again either
@@ -308,7 +330,8 @@ class TuningJob:
                 on_trial=on_trial,
                 on_tick=self._refresh_claim,
                 on_provisional=self._record,
-                on_phase=self._context.on_phase,
+                on_phase=on_phase,
+                on_default=progress.note_default,
             ),
             troubled=last,
             known=self._trials,
@@ -354,11 +377,12 @@ class TuningJob:
 
     # The result
 
-    def _conclude(self, swept: Swept) -> TuningResult:
+    def _conclude(self, swept: Swept, progress: Progress) -> TuningResult:
         if swept.complaint:
             _logger.warning("%s: %s", self._name, swept.complaint)
         usable = [trial for trial in self._trials.values() if trial.outcome is Outcome.OK and trial.time_ms is not None]
         if not usable:
+            progress.end(f"all {len(self._trials):,} configs failed")
             raise self._leave_failure()
         default = self._call.default_index
         self._trials, verdict = finals.conclude(self._trials, swept.final, default=default)
@@ -376,6 +400,7 @@ class TuningJob:
         times = Times(best.time_ms, swept.default_time_ms if defaults is None else defaults.time_ms)
         entry = self._entry(best.config, times, trials) | {"samples": len(best.samples_ms)}
         self._save(entry)
+        progress.conclude(best.config, best.time_ms, times.default_ms, saved=self._records.saved)
         executable = None
         if self._keyed.axes is None:  # otherwise the executable is for the arrays of all shards
             self._context.seeds.add(swept.compiled.get(verdict.winner, {}))

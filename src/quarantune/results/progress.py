@@ -1,41 +1,132 @@
-"""One line on the terminal while a sweep runs, and one log record for each config."""
+"""The progress of a sweep: how many configs wait, compile, measure and are done, the best so far, and the last line."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TextIO
 
+from quarantune.results import display
 from quarantune.values import shown
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import END, READY, Config, Outcome, Phase, Trial, count_outcomes
 
 _logger = logging.getLogger("quarantune")
 
+_VERBS = {Phase.LOAD: "loads", Phase.COMPILE: "compiles", Phase.CHECK: "is checked", Phase.MEASURE: "is measured"}
+_MOST_RUNNING = 8
+_FEWEST_FOR_ESTIMATE = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """The progress at one moment, as text.
+
+    Attributes:
+        label: the function and its shapes.
+        done: how many configs are done.
+        total: how many there are, at most; 0 where that is not known.
+        counts: the number of configs done, by outcome, and the time gone and to go.
+        flow: how many configs wait, compile and are measured.
+        best: the best so far, against the defaults.
+        running: the configs that run, with how long they have.
+        notice: a sentence about something other than configs, such as another job that is waited for.
+    """
+
+    label: str
+    done: int
+    total: int
+    counts: str
+    flow: str
+    best: str
+    running: str
+    notice: str
+
+    def lines(self) -> list[str]:
+        """Returns the parts as lines, without those that are empty."""
+        first = f"{self.label}: {self.counts}"
+        return [line for line in (first, self.notice, self.flow, self.best, self.running) if line]
+
 
 class Progress:
-    """Shows the progress of a sweep."""
+    """Shows the progress of one sweep, and its end in one line; a context manager.
 
-    def __init__(self, name: str, total: int, *, shown: bool | None, stream: TextIO | None = None) -> None:
+    Events may come from any thread.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int = 0,
+        *,
+        shown: bool | None,
+        name: str = "",
+        config_of: Callable[[int], Config] | None = None,
+        default: Config | None = None,
+        has_last_line: bool = True,
+        may_redraw: bool = True,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Starts to show a sweep.
 
         Args:
-            name: the tuned function's name.
-            total: how many configs there are.
-            shown: whether to write to the terminal; None for whether `stream` is one.
+            label: the tuned function, and the shapes of the call.
+            total: how many configs there are; 0 where that is not known.
+            shown: the setting `progress`: False shows nothing, True writes a line every 10 s even without a terminal.
+            name: the name in log records; empty for the label.
+            config_of: returns the config at an index.
+            default: the config that equals the function's own defaults; None where there is none.
+            has_last_line: whether a line about the end is written.
+            may_redraw: whether lines on a terminal may be replaced; not while a debugger may use it.
             stream: the stream to write to; None for stderr.
+            clock: seconds.
         """
-        self._name = name
+        self._label = label
+        self._name = name or label
         self._total = total
-        self._stream = sys.stderr if stream is None else stream
-        self._shown = (self._stream is not None and self._stream.isatty()) if shown is None else shown
-        self._drawn = False
-        self._done = self._failed = 0
+        self._config_of = config_of
+        self._default = default
+        self._has_last_line = has_last_line
+        self._clock = clock
+        self._started_s = clock()
+        self._lock = threading.Lock()
+        self._trials: list[Trial] = []
+        self._recalled = 0
+        self._running: dict[int, tuple[str, float]] = {}
         self._best: Trial | None = None
+        self._default_ms: float | None = None
+        self._budget_s: float | None = None
+        self._is_bound = False
+        self._notice = ""
+        self._last_line = ""
+        self._on_interrupt = ""
+        self._screen = display.screen_for(shown, stream, may_redraw=may_redraw)
+        self._screen.add(self)
 
-    def expect(self, total: int) -> None:
-        """Sets how many configs are to be tried."""
-        self._total = total
+    # Events
+
+    def expect(self, total: int, *, is_bound: bool = False, budget_s: float | None = None) -> None:
+        """Sets how many configs are to be tried.
+
+        Args:
+            total: the number.
+            is_bound: whether that is only the most that a search may ask.
+            budget_s: seconds after which the search ends; None for no limit.
+        """
+        self._total, self._is_bound, self._budget_s = total, is_bound, budget_s
+
+    def enter(self, index: int, phase: str) -> None:
+        """Notes that a config enters a phase, `READY` or `END`."""
+        with self._lock:
+            self._notice = ""
+            if phase == END:
+                self._running.pop(index, None)
+            else:
+                self._running[index] = (phase, self._clock())
 
     def step(self, trial: Trial) -> None:
         """Counts a trial that ended."""
@@ -49,48 +140,166 @@ class Progress:
             took,
             trial.message,
         )
-        self._draw()
 
     def recall(self, trials: Sequence[Trial]) -> None:
         """Counts trials that an earlier sweep finished."""
         for trial in trials:
             self._count(trial)
+        self._recalled += len(trials)
         if trials:
             _logger.info("%s: %d of %d configs are known already", self._name, len(trials), self._total)
-            self._draw()
+
+    def note_default(self, time_ms: float | None) -> None:
+        """Notes the time of the function's own defaults, where they are no config of the sweep."""
+        self._default_ms = time_ms
 
     def say(self, text: str) -> None:
         """Shows a sentence about something other than a config, such as waiting for another job."""
         _logger.info("%s: %s", self._name, text)
-        if self._shown:
-            self._write(f"\r\x1b[Kquarantune: {self._name}: {text}")
+        self._notice = text
+
+    # The end
+
+    def conclude(self, best: Config, time_ms: float, default_ms: float | None, *, saved: str) -> None:
+        """Sets the last line to that of a sweep that has succeeded.
+
+        Args:
+            best: the winner.
+            time_ms: its time in milliseconds.
+            default_ms: the time of the defaults; None where it is not known.
+            saved: what became of the result, as `saved`.
+        """
+        gain = "" if not default_ms else f", {default_ms / time_ms:.3g}x the defaults"
+        config = shown.format_config(best)
+        self.end(f"{self._tried()} in {_duration(self._gone_s())}{self._failed()}, best {config} "
+                 f"{time_ms:.4g} ms{gain}; {saved}")  # fmt: skip
+
+    def conclude_compiling(self) -> None:
+        """Sets the last line to that of configs that were only compiled."""
+        good = sum(trial.outcome is Outcome.OK for trial in self._trials)
+        self.end(f"{good:,} of {self._tried()} compile, in {_duration(self._gone_s())}")
+
+    def end(self, text: str) -> None:
+        """Sets the last line."""
+        self._last_line = text
+
+    def on_interrupt(self, text: str) -> None:
+        """Sets what the last line says of the configs that are kept if the sweep is interrupted."""
+        self._on_interrupt = text
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            self.end(self._interrupted())
+        self.close()
 
     def close(self) -> None:
-        """Ends the line."""
-        if self._shown and self._drawn:
-            self._write("\n")
+        """Ends the display, and writes the last line."""
+        line = f"{self._label}: {self._last_line}" if self._last_line and self._has_last_line else ""
+        self._screen.remove(self, line)
+
+    # The view
+
+    def view(self) -> View:
+        """Returns the progress as it is now."""
+        with self._lock:
+            running, trials, now = dict(self._running), list(self._trials), self._clock()
+        phases = [phase for phase, _ in running.values()]
+        compiling = sum(phase in (Phase.LOAD, Phase.COMPILE) for phase in phases)
+        ready = phases.count(READY)
+        measuring = len(phases) - compiling - ready
+        waiting = max(0, self._total - len(trials) - len(phases))
+        flow = [f"{compiling} compile", *([f"{ready} compiled"] if ready else []), f"{measuring} measured"]
+        if not self._is_bound:
+            flow = [f"{waiting:,} wait", *flow]
+        gone_s = now - self._started_s
+        time_text = f"{_duration(gone_s)} gone{self._to_go(gone_s, len(trials))}"
+        counts = ", ".join(f"{count:,} {outcome}" for outcome, count in count_outcomes(trials).items())
+        if self._is_bound:
+            done = f"{len(trials) + len(running):,} asked of at most {self._total:,}, {len(trials):,} done"
+        else:
+            done = f"{len(trials):,} of {self._total:,} done"
+        return View(
+            label=self._label,
+            done=len(trials),
+            total=self._total,
+            counts=f"{done}{f' ({counts})' if counts else ''}, {time_text}" if self._total else time_text,
+            flow=", ".join(flow) if phases else "",
+            best=self._best_text(),
+            running=self._running_text(running, now),
+            notice=self._notice,
+        )
+
+    def _interrupted(self) -> str:
+        if self._notice:
+            return f"interrupted while {self._notice}"
+        done = sum(trial.outcome not in (Outcome.PRUNED, Outcome.NOT_RUN) for trial in self._trials)
+        of = f" of {self._total:,}" if self._total else ""
+        best, kept = self._best_text(), self._on_interrupt if done else ""
+        return (
+            f"interrupted after {_duration(self._gone_s())}, with {done:,}{of} configs done"
+            f"{', ' if best else ''}{best}; {kept or 'nothing is kept'}"
+        )
+
+    def _running_text(self, running: dict[int, tuple[str, float]], now: float) -> str:
+        """Returns the configs that run, the longest first."""
+        parts = []
+        for index, (phase, since) in sorted(running.items(), key=lambda item: item[1][1])[:_MOST_RUNNING]:
+            if phase != READY:
+                if index < 0:
+                    name = "the defaults"
+                else:
+                    name = f"config {index}" if self._config_of is None else shown.format_config(self._config_of(index))
+                parts.append(f"{name} {_VERBS.get(Phase(phase), phase)} ({_duration(now - since)})")
+        return f"now: {'; '.join(parts)}" if parts else ""
+
+    def _to_go(self, gone_s: float, done: int) -> str:
+        fresh = done - self._recalled
+        budget = "" if self._budget_s is None else f" of at most {_duration(self._budget_s)}"
+        if fresh < _FEWEST_FOR_ESTIMATE or done >= self._total:
+            return budget
+        left_s = gone_s / fresh * (self._total - done)
+        if self._budget_s is not None:
+            left_s = min(left_s, max(0.0, self._budget_s - gone_s))
+        return f"{budget}, about {_duration(left_s)} to go"
+
+    def _best_text(self) -> str:
+        best, default_ms = self._best, self._default_ms
+        if best is None or not best.time_ms:
+            return ""
+        gain = "" if not default_ms else f", {default_ms / best.time_ms:.3g}x the defaults"
+        return f"best {shown.format_config(best.config)} {best.time_ms:.4g} ms{gain}"
+
+    def _tried(self) -> str:
+        of = f" of {self._total:,}" if self._total > len(self._trials) and not self._is_bound else ""
+        return f"{len(self._trials):,}{of} config{'' if len(self._trials) == 1 else 's'}"
+
+    def _failed(self) -> str:
+        failed = sum(trial.outcome.is_failure for trial in self._trials)
+        return f" ({failed:,} failed)" if failed else ""
+
+    def _gone_s(self) -> float:
+        return self._clock() - self._started_s
 
     def _count(self, trial: Trial) -> None:
-        self._done += 1
-        self._failed += trial.outcome.is_failure
-        if trial.outcome is Outcome.OK and trial.time_ms is not None:
-            best = self._best.time_ms if self._best is not None else None
-            if best is None or trial.time_ms < best:
+        with self._lock:
+            self._notice = ""
+            self._trials.append(trial)
+            if trial.outcome is not Outcome.OK or trial.time_ms is None:
+                return
+            if self._best is None or trial.time_ms < (self._best.time_ms or 0.0):
                 self._best = trial
+            if self._default is not None and trial.config == self._default:
+                self._default_ms = trial.time_ms
 
-    def _draw(self) -> None:
-        if not self._shown:
-            return
-        best = ""
-        if self._best is not None:
-            best = f", best {self._best.time_ms:.4g} ms ({shown.format_config(self._best.config)})"
-        failed = f", {self._failed} failed" if self._failed else ""
-        self._write(f"\r\x1b[Kquarantune: {self._name}: {self._done}/{self._total}{failed}{best}")
 
-    def _write(self, text: str) -> None:
-        self._drawn = True
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except (OSError, ValueError):
-            self._shown = False  # the terminal is gone, which must not end the sweep
+def _duration(seconds: float) -> str:
+    """Returns a duration as `3.2 s`, `2 min 5 s` or `1 h 2 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

@@ -160,13 +160,19 @@ class Reference:
 
     # In the end
 
-    def hold(self, finish: Finish) -> Finish:
-        """Returns a function to call instead of `finish`; it holds the trials that `settle` must judge."""
+    def hold(self, finish: Finish, on_untuned: Callable[[Trial], None] = lambda trial: None) -> Finish:
+        """Returns a function to call instead of `finish`; it holds the trials that `settle` must judge.
+
+        Args:
+            finish: receives the trials of configs.
+            on_untuned: receives the trial of the function's own defaults, where they are no config.
+        """
 
         def take(index: int, trial: Trial, log: str) -> None:
             self._configs[index] = trial.config
             if index == UNTUNED:
                 self.default_time_ms = trial.time_ms
+                on_untuned(trial)
                 if trial.outcome.is_failure:
                     self.ended(index, f"{trial.outcome.value}: {trial.message}")
                 return

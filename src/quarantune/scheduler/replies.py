@@ -33,7 +33,7 @@ from quarantune.scheduler.verdicts import (
     raised,
 )
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
-from quarantune.values.trial import Outcome, Phase
+from quarantune.values.trial import READY, Outcome, Phase
 
 
 class Replies:
@@ -100,6 +100,7 @@ class Replies:
         first = self._run.jobs.programs.first(reply.program, job)
         if first is not job:
             self._run.reference.join(job.index, first.index)
+            self._run.on_phase(job.index, READY)
             worker.job = None
             self._run.workers.retire(worker)
             self._run.jobs.join_same_program(job, first)
@@ -107,6 +108,7 @@ class Replies:
     def _on_compiled(self, worker: Worker, job: Job, reply: Compiled) -> None:
         job.compile_s = checked_duration(reply.compile_s)
         self._run.jobs.compiled += 1
+        self._run.on_phase(job.index, READY)
         self._run.workers.share_modules(reply.modules)
         if not self._run.plan.compile_only:
             self._route.on_compiled(worker, job)

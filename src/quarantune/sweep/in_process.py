@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
@@ -19,6 +19,7 @@ from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.scheduler.reference import Reference, unlike
 from quarantune.scheduler.source import ConfigSource, one_by_one
+from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.request import Finish
 from quarantune.transport.call import Call
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
@@ -39,6 +40,7 @@ def run(
     reference: Reference,
     reason: str,
     source: ConfigSource,
+    events: SweepEvents,
 ) -> None:
     """Computes the reference, then runs the configs one after another in this process; only exceptions are contained.
 
@@ -51,6 +53,7 @@ def run(
         reference: the reference for outputs; the output of `ref_fn` is computed here and given to it.
         reason: why configs run here, for the warning.
         source: gives further configs.
+        events: receives the phases.
 
     Raises:
         ReferenceFailedError: `ref_fn` raised.
@@ -63,12 +66,12 @@ def run(
     if configs:
         with undisturbed():
             give_reference(call, bench(), reference)
-    take = reference.hold(finish)
+    take = reference.hold(finish, events.untuned)
     reference.begin(configs.keys())
     ordered = sorted(configs, key=lambda index: not reference.is_default(index))
     for index, config in one_by_one({index: configs[index] for index in ordered}, source):
         with undisturbed():
-            ended = _run_one(bench(), config, index, reference)
+            ended = _run_one(bench(), config, index, reference, functools.partial(events.on_phase, index))
         reference.ended(index)
         source.ended(index, ended)
         take(index, ended, ended.log_tail)
@@ -160,13 +163,16 @@ def check(bench: Bench, program: Program, index: int, reference: Reference) -> N
                 )
 
 
-def _run_one(bench: Bench, config: Config, index: int, reference: Reference) -> Trial:
+def _run_one(bench: Bench, config: Config, index: int, reference: Reference, on_phase: Callable[[str], None]) -> Trial:
     so_far = Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE, route=Route.IN_PROCESS)
+    on_phase(Phase.COMPILE.value)
     try:
         program = bench.compile(config, target=None)
         so_far = dataclasses.replace(so_far, compile_s=program.compile_s, phase=Phase.CHECK)
+        on_phase(Phase.CHECK.value)
         check(bench, program, index, reference)
         so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
+        on_phase(Phase.MEASURE.value)
         measured = bench.measure(program, best_median_ms=None)
     except (Exception, SystemExit) as error:  # KeyboardInterrupt is for the caller
         return failed(so_far, error)

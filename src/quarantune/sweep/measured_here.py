@@ -86,7 +86,7 @@ class MeasuredHere:
         with contextlib.closing(reference), contextlib.closing(self._watchdog), self._on_device():
             if configs and "ref_fn" in self._call.companions:
                 self._give_reference()
-            finish, self._finish = self._finish, reference.hold(self._finish)
+            finish, self._finish = self._finish, reference.hold(self._finish, self._request.events.untuned)
             reference.begin(configs.keys())
             left = sorted(configs, key=lambda index: not (reference.is_awaited and reference.is_default(index)))
             while left:
@@ -337,8 +337,7 @@ class MeasuredHere:
             self._bench = None
 
     def _on_phase(self, index: int, phase: Phase) -> None:
-        if index != UNTUNED:
-            self._request.events.on_phase(index, phase)
+        self._request.events.on_phase(index, phase)
 
     def _report_compiling_here(self, attempt: Attempt) -> None:
         """Reports, once in a sweep, that a config is compiled without containment."""

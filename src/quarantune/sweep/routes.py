@@ -113,7 +113,7 @@ class Routes:
             self._reference, configs = reference_for(self._problem, self._options, configs, self._troubled)
             self._schedulers.callback(self._reference.close)
             self._refer(configs)
-            finish, self._finish = self._finish, self._reference.hold(self._finish)
+            finish, self._finish = self._finish, self._reference.hold(self._finish, self._events.untuned)
             self._run_routes(configs)
             self._reference.settle(finish)
             contenders = {index: measured[index].config for index in finals.finalists(measured)}
@@ -310,7 +310,7 @@ class Routes:
             plan,
             on_trial=finish,
             on_tick=self._events.on_tick,
-            on_phase=lambda index, phase: None if index == UNTUNED else self._events.on_phase(index, phase),
+            on_phase=self._events.on_phase,
             reference=self._reference,
             programs=self.programs if self._compile_only else None,
             source=source,

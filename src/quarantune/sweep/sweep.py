@@ -21,7 +21,7 @@ from quarantune.sandbox import codec, shortages, spool, template, wire
 from quarantune.sandbox.messages import CompileTarget
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep_inputs
-from quarantune.sweep.events import END, SweepEvents
+from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import Finish, SweepRequest
@@ -32,7 +32,7 @@ from quarantune.transport.problem import Problem
 from quarantune.values import config_values, grid, shown
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Config, Trial
+from quarantune.values.trial import END, Config, Trial
 
 _logger = logging.getLogger("quarantune")
 
@@ -243,6 +243,7 @@ def _run_here(
                 reference=reference,
                 reason=_why_here(request),
                 source=request.source,
+                events=request.events,
             )
             final = in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options)
             return Swept(final, default_time_ms=reference.default_time_ms, complaint=reference.complaint())

@@ -57,6 +57,9 @@ class Phase(enum.StrEnum):
     MEASURE = "measure"
 
 
+END, READY = "end", "ready"
+"""Reported like a phase: a trial is over; its config was compiled, and waits for its turn on a device."""
+
 _CLOCKS = frozenset({"", "device", "queued", "wall"})
 _LARGEST_NUMBER = 2**63
 

@@ -1,0 +1,344 @@
+"""Progress: the counts, the last line, terminals of any width, pipes, notebooks, Ctrl-C; rich itself is not tested."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from terminals import Recording, python, record
+
+import quarantune
+from quarantune.results import display
+from quarantune.results.progress import Progress
+from quarantune.values.shown import format_array
+from quarantune.values.trial import READY, Outcome, Trial
+
+SOURCE = Path(quarantune.__file__).parents[1]
+
+PROGRAM = """
+import functools, logging, sys, threading, time, warnings
+import jax, numpy as np
+import quarantune
+from quarantune.sandbox import template
+
+logging.basicConfig()
+NUMBER, SECONDS, NOISY = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "noisy"
+
+@quarantune.autotune({"BM": list(range(NUMBER))}, warmup=0, rep=1, name="pkg.matmul", ref_fn=None)
+@functools.partial(jax.jit, static_argnames=["BM"])
+def matmul(a, b, BM: int = 1):
+    if template.is_inside():
+        time.sleep(SECONDS)  # a slow compilation
+    if BM == 2:
+        raise ValueError("BM=2 does not divide")
+    return a @ b + BM
+
+def disturb():
+    for number in range(12):
+        time.sleep(0.4)
+        warnings.warn(f"careful {number}")
+        logging.getLogger("mine").warning("logged " + "x" * 70)
+        print("printed", number)
+        sys.stderr.write("torn ")
+        sys.stderr.write("apart\\n")
+
+
+if __name__ == "__main__":
+    if NOISY:
+        threading.Thread(target=disturb, daemon=True).start()
+    a = np.ones((8, 8), np.float32)
+    matmul(a, a)
+"""
+
+
+def environ(**more: str) -> dict[str, str]:
+    own = {name: value for name, value in os.environ.items() if name != "QUARANTUNE_PROGRESS"}
+    return {**own, "TERM": "xterm-256color", "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "always", **more}
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM, encoding="utf-8")
+    return str(file)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched(total: int, clock: Clock, **options: Any) -> Progress:
+    def config_of(index: int) -> dict[str, int]:
+        return {"BM": index}
+
+    return Progress("matmul f32[512,512]", total, shown=False, config_of=config_of, clock=clock, **options)
+
+
+def ended(n: int, outcome: Outcome = Outcome.OK, time_ms: float | None = None) -> Trial:
+    return Trial(config={"BM": n}, outcome=outcome, time_ms=time_ms)
+
+
+def test_progress_counts_what_waits_runs_and_is_done() -> None:
+    clock = Clock()
+    progress = watched(20, clock, default={"BM": 1})
+    assert progress.view().lines() == ["matmul f32[512,512]: 0 of 20 done, 0.0 s gone"]
+    for index, phase in enumerate(["end", "end", "end", "measure", "compile", READY, "load"]):
+        progress.enter(index, phase)
+        clock.now += 1.0
+    for trial in (ended(0, Outcome.ERROR), ended(1, time_ms=0.775), ended(2, time_ms=0.25)):
+        progress.step(trial)
+    assert progress.view().lines() == [
+        "matmul f32[512,512]: 3 of 20 done (1 error, 2 ok), 7.0 s gone, about 39.7 s to go",
+        "13 wait, 2 compile, 1 compiled, 1 measured",
+        "best BM=2 0.25 ms, 3.1x the defaults",
+        "now: BM=3 is measured (4.0 s); BM=4 compiles (3.0 s); BM=6 loads (1.0 s)",
+    ]
+    progress.say("waiting for process 7 to tune it (5 s)")
+    assert "waiting for process 7 to tune it (5 s)" in progress.view().lines()
+
+
+def test_progress_of_a_search_says_how_many_were_asked_of_how_many() -> None:
+    clock = Clock()
+    progress = watched(9, clock)
+    progress.expect(400, is_bound=True, budget_s=30.0)
+    progress.note_default(5.0)
+    for index in range(5):
+        progress.enter(index, "compile")
+    for index in range(3):
+        progress.enter(index, "end")
+        progress.step(ended(index, time_ms=2.0 + index))
+    clock.now += 20
+    assert progress.view().lines()[:3] == [
+        "matmul f32[512,512]: 5 asked of at most 400, 3 done (3 ok), 20.0 s gone of at most 30.0 s, about 10.0 s to go",
+        "2 compile, 0 measured",
+        "best BM=0 2 ms, 2.5x the defaults",
+    ]
+
+
+def shown_on(stream: io.StringIO, act: Callable[[Progress, Clock], None], *, shown: bool | None = None) -> str:
+    clock = Clock()
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Progress("matmul f32[512,512]", 48, shown=shown, stream=stream, clock=clock) as progress,
+    ):
+        act(progress, clock)
+    return stream.getvalue()
+
+
+def test_the_last_line_sums_up_the_sweep() -> None:
+    def sweep(progress: Progress, clock: Clock) -> None:
+        for index in range(48):
+            progress.step(ended(index, *((Outcome.ERROR,) if index < 3 else (Outcome.OK, 1.0))))
+        clock.now += 2.1
+        progress.conclude({"BM": 128, "BN": 256}, 0.025, 0.0775, saved="saved")
+
+    expected = (
+        "matmul f32[512,512]: 48 configs in 2.1 s (3 failed), best BM=128 BN=256 0.025 ms, 3.1x the defaults; saved\n"
+    )
+    assert shown_on(io.StringIO(), sweep) == expected
+    assert shown_on(io.StringIO(), sweep, shown=False) == ""
+
+
+def test_the_last_line_of_an_interrupted_sweep_says_how_to_go_on() -> None:
+    def stop(progress: Progress, clock: Clock) -> None:
+        progress.on_interrupt("they are kept: the next call goes on from there")
+        progress.step(ended(1, time_ms=0.5))
+        clock.now += 75
+        raise KeyboardInterrupt
+
+    assert shown_on(io.StringIO(), stop) == (
+        "matmul f32[512,512]: interrupted after 1 min 15 s, with 1 of 48 configs done, best BM=1 0.5 ms; "
+        "they are kept: the next call goes on from there\n"
+    )
+
+
+def test_the_last_line_of_a_job_that_waited_says_for_whom() -> None:
+    def stop(progress: Progress, clock: Clock) -> None:
+        progress.say("waiting for process 7 to tune it (5 s)")
+        raise KeyboardInterrupt
+
+    expected = "matmul f32[512,512]: interrupted while waiting for process 7 to tune it (5 s)\n"
+    assert shown_on(io.StringIO(), stop) == expected
+
+
+@pytest.mark.parametrize("shown", [None, True])
+def test_without_a_terminal_there_is_a_line_now_and_then(
+    shown: bool | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(display._Lines, "interval_s", 0.01)
+    line = "matmul f32[512,512]: 0 of 48 done, 0.0 s gone"
+    written = threading.Event()
+
+    class Stream(io.StringIO):
+        def write(self, text: str) -> int:
+            written.set()
+            return super().write(text)
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            written.set()
+
+    handler = Handler()
+    logging.getLogger("quarantune").addHandler(handler)
+    try:
+        with caplog.at_level(logging.INFO, logger="quarantune"):
+            text = shown_on(Stream(), lambda *_: assert_in_time(written), shown=shown)
+    finally:
+        logging.getLogger("quarantune").removeHandler(handler)
+    assert (line in text) is bool(shown)
+    assert (line in caplog.text) is not shown
+
+
+def assert_in_time(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
+def test_two_sweeps_at_once_share_one_display_and_lose_no_last_line() -> None:
+    stream = io.StringIO()
+    with Progress("outer", shown=None, stream=stream) as outer, Progress("inner", shown=None, stream=stream) as inner:
+        inner.end("is done")
+        outer.end("is done, too")
+    assert stream.getvalue() == "inner: is done\nouter: is done, too\n"
+    assert not [thread for thread in threading.enumerate() if thread.name == "quarantune-progress"]
+
+
+def test_a_stream_that_is_gone_does_not_end_the_sweep() -> None:
+    stream = io.StringIO()
+    with Progress("matmul", shown=None, stream=stream) as progress:
+        progress.end("is done")
+        stream.close()
+
+
+def test_arrays_have_short_names() -> None:
+    assert format_array((512, 8), np.dtype("float32")) == "f32[512,8]"
+    assert format_array((), "bfloat16") == "bf16[]"
+    names = ("int8", "uint4", "float8_e4m3fn", "bool", "complex64")
+    assert [format_array((1,), name) for name in names] == ["i8[1]", "u4[1]", "f8_e4m3fn[1]", "bool[1]", "c64[1]"]
+
+
+# --- real programs ------------------------------------------------------------------------------------------
+
+LAST = r"matmul f32\[8,8\]: (\d+) configs in [\d.]+ s \(1 failed\), best BM=\d+ \S+ ms, \S+x the defaults; saved"
+DISTURBANCES = (
+    r".*: UserWarning: careful \d+",
+    r'  warnings\.warn\(f"careful \{number\}"\)',
+    r"WARNING:mine:logged x+",
+    r"printed \d+",
+    r"torn apart",
+    r"WARNING:quarantune:.*",
+)
+
+
+def settled_screens(recording: Recording, columns: int) -> list[list[str]]:
+    """Returns the screen after each piece that was followed by a pause, and in the end."""
+    pyte = pytest.importorskip("pyte")
+    screen = pyte.Screen(columns, 100)
+    stream = pyte.ByteStream(screen)
+    screens = []
+    times = [at for at, _ in recording.pieces]
+    for (at, piece), following in zip(recording.pieces, [*times[1:], times[-1] + 1], strict=True):
+        stream.feed(piece)
+        if following - at > 0.1:
+            screens.append([line.rstrip() for line in screen.display if line.strip()])
+    return screens
+
+
+@pytest.mark.slow
+@pytest.mark.clients
+@pytest.mark.parametrize("columns", [60, 200])
+def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(program: str, columns: int) -> None:
+    pytest.importorskip("pyte")
+    recording = record(python(program, "48", "0.3", "noisy"), columns=columns, lines=100, environ=environ())
+    assert recording.status == 0, recording.text
+    screens = settled_screens(recording, columns)
+    live = [lines for lines in screens if any(" of 48 done" in line for line in lines)]
+    assert len(live) > 10
+    firsts = [next(line for line in lines if " of 48 done" in line) for lines in live]
+    assert len(set(firsts)) > 0.9 * len(firsts)  # the time gone is in the first line
+    pauses = np.diff([at for at, piece in recording.pieces if b"of 48 done" in piece])
+    assert np.median(pauses) < 1.0
+    parts = (
+        r"matmul f32\[8,8\]: \d+ of 48 done( \([^)]*\))?, .* gone.*",
+        r"[━╸╺]+",
+        r"  \d+ wait, \d+ compile(, \d+ compiled)?, \d+ measured",
+        r"  best BM=\d+ \S+ ms.*",
+        r"  now: (BM=\d+|the defaults) .*",
+        *DISTURBANCES,
+        LAST,
+    )
+    allowed = re.compile("|".join(f"(?:{part})" for part in parts))
+    if columns == 200:
+        assert [line for lines in screens for line in lines if not allowed.fullmatch(line)] == []
+    for lines in live:
+        (at,) = [number for number, line in enumerate(lines) if " of 48 done" in line]
+        assert lines[at].startswith("matmul f32[8,8]: ")
+        assert not any(re.search("careful|logged|printed|torn", line) for line in lines[at:])
+    end = screens[-1]
+    assert not any(re.search("━| of 48 done|now: ", line) for line in end)
+    assert re.search(LAST, "".join(end)), end
+    assert end.count("torn apart") >= 10
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_what_was_kept_and_the_next_call_goes_on(program: str) -> None:
+    command = python(program, "5", "0.5", "quiet")
+    stopped = record(command, columns=200, environ=environ(), interrupt_when=lambda text: " done (1 error" in text)
+    assert stopped.status != 0
+    assert "KeyboardInterrupt" in stopped.text
+    found = re.search(r"interrupted after [\d.]+ s, with \d of 5 configs done.*; (they are kept: [\w ]*)", stopped.text)
+    assert found, stopped.text
+    assert found[1].strip() == "they are kept: the next call goes on from there"
+    again = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=100)
+    assert again.returncode == 0, again.stderr
+    assert re.search(LAST, again.stderr), again.stderr
+
+
+@pytest.mark.slow
+def test_a_pipe_gets_the_last_line_and_nothing_else(program: str) -> None:
+    for progress, expected in (("auto", 1), ("0", 0)):
+        more = {"QUARANTUNE_PROGRESS": progress, "QUARANTUNE_ALWAYS_TUNE": "1"}
+        command = python(program, "3", "0", "quiet")
+        ran = subprocess.run(command, env=environ(**more), capture_output=True, text=True, timeout=100)
+        lines = [line for line in ran.stderr.splitlines() if not line.startswith("WARNING:quarantune:")]
+        assert (ran.returncode, ran.stdout, len(lines)) == (0, "", expected), ran.stderr
+        assert all(re.fullmatch(LAST, line) for line in lines), ran.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.clients
+def test_a_notebook_shows_progress_in_the_cell_that_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    for name, value in environ().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("QUARANTUNE_PROGRESS")
+    own = PROGRAM.replace('int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "noisy"', "3, 0.5, False")
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(own), nbformat.v4.new_code_cell("1 + 1")])
+    seen: list[str] = []
+
+    class Client(nbclient.NotebookClient):  # type: ignore[misc, name-defined]
+        def process_message(self, message: Any, *rest: Any) -> Any:
+            if message["msg_type"] in ("display_data", "update_display_data"):
+                seen.append(message["content"]["data"]["text/plain"])
+            return super().process_message(message, *rest)
+
+    Client(book, kernel_name="python3", timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output["data"]["text/plain"] for output in book.cells[0].outputs if output.output_type == "display_data"]
+    assert len(outputs) == 1
+    assert re.fullmatch(LAST, outputs[0])
+    assert any(" of 3 done" in text for text in seen), seen
