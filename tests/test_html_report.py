@@ -194,6 +194,9 @@ def test_a_report_holds_winner_finalists_ties_and_the_order_of_trials() -> None:
     assert problem["label"] == "a f32[512,512], b f32[512,512]"
     assert best in [index for index, _ in problem["finalists"]]
     assert len(problem["tie"]) == 1
+    assert (
+        problem["why"] == "is as fast as BM=128 BN=128 stages=1 (=) as far as the noise tells, and has the lowest time"
+    )
     assert [tunable["name"] for tunable in problem["tunables"]] == ["BM", "BN", "stages"]
     assert problem["tunables"][0]["values"] == ["32", "64", "128", "256"]
     assert trials["ended"][:3] == [0.4, 0.9, 1.4]

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quarantune.measure import finals
+from quarantune.results import report
+from quarantune.results.standing import Standing, reason
 from quarantune.values.call_text import call_size, call_text
 from quarantune.values.config_values import encode, text_of
 from quarantune.values.json_object import JsonObject
@@ -131,6 +133,7 @@ def _problem(result: ResultData, texts: _Texts, budget: _Budget, *, names_device
         "best": places.get(text_of(result.best_config)),
         "choice": [[_label(name), _label(_shown(value))] for name, value in _flat(result.best_config).items()],
         "bestText": _label(format_config(result.best_config)) or "the only config",
+        "why": _why(result, trials),
         "bestMs": _rounded(result.time_ms),
         "default": None if result.default_config is None else places.get(text_of(result.default_config)),
         "defaultMs": _rounded(result.default_time_ms),
@@ -145,6 +148,12 @@ def _problem(result: ResultData, texts: _Texts, budget: _Budget, *, names_device
         "tunables": (columns := _columns(trials))[0],
         "trials": _encoded(trials, columns[1], texts, budget, set(finalists)),
     }
+
+
+def _why(result: ResultData, trials: Sequence[Trial]) -> str:
+    """Returns why the winner won, as the rest of a sentence about it."""
+    standing = Standing(best=result.best_config, tie=tuple(result.tie), default=result.default_config)
+    return printable(reason(trials, standing))
 
 
 def _finalists(result: ResultData, trials: Sequence[Trial]) -> Sequence[Config]:
@@ -216,7 +225,7 @@ def _encoded(
         "config": columns,
         "outcome": [outcomes.index(trial.outcome) for trial in trials],
         "phase": [trial.phase.value if trial.phase is not None else "" for trial in trials],
-        "ms": [_rounded(trial.time_ms) for trial in trials],
+        "ms": [_rounded(report.shown_ms(trial)) for trial in trials],
         "compile": [_rounded(trial.compile_s, 4) for trial in trials],
         "memory": [trial.peak_memory_bytes for trial in trials],
         "message": [texts.index(trial.message) for trial in trials],

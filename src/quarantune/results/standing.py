@@ -73,6 +73,12 @@ def explain(trials: Sequence[Trial], standing: Standing) -> list[str]:
     return notes
 
 
+def reason(trials: Sequence[Trial], standing: Standing) -> str:
+    """Returns the reason why the winner won, as the rest of a sentence about it; empty where it has no trial."""
+    best = next(filter(standing.is_best, trials), None)
+    return "" if best is None or best.time_ms is None else _why(best, trials, standing)
+
+
 def _why(best: Trial, trials: Sequence[Trial], standing: Standing) -> str:
     """Returns the reason why the winner won, as the rest of a sentence about it."""
     assert best.time_ms is not None

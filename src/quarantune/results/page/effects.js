@@ -33,7 +33,7 @@ function effectTile(p, at, width) {
   const failures = by.some((group) => group.failed), height = bottom + (failures ? 62 : 38);
   const y = scale(p.low * 0.94, p.high * 1.06, bottom, top, { log: true, count: 4 });
   const band = (right - left) / n, x = (v) => left + (v + 0.5) * band;
-  const best = by.map((group) => group.timed.reduce((least, trial) => (!least || trial.ms < least.ms ? trial : least), null));
+  const best = by.map((group) => group.timed.reduce((least, trial) => (faster(trial, least) ? trial : least), null));
   const bests = range(n).filter((v) => best[v]);
   const svg = chart(width, height, `${tunable.name}: ${bests.map((v) => `${tunable.values[v]} best ${timeText(p, best[v])}`).join(", ")}`);
   for (const tick of y.ticks) svg.append(draw("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid" }),

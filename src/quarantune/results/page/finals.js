@@ -8,7 +8,7 @@ function drawFinals() {
   const mid = new Map(rows.map((trial) => [trial, median(trial.samples)]));
   rows = [...rows].sort((a, b) => (b === p.best) - (a === p.best) || mid.get(a) - mid.get(b));
   const tied = rows.filter((trial) => trial === p.best || p.tie.includes(trial));
-  const rest = p.tie.length;
+  const rest = p.tie.length, unseen = p.tie.filter((trial) => !rows.includes(trial));
   $("finals-finding").textContent = rows.length === 1
     ? (p.timed.length > 1 ? "One config was far enough ahead that there was nothing to compare it with." : "The samples of the only config that was measured.")
     : `The ${rows.length} fastest configs were timed in turn, so that drift of the machine meets all alike. `
@@ -19,8 +19,7 @@ function drawFinals() {
   const step = narrow ? 56 : 40, top = 26, height = top + rows.length * step + 44;
   const all = rows.flatMap((trial) => trial.samples), tops = Math.max(...mid.values()),
     low = Math.min(...all),
-    most = Math.max(tops, ...rows.map((trial) => [...trial.samples].sort((a, b) => a - b)[Math.ceil(0.9 * (trial.samples.length - 1))])),
-    high = Math.min(Math.max(...all), most + 0.4 * (most - low));
+high = Math.max(tops, ...rows.map((trial) => Math.min(Math.max(...trial.samples), usual(trial.samples))));
   const pad = (high - low) * 0.03 || low * 0.02;
   const x = scale(low - pad, high + pad, left, right, { log: false, count: narrow ? 3 : 6 });
   const svg = chart(width, height, rows.map((trial) => `${configText(p, trial)}: median ${p.ms(mid.get(trial))} of ${trial.samples.length} samples${tied.includes(trial) ? ", tied or winner" : ""}`).join("; "));
@@ -47,6 +46,12 @@ function drawFinals() {
       draw("text", { x: right + 8, y: y + 4, class: won ? "strong" : "label", text: p.ms(centre) }));
     if (above) svg.append(draw("text", { x: right - 2, y: y - 10, "text-anchor": "end", class: "tick", text: `${above} above →` }));
   });
-  host.append(svg, el("figcaption", { class: "muted", text: "Each dot is a sample, each bar a median." }),
+  host.append(svg, el("figcaption", { class: "muted", text: `Each dot is a sample, each bar a median.${unseen.length ? ` Also tied, often because they are the same program: ${unseen.slice(0, 4).map((trial) => configText(p, trial)).join("; ")}${unseen.length > 4 ? ` and ${unseen.length - 4} more` : ""}.` : ""}` }),
     asTable(["config", "median", "samples", "least", "most", ""], rows.map((trial) => [configText(p, trial), p.ms(mid.get(trial)), trial.samples.length, p.ms(Math.min(...trial.samples)), p.ms(Math.max(...trial.samples)), trial === p.best ? "winner" : tied.includes(trial) ? "tied" : ""])));
+}
+
+// The end of the usual samples: later ones come from interruptions, and are counted at the edge instead of drawn.
+function usual(samples) {
+  const sorted = [...samples].sort((a, b) => a - b), at = (share) => sorted[Math.round(share * (sorted.length - 1))];
+  return at(0.75) + 3 * (at(0.75) - at(0.25)) + 0.03 * at(0.5);
 }

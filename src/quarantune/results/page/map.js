@@ -35,7 +35,7 @@ function mapCells(p, xs, ys) {
     const cell = cells[row(trial)][column(trial)];
     cell.n += 1;
     cell.ends.set(trial.outcome, (cell.ends.get(trial.outcome) || 0) + 1);
-    if (trial.timed && (!cell.best || trial.ms < cell.best.ms)) cell.best = trial;
+    if (trial.timed && faster(trial, cell.best)) cell.best = trial;
     if (trial === p.best) cell.won = true;
     if (trial === p.default) cell.was = true;
   }
@@ -47,7 +47,7 @@ function mapCell(p, cell, where, go) {
   const failures = [...cell.ends].filter(([outcome]) => outcome.failed).reduce((sum, [, n]) => sum + n, 0);
   const [worst] = [...cell.ends].sort((a, b) => b[1] - a[1])[0];
   const counts = [...cell.ends].map(([outcome, n]) => `${n} ${outcome.label}`).join(", ");
-  const text = cell.best ? digits(cell.best.ms * p.unit[0], 2) : worst.letter;
+  const text = cell.best ? `${cell.best.outcome.name === "slow" ? "> " : ""}${digits(cell.best.ms * p.unit[0], 2)}` : worst.letter;
   const tipText = `${where}\n${cell.best ? `best ${timeText(p, cell.best)}: ${configText(p, cell.best)}\n` : ""}${counts}${cell.won ? "\nthe winner is here" : ""}${cell.was ? "\nthe defaults are here" : ""}`;
   const button = el("button", { type: "button", class: `cell${cell.best ? "" : ` fill ${worst.name}`}${cell.best && failures ? " some" : ""}${cell.won ? " won" : ""}${cell.was ? " was" : ""}`,
     tabindex: "-1", "data-tip": tipText, "aria-label": tipText.replaceAll("\n", "; "), onclick: go }, cell.best ? text : el("span", { class: "letter", text }));
@@ -93,7 +93,7 @@ function mapLegend(p, cells) {
   const gradient = el("span", { class: "gradient" });
   gradient.style.background = `linear-gradient(90deg, ${range(9).map((i) => rgb(colourAt(i / 8))).join(",")})`;
   clear($("map-legend")).append(
-    p.timed.length ? el("span", { class: "item" }, p.ms(p.low), gradient, `${p.ms(p.rampEnd)} and slower`) : "",
+    p.timed.length ? el("span", { class: "item" }, p.ms(p.least), gradient, `${p.ms(p.rampEnd)} and slower`) : "",
     ...OUTCOMES.filter((outcome) => seen.has(outcome)).map((outcome) => el("span", { class: "item" }, el("span", { class: `key fill ${outcome.name}`, "aria-hidden": "true" }, el("span", { class: "letter", text: outcome.letter })), `all ${outcome.label}`)),
     cells.some((cell) => cell.best && [...cell.ends.keys()].some((o) => o.failed)) ? el("span", { class: "item" }, el("span", { class: "key some", "aria-hidden": "true" }), "some failed") : "",
     cells.some((cell) => cell.won) ? el("span", { class: "item" }, el("span", { class: "key won", "aria-hidden": "true" }), "winner") : "",

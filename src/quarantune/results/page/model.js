@@ -29,10 +29,12 @@ function decode(raw) {
   for (const trial of problem.timed) { low = Math.min(low, trial.ms); high = Math.max(high, trial.ms); }
   if (!problem.timed.length) low = high = problem.bestMs ?? 1;
   problem.low = low; problem.high = high;
+  const finished = problem.timed.filter((trial) => trial.outcome.name === "ok");
+  problem.least = finished.reduce((least, trial) => Math.min(least, trial.ms), finished.length ? Infinity : low);
   // Slow configs are common and far: the colours end where nine of ten configs are.
   const sorted = problem.timed.map((t) => t.ms).sort((a, b) => a - b);
-  const end = sorted.length ? Math.max(sorted[Math.floor(0.9 * (sorted.length - 1))], sorted[0] * 1.001) : 1;
-  problem.share = (ms) => Math.log(ms / low) / Math.log(end / low);
+  const end = Math.max(sorted[Math.floor(0.9 * (sorted.length - 1))] ?? 0, problem.least * 1.001);
+  problem.share = (ms) => Math.log(ms / problem.least) / Math.log(end / problem.least);
   problem.rampEnd = end;
   problem.effects = new Map(problem.varied.map((at) => [at, effectOf(problem, at)]));
   return problem;
@@ -42,10 +44,16 @@ function decode(raw) {
 // nothing works do not count.
 function effectOf(problem, at) {
   const best = new Map();
-  for (const trial of problem.timed) best.set(trial.values[at], Math.min(trial.ms, best.get(trial.values[at]) ?? Infinity));
-  return best.size ? Math.max(...best.values()) / problem.low : 1;
+  for (const trial of problem.timed) if (faster(trial, best.get(trial.values[at]))) best.set(trial.values[at], trial);
+  return best.size ? Math.max(...[...best.values()].map((trial) => trial.ms)) / problem.least : 1;
 }
 
+// Whether a config is better than another. Configs that were stopped early have shown only that they are not the best.
+function faster(trial, other) {
+  if (!other) return true;
+  if (trial.outcome !== other.outcome) return trial.outcome.name === "ok";
+  return trial.ms < other.ms;
+}
 const value = (problem, trial, at) => problem.tunables[at].values[trial.values[at]];
 const configText = (problem, trial) => problem.tunables.map((tunable, at) => `${tunable.name}=${value(problem, trial, at)}`).join(" ")
   || "the only config";

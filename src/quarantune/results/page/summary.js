@@ -3,13 +3,14 @@ function drawWinner() {
   const p = problem, best = p.bestMs, was = p.defaultMs;
   $("winner-title").textContent = several ? `Winner for ${p.label}` : "Winner against the defaults";
   const wins = p.default && p.default === p.best;
-  const searched = p.space === null ? "" : p.seen === p.space ? ` of all ${plural(p.space, "config")}` : ` of ${p.seen?.toLocaleString("en")} tried among ${plural(p.space, "config")}`;
-  let text = p.choice.length ? `${p.bestText} is the fastest${searched}` : "The only config";
+  const searched = p.space === null ? "" : p.seen === p.space ? ` among all ${plural(p.space, "config")}` : ` among ${p.seen?.toLocaleString("en")} configs tried of ${p.space.toLocaleString("en")}`;
+  let text = p.choice.length ? `${p.bestText} is the choice${searched}` : "The only config";
   if (best !== null) text += p.choice.length ? `: ${p.ms(best)}` : ` takes ${p.ms(best)}`;
   if (wins) text += p.choice.length ? ". The defaults are the best choice." : ".";
   else if (best && was) text += `, ${times(was / best)} as fast as the defaults.`;
   else text += p.default && p.default.outcome.failed ? `. The defaults ended as ${p.default.outcome.label}.` : ".";
   $("winner-finding").textContent = text;
+  $("winner-why").textContent = p.why && p.choice.length ? `It ${p.why}.` : "";
   const body = clear($("winner-body"));
   body.append(el("div", { class: "choice" },
     el("p", { class: "big" }, best === null ? "–" : p.ms(best), best && was && !wins ? el("span", { class: "gain", text: `${times(was / best)} the defaults` }) : null),
@@ -19,7 +20,7 @@ function drawWinner() {
   drawBars(bars, p, wins);
   body.append(outcomeStrip(p));
   const searchEnd = { exhausted: "every config tried", max_trials: "ended by max_trials", time_budget: "ended by its time budget", patience: "ended by patience" }[p.stopped];
-  $("winner-note").textContent = [p.label, p.device, searchEnd, p.versions, p.created && `saved ${p.created.replace("T", " ")}`, p.note].filter(Boolean).join(" · ");
+  $("winner-note").textContent = [p.label, p.label.endsWith(` on ${p.device}`) ? "" : p.device, searchEnd, p.versions, p.created && `saved ${p.created.replace("T", " ")}`, p.note].filter(Boolean).join(" · ");
 }
 
 function drawBars(host, p, wins) {
