@@ -57,6 +57,17 @@ if __name__ == "__main__":
     print(scale.lookup(jnp.ones((8, 128)), jnp.ones(128)))
 """
 
+OTHERS = """
+@quarantune.contextual_autotune(n_repeat=1)
+def layer(x, y):
+    return scale(x, y)
+
+def times_two(x, n):
+    return x * 2
+
+tuner = quarantune.AutoTuner(times_two, {"n": [1, 2]})
+"""
+
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -564,6 +575,25 @@ def test_calls_are_tuned_ahead_of_time_and_a_program_finds_them(run: Run, kernel
     code, out, _ = run("cache", "verify", f"{file.name}:scale", "--json")
     assert code in (0, 1)  # with two configs that do the same, either may be faster now
     assert {it["kernel_type"] for it in json.loads(out)["entries"]} == {f"{kernels}.scale"}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_slots")
+def test_tuners_and_functions_of_kernels_are_tuned_by_their_names(run: Run, kernels: str) -> None:
+    with Path(f"{kernels}.py").open("a") as file:
+        file.write(OTHERS)
+    code, out, _ = run("tune", f"{kernels}:layer", "--args", "f32[8] f32[8]", "--json")
+    [new] = json.loads(out)
+    assert (code, new["from_cache"], new["config"].keys()) == (0, False, {"scale"})
+    code, out, _ = run("tune", f"{kernels}:layer", "--args", "f32[8] f32[8]")
+    assert code == 0
+    assert f": scale: block={new['config']['scale']['block']}, " in out
+    assert "from the cache" in out
+    assert f"  scale: block={new['config']['scale']['block']}  " in run("cache", "list")[1]
+    code, out, _ = run("tune", f"{kernels}:tuner", "--args", "f32[8]")
+    assert code == 0
+    assert re.search(r"times_two\(x f32\[8\]\): n=[12], ", out)
+    assert run("check", f"{kernels}:tuner", "--target", "cpu", "--args", "f32[8]")[0] == 2
 
 
 @pytest.mark.slow

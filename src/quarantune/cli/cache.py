@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quarantune.resolve.verification import Verified
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_HIDDEN = ("schema", "config", "key_values")
+_HIDDEN = ("schema", "config", "key_values", "kernels")
 
 
 def path(options: argparse.Namespace, out: Output) -> int:
@@ -326,9 +326,16 @@ def _text(value: Any) -> str:
 
 
 def _config(entry: Entry) -> str:
-    with contextlib.suppress(TypeError, ValueError):
-        return format_config({name: freeze(value) for name, value in entry["config"].items()})
+    """Returns the config of an entry; where it is that of several kernels, each with the kernel's name."""
+    with contextlib.suppress(TypeError, ValueError, KeyError, AttributeError):
+        if kernels := entry.get("kernels"):
+            return ", ".join(f"{printable(it['name'].rpartition('.')[2])}: {_shown(it['config'])}" for it in kernels)
+        return _shown(entry["config"])
     return printable(str(entry.get("config")))
+
+
+def _shown(config: Any) -> str:
+    return format_config({name: freeze(value) for name, value in config.items()})
 
 
 def _speedup(entry: Entry) -> float | None:

@@ -13,11 +13,15 @@ from quarantune.cli import calls, functions
 from quarantune.cli.calls import Call
 from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
 from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.results.contextual_result import labels
 from quarantune.results.result import TuningResult
 from quarantune.values import settings as environment
 from quarantune.values.config_values import encode
 from quarantune.values.shown import format_config
 from quarantune.values.trial import TuningFailedError, count_outcomes
+
+_FOR_PEOPLE = ("shown", "table")
+"""The parts of a record that are not for programs."""
 
 
 def tune(options: argparse.Namespace, out: Output) -> int:
@@ -37,7 +41,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
             record = _tune(tuned, function, call, options.force)
             records.append(record)
             _show(record, out, alone=len(wanted) == 1)
-    out.json([{key: value for key, value in record.items() if key != "table"} for record in records])
+    out.json([{key: value for key, value in record.items() if key not in _FOR_PEOPLE} for record in records])
     return FAILED if any(record["error"] for record in records) else DONE
 
 
@@ -73,17 +77,21 @@ def _tune(tuned: ahead.Tuned, function: TunedFunction, call: Call, force: bool) 
         "tie": [],
         "stopped": "",
         "error": None,
+        "shown": "",
         "table": "",
     }
-    if isinstance(tuned, Contextual) and not force and (known := tuned.lookup(*call.args, **call.kwargs)) is not None:
-        config = {str(slot): config for slot, config in known.items()}
-        return record | {"config": encode(config), "from_cache": True}
     try:
         with input_errors(TypeError, ValueError, ImportError):
             result = ahead.result_of(tuned, call.args, call.kwargs, anew=force)
     except TuningFailedError as error:
         return record | {"outcomes": count_outcomes(error.trials), "key": error.key, "error": str(error)}
-    return record | _of_result(result)
+    record |= _of_result(result)
+    if isinstance(tuned, Contextual):
+        chosen = tuned.lookup(*call.args, **call.kwargs) or {}
+        kernels = dict(zip(labels([slot.name for slot in chosen]), chosen.values(), strict=True))
+        record["config"] = encode(kernels)
+        record["shown"] = ", ".join(f"{name}: {format_config(config)}" for name, config in kernels.items())
+    return record
 
 
 def _of_result(result: TuningResult) -> dict[str, Any]:
@@ -91,6 +99,7 @@ def _of_result(result: TuningResult) -> dict[str, Any]:
         "device": result.device,
         "key": result.key,
         "config": encode(result.best_config),
+        "shown": result.config_text,
         "time_ms": result.time_ms,
         "default_time_ms": result.default_time_ms,
         "speedup": result.speedup,
@@ -113,4 +122,4 @@ def _show(record: dict[str, Any], out: Output, *, alone: bool) -> None:
     time = "" if not record["time_ms"] else f", {record['time_ms']:.4g} ms"
     gain = f", {record['speedup']:.3g}x the defaults" if record["speedup"] else ""
     origin = ", from the cache (--force tunes again)" if record["from_cache"] else ""
-    out.line(f"{label}: {format_config(record['config'])}{time}{gain}{origin}")
+    out.line(f"{label}: {record['shown']}{time}{gain}{origin}")
