@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,33 @@ def test_a_program_that_cannot_leave_its_worker_is_compiled_here(caplog: pytest.
     assert caplog.text.count("is compiled in this process, without containment") == 1
 
 
+def last_records(directory: Path) -> dict[int, list[str]]:
+    """Returns the outcomes that the journals in a cache directory hold for each `n`, in their order."""
+    found: dict[int, list[str]] = {}
+    for path in directory.glob("*.trials/*.jsonl"):
+        for record in journal.read(path):
+            found.setdefault(record["trial"]["config"]["n"], []).append(record["trial"]["outcome"])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["compile", "none"])
+def test_control_c_in_a_host_callback_is_no_error_of_its_config(isolation: str, tmp_path: Path) -> None:
+    def press(value: Any) -> Any:
+        raise KeyboardInterrupt
+
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def pressed(x: jax.Array, n: int = 1) -> jax.Array:
+        return jax.pure_callback(press, jax.ShapeDtypeStruct(x.shape, x.dtype), x) + 0 * n
+
+    tuner = quarantune.AutoTuner(pressed, {"n": [1, 2]}, ref_fn=None)
+    with quarantune.settings(isolation=isolation, cache_dir=tmp_path), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # configs run in this process
+        with pytest.raises(KeyboardInterrupt):
+            tuner.run(jnp.ones(8))
+    assert list(last_records(tmp_path).values()) == ([["lost", "not_run"]] if isolation == "compile" else [])
+
+
 def test_a_plain_callable_runs_in_this_process_with_a_warning() -> None:
     in_process._warn.cache_clear()
     tuner = quarantune.AutoTuner(lambda x, n: x * n, {"n": [1, 2]}, ref_fn=None, rep=2)
@@ -253,15 +281,6 @@ def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_p
     (entry,) = tmp_path.rglob("*loop.json")
     assert '"crashed": 1' in entry.read_text()
     assert '"timeout": 1' in entry.read_text()
-
-
-def last_records(directory: Path) -> dict[int, list[str]]:
-    """Returns the outcomes that the journals in a cache directory hold for each `n`, in their order."""
-    found: dict[int, list[str]] = {}
-    for path in directory.glob("*.trials/*.jsonl"):
-        for record in journal.read(path):
-            found.setdefault(record["trial"]["config"]["n"], []).append(record["trial"]["outcome"])
-    return found
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 
@@ -94,6 +95,17 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Raises KeyboardInterrupt where JAX reports it as the error of a host callback in which Ctrl-C was pressed."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if re.search(r"^KeyboardInterrupt\b", str(error), re.MULTILINE):
+            raise KeyboardInterrupt from error
+        raise
+
+
 def give_reference(call: Call, bench: Bench, reference: Reference) -> None:
     """Computes the output of `ref_fn`, if there is one, and gives it to the reference.
 
@@ -104,7 +116,8 @@ def give_reference(call: Call, bench: Bench, reference: Reference) -> None:
         return
     with _file("expected") as fd:
         try:
-            bench.judge.compute_reference(fd)
+            with interruptible():
+                bench.judge.compute_reference(fd)
         except (Exception, SystemExit) as error:
             about = describe_error(error)
             message = f"ref_fn failed, so no config can be judged: {about.error}: {about.text}"
@@ -136,8 +149,9 @@ def compare(call: Call, measured: Mapping[int, Trial], *, arrays_fd: int, option
     with undisturbed():
         bench = Bench(call, arrays_fd=arrays_fd, options=options)
         try:
-            programs = [bench.compile(measured[index].config, target=None) for index in finalists]
-            rounds_ms, warm_ms = bench.compare(programs)
+            with interruptible():
+                programs = [bench.compile(measured[index].config, target=None) for index in finalists]
+                rounds_ms, warm_ms = bench.compare(programs)
             return finals.Final.of(finalists, rounds_ms, warm_ms)
         except (Exception, SystemExit) as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %r", error)
@@ -167,13 +181,14 @@ def _run_one(bench: Bench, config: Config, index: int, reference: Reference, on_
     so_far = Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE, route=Route.IN_PROCESS)
     on_phase(Phase.COMPILE.value)
     try:
-        program = bench.compile(config, target=None)
-        so_far = dataclasses.replace(so_far, compile_s=program.compile_s, phase=Phase.CHECK)
-        on_phase(Phase.CHECK.value)
-        check(bench, program, index, reference)
-        so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
-        on_phase(Phase.MEASURE.value)
-        measured = bench.measure(program, best_median_ms=None)
+        with interruptible():
+            program = bench.compile(config, target=None)
+            so_far = dataclasses.replace(so_far, compile_s=program.compile_s, phase=Phase.CHECK)
+            on_phase(Phase.CHECK.value)
+            check(bench, program, index, reference)
+            so_far = dataclasses.replace(so_far, phase=Phase.MEASURE)
+            on_phase(Phase.MEASURE.value)
+            measured = bench.measure(program, best_median_ms=None)
     except (Exception, SystemExit) as error:  # KeyboardInterrupt is for the caller
         return failed(so_far, error)
     return timed(so_far, measured)

@@ -276,7 +276,8 @@ class MeasuredHere:
                 attempt.is_noted = True
                 self._note(attempt, attempt.provisional(Outcome.LOST, "the process that ran it has ended meanwhile"))
             try:
-                work(attempt)
+                with in_process.interruptible():
+                    work(attempt)
             except (Exception, SystemExit) as error:
                 attempt.trial = in_process.failed(attempt.trial, error)
                 self._drop_bench()  # its arguments may be damaged
@@ -369,7 +370,8 @@ class MeasuredHere:
                 assert attempt.program is not None, attempt.trial.message
                 programs[attempt.index] = attempt.program
             bench = self._bench_here()
-            with self._turn(), self._watching(limit_s, "the comparison of the fastest configs"):
+            watched = self._watching(limit_s, "the comparison of the fastest configs")
+            with self._turn(), watched, in_process.interruptible():
                 for index in configs:
                     bench.run(programs[index])
                 return finals.Final.of(configs, *bench.compare([programs[index] for index in configs]))
