@@ -83,6 +83,13 @@ class Browser:
         shot = self._ask("goog/cdp/execute", cmd="Page.captureScreenshot", params={"captureBeyondViewport": whole})
         path.write_bytes(base64.b64decode(shot["data"]))
 
+    def accessible(self) -> list[tuple[str, str]]:
+        """Returns the role and the name of everything that a screen reader finds."""
+        self._ask("goog/cdp/execute", cmd="Accessibility.enable", params={})
+        tree = self._ask("goog/cdp/execute", cmd="Accessibility.getFullAXTree", params={})
+        found = [node for node in tree["nodes"] if not node.get("ignored")]
+        return [(node["role"]["value"], node.get("name", {}).get("value", "")) for node in found if "role" in node]
+
     def complaints(self) -> list[str]:
         """Returns the errors and warnings on the console since the last time."""
         return [entry["message"] for entry in self._ask("se/log", type="browser")]

@@ -394,6 +394,21 @@ def test_brushes_and_cells_of_the_map_select_trials(window: Browser, tmp_path: P
 
 @needs_browser
 @pytest.mark.clients
+def test_screen_readers_find_names_tables_and_text_for_charts(window: Browser, tmp_path: Path) -> None:
+    shown(window, tmp_path, result())
+    found = window.accessible()
+    controls = {"button", "checkbox", "combobox", "searchbox", "slider", "img", "image", "table", "region"}
+    assert not [(role, name) for role, name in found if role in controls and not name.strip()]
+    roles = {role for role, _ in found}
+    assert {"columnheader", "rowheader", "slider", "checkbox", "searchbox", "main"} <= roles | {"navigation"}
+    names = [name for role, name in found if role in ("img", "image")]
+    assert any(name.startswith("Winner ") for name in names)
+    assert any("BM: 32 best" in name for name in names)
+    assert ("columnheader", "BM") in [(role, name.strip(" ↕↑")) for role, name in found]
+
+
+@needs_browser
+@pytest.mark.clients
 def test_five_thousand_trials_are_paged_and_selected_quickly(window: Browser, tmp_path: Path) -> None:
     shown(window, tmp_path, result(5000))
     assert len(column(window, "BM")) == 50
