@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from quarantune.api.autotune import Autotuned, autotune
     from quarantune.api.compile_check import compile_check
     from quarantune.api.contextual import Contextual, contextual_autotune
+    from quarantune.api.tune_many import tune_many
     from quarantune.api.tuner import AutoTuner, compile_configs
     from quarantune.api.tuning_cache import TuningCache
     from quarantune.cache import CacheWarning, CacheWriteError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from quarantune.values.settings import settings
     from quarantune.values.trial import (
         CacheMissError,
+        EngineError,
         Outcome,
         Phase,
         ReferenceFailedError,
@@ -40,6 +42,7 @@ _NAMES = {
     "api.contextual": ("Contextual", "contextual_autotune"),
     "api.tuner": ("AutoTuner", "compile_configs"),
     "api.tuning_cache": ("TuningCache",),
+    "api.tune_many": ("tune_many",),
     "cache": ("CacheWarning", "CacheWriteError"),
     "devices.targets": ("Target", "targets"),
     "metrics": ("KernelMetrics", "compute_elementwise_metrics", "compute_gemm_metrics"),
@@ -54,6 +57,7 @@ _NAMES = {
     "values.settings": ("settings",),
     "values.trial": (
         "CacheMissError",
+        "EngineError",
         "Outcome",
         "Phase",
         "ReferenceFailedError",
@@ -66,7 +70,7 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 """The modules of all names. Each is imported with the first use of a name in it, so that a command that needs no JAX
 does not wait for it."""
-_PUBLIC_MODULES = ("cache", "doctor", "metrics", "spaces")
+_PUBLIC_MODULES = ("cache", "doctor", "metrics", "ray", "spaces")
 
 __all__ = [
     "AutoTuner",
@@ -77,6 +81,7 @@ __all__ = [
     "CompileReport",
     "Contextual",
     "ContextualResult",
+    "EngineError",
     "KernelChoice",
     "KernelMetrics",
     "Outcome",
@@ -107,6 +112,7 @@ __all__ = [
     "set_autotune_inputs",
     "settings",
     "targets",
+    "tune_many",
 ]
 
 

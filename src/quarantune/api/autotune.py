@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from quarantune import jax_internals
 from quarantune.api.call_memo import Memo, MemoKeys, read_context
+from quarantune.api.on_engine import on_engine
 from quarantune.host import locks
 from quarantune.resolve import suitable
 from quarantune.results.result import TuningResult
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding, differentiation, pickling
+from quarantune.transport.call import Arguments
 from quarantune.values import config_space, grid, naming
 from quarantune.values.options import OptionKeywords, Options, checked_options
 from quarantune.values.trial import Config
@@ -148,15 +150,29 @@ class Autotuned:
         """The options that the function was autotuned with."""
         return self._options
 
+    def result(self, call: Arguments) -> TuningResult:
+        """Returns the result for a call, from the cache or by tuning now; for `tune_many`."""
+        try:
+            return self._resolver.result(self._resolver.bind(*call))
+        finally:
+            self._own_memo.clear()
+            self._last = _NOTHING
+
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Tunes for these arguments now, even if a result is cached, and remembers the result.
 
+        Args:
+            *args: the call's positional arguments.
+            **kwargs: its keyword arguments; `executor=` sets the setting of that name for this call.
+
         Raises:
             TuningFailedError: every config failed.
+            EngineError: the executor could not run the sweep.
             TypeError: a tunable parameter is given by hand.
         """
         try:
-            return self._resolver.tune(self._resolver.bind(args, kwargs))
+            with on_engine(self._signature, kwargs) as kwargs:
+                return self._resolver.tune(self._resolver.bind(args, kwargs))
         finally:
             self._own_memo.clear()
             self._last = _NOTHING

@@ -10,6 +10,7 @@ from quarantune.api.autotune import Autotuned
 from quarantune.resolve import suitable
 from quarantune.transport.problem import describe_function
 from quarantune.values import config_space, naming
+from quarantune.values import settings as environment
 from quarantune.values.options import Options
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def compile_check(
     )
     if not callable(configs):
         function.check(listed)
-    found = targets.usable(target)
+    # The machines of an engine need the compiler, and not this one.
+    found = targets.usable(target) if environment.current().executor is None else targets.find(target)
     resolver = Resolver(function)
     return resolver.check(resolver.bind(args, kwargs), found, num_workers=num_workers)

@@ -8,9 +8,11 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
+from quarantune.api.on_engine import on_engine
 from quarantune.resolve import suitable
 from quarantune.results.result import TuningResult
 from quarantune.transport import binding
+from quarantune.transport.call import Arguments
 from quarantune.transport.problem import as_structs, describe_function
 from quarantune.values import config_space, grid, naming
 from quarantune.values.config_values import text_of
@@ -73,11 +75,21 @@ class AutoTuner:
     def run(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Returns the result for these arguments, from the cache or by tuning now.
 
+        Args:
+            *args: the call's positional arguments.
+            **kwargs: its keyword arguments; `executor=` sets the setting of that name for this call.
+
         Raises:
             TuningFailedError: every config failed.
+            EngineError: the executor could not run the sweep.
             CacheMissError: nothing is cached and `ON_MISS` is `error`.
         """
-        return self._resolver.result(self._resolver.bind(args, kwargs))
+        with on_engine(self._resolver.function.signature, kwargs) as kwargs:
+            return self.result((args, kwargs))
+
+    def result(self, call: Arguments) -> TuningResult:
+        """Returns the result for a call, as `run` does; for `tune_many`."""
+        return self._resolver.result(self._resolver.bind(*call))
 
 
 def compile_configs(

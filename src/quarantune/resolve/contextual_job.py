@@ -192,6 +192,11 @@ class ContextualJob(TuningJob):
         Raises:
             TuningFailedError: the function failed with every config of a kernel.
         """
+        if self._settings.executor is not None:
+            raise ValueError(
+                f"{self._name}: contextual_autotune tunes on this machine only: call it outside of the settings block "
+                f"that gives an executor"
+            )
         with self._shown_progress() as progress, contextlib.ExitStack() as stack:
             stack.callback(self._records.report_unsaved)
             directory = self._directory

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from quarantune import cache
 from quarantune.devices.targets import Target
 from quarantune.jax_internals import Coordination
+from quarantune.resolve import engines
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall, keyed, keyed_to_tune
 from quarantune.resolve.call_result import call_result
@@ -113,9 +114,9 @@ class Resolver:
             CacheMissError: nothing is remembered and `ON_MISS` is not `tune`.
             TypeError: the call sets a tunable parameter by hand.
         """
-        described = keyed_to_tune(call)
+        settings = environment.current()
+        described = keyed_to_tune(call, engines.device(settings))
         with self._locks.of(described.key):
-            settings = environment.current()
             must_tune = self._known.must_tune(described.key, settings)
             if (us := self._coordination(settings)) is not None:
                 return self._result_of_all(described, settings, us, start_over=must_tune)
@@ -144,7 +145,8 @@ class Resolver:
             TuningFailedError: every config failed.
             TypeError: the call sets a tunable parameter by hand.
         """
-        described, settings = keyed_to_tune(call), environment.current()
+        settings = environment.current()
+        described = keyed_to_tune(call, engines.device(settings))
         result = self._tune(described, settings, start_over=True)
         if (us := self._coordination(settings)) is not None:
             self._ranks.compare(described, settings, us, own=lambda: None, found=result)
@@ -217,7 +219,7 @@ class Resolver:
                 progress.step(trial)
 
             if left:
-                sweep.run(
+                engines.runner(settings)(
                     described.problem(),
                     left,
                     options=options,

@@ -14,6 +14,7 @@ from quarantune import cache
 from quarantune.cache import CacheWriteError, Claim, Entry
 from quarantune.host import locks
 from quarantune.measure import finals, sampling
+from quarantune.resolve import engines
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.compilation_seeds import CompilationSeeds
@@ -35,7 +36,6 @@ from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.scheduler.source import NOTHING_MORE
-from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
@@ -320,7 +320,7 @@ class TuningJob:
         problem = self._keyed.problem()
         if self._call.default_index in self._not_compiling:
             problem = dataclasses.replace(problem, untuned=None)  # the defaults are not compiled again either
-        return sweep.run(
+        return engines.runner(self._settings)(
             problem,
             configs,
             options=self._options,
@@ -385,6 +385,7 @@ class TuningJob:
             progress.end(f"all {len(self._trials):,} configs failed")
             raise self._leave_failure()
         default = self._call.default_index
+        self._trials |= swept.retimed
         self._trials, verdict = finals.conclude(self._trials, swept.final, default=default)
         trials = self._all_trials()
         best, tie = self._trials[verdict.winner], tuple(self._trials[index].config for index in verdict.tie)

@@ -33,6 +33,7 @@ class SweepRequest:
         compile_only: whether configs are only compiled.
         target: the device for which it is only found out which configs compile; None where they are for running here.
         source: gives configs in addition to those that are known from the start.
+        has_final: whether the fastest configs are compared once more at the end.
     """
 
     problem: Problem
@@ -44,3 +45,4 @@ class SweepRequest:
     compile_only: bool
     target: Target | None
     source: ConfigSource
+    has_final: bool = True

@@ -89,6 +89,7 @@ class Routes:
         self._troubled = request.troubled
         self._compile_only = not measures
         self._source = request.source
+        self._has_final = request.has_final
         self._finish = finish
         self.programs = SamePrograms()
         self._scheduler: Scheduler | None = None
@@ -116,7 +117,8 @@ class Routes:
             finish, self._finish = self._finish, self._reference.hold(self._finish, self._events.untuned)
             self._run_routes(configs)
             self._reference.settle(finish)
-            contenders = {index: measured[index].config for index in finals.finalists(measured)}
+            chosen = finals.finalists(measured) if self._has_final else []
+            contenders = {index: measured[index].config for index in chosen}
             scheduler = self._scheduler or self._new_scheduler(Route.TOGETHER, self._finish)
             final = scheduler.compare(contenders) if len(contenders) > 1 else finals.Final()
             executables, for_cache = scheduler.compiled()

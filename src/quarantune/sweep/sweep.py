@@ -65,6 +65,8 @@ def run(
     target: Target | None = None,
     space: Sequence[Config] | None = None,
     source: ConfigSource = NOTHING_MORE,
+    packed: PackedCall | None = None,
+    has_final: bool = True,
 ) -> Swept:
     """Runs every config to its outcome, then times the fastest once more, in alternation.
 
@@ -81,6 +83,8 @@ def run(
         target: the device for which it is only found out which configs compile; it need not exist here.
         space: all configs that may be tried, where `source` gives more than `configs`.
         source: gives further configs while the sweep runs; the first ones are in `configs`.
+        packed: the call, where another machine has packed it; the function and the arguments of `problem` do not count.
+        has_final: whether the fastest configs are timed once more.
 
     Returns:
         The findings beside the trials.
@@ -100,11 +104,13 @@ def run(
         compile_only=compile_only or target is not None,
         target=target,
         source=source,
+        has_final=has_final,
     )
     measured = dict(known or {})
     finish = _finisher(request, measured)
     possible = grid.examples(list(configs.values()) if space is None else space)
-    packed = _pack(problem, possible, options)
+    if packed is None:
+        packed = pack(problem, possible, options)
     isolation = Isolation.PROCESS if target is not None else isolation_of(settings, problem)
     if isolation is Isolation.NONE:
         return _run_here(request, packed, configs, measured, finish)
@@ -134,8 +140,15 @@ def _finisher(request: SweepRequest, measured: dict[int, Trial]) -> Finish:
     return finish
 
 
-def _pack(problem: Problem, configs: Sequence[Config], options: Options) -> PackedCall:
-    """Packs the call, with the arguments to run with and the functions that judge outputs."""
+def pack(problem: Problem, configs: Sequence[Config], options: Options, *, with_values: bool = True) -> PackedCall:
+    """Packs a call, with the arguments to run with and the functions that judge outputs.
+
+    Args:
+        problem: the call.
+        configs: configs with all values that the configs of the space have.
+        options: the author's options.
+        with_values: as for `payload.pack_call`.
+    """
     judges = {"ref_fn": options.ref_fn if callable(options.ref_fn) else None, "check_fn": options.check_fn}
     args, kwargs = sweep_inputs.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
     return payload.pack_call(
@@ -146,6 +159,7 @@ def _pack(problem: Problem, configs: Sequence[Config], options: Options) -> Pack
         config_values.originals(configs),
         problem.manual_mesh,
         devices=math.inf if problem.platform == "cpu" else options.devices_per_trial,
+        with_values=with_values,
     )
 
 

@@ -50,6 +50,25 @@ _blocks: ScopedStack[set_autotune_inputs] = ScopedStack()
 """The `set_autotune_inputs` blocks of a thread."""
 
 
+def blocks() -> list[set_autotune_inputs]:
+    """Returns the `set_autotune_inputs` blocks of this thread, outermost first, for `adopt_blocks`."""
+    return [*_blocks.entered]
+
+
+def adopt_blocks(blocks: list[set_autotune_inputs]) -> None:
+    """Puts this thread into the blocks of another one, for good."""
+    _blocks.entered[:] = blocks
+
+
+def are_given(supply: str | Callable[..., Any]) -> bool:
+    """Returns whether the user chose the arguments that sweeps run with.
+
+    Args:
+        supply: the author's option.
+    """
+    return _blocks.innermost is not None or callable(supply)
+
+
 def arguments(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], supply: str | Callable[..., Any]
 ) -> Arguments:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from quarantune.measure import finals
+from quarantune.values.trial import Trial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Swept:
         executables: by the index of a config, its executable as `compiled_winner.Winner` loads it.
         default_time_ms: the time of the function's defaults in milliseconds, where they ran beside the configs.
         complaint: how outputs disagreed, where the author should know; else empty.
+        retimed: by the index of a config, its trial on the machine of the final, where it was tried on another before.
     """
 
     final: finals.Final = dataclasses.field(default_factory=finals.Final)
@@ -24,3 +26,4 @@ class Swept:
     executables: dict[int, bytes] = dataclasses.field(default_factory=dict)
     default_time_ms: float | None = None
     complaint: str = ""
+    retimed: dict[int, Trial] = dataclasses.field(default_factory=dict)

@@ -111,6 +111,7 @@ class PackedCall:
         context_mesh: the mesh that a worker sets; None for none.
         spool_bytes: the size of the spool.
         sources: the caller's arrays, in the order of `arrays`; None for each that the worker generates.
+        spool: the content of the spool, where the call was packed on another machine; None where `sources` hold it.
     """
 
     blob: bytes
@@ -119,6 +120,7 @@ class PackedCall:
     context_mesh: MeshSpec | None
     spool_bytes: int
     sources: tuple[Any, ...] = dataclasses.field(repr=False, compare=False)
+    spool: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def devices_needed(self) -> int:

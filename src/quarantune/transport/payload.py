@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import os
 import pickle
@@ -80,6 +81,7 @@ def pack_call(
     manual_mesh: MeshSpec | None = None,
     *,
     devices: float = math.inf,
+    with_values: bool = True,
 ) -> PackedCall:
     """Packs a function with its arguments for other processes.
 
@@ -91,12 +93,14 @@ def pack_call(
         config_values: the config values that JSON cannot restore, by their JSON texts.
         manual_mesh: the mesh of the `shard_map` in which the worker calls the function; None for none.
         devices: how many devices a trial may have; a larger mesh that is only in the context is not sent.
+        with_values: whether arrays travel with their values. If not, workers generate JAX's arrays by shape and dtype,
+            and those of NumPy too where the function is jitted; another function might not take JAX's in their place.
 
     Raises:
         TypeError: a part of the call cannot be pickled.
         ValueError: an argument was deleted, or donated to an earlier call.
     """
-    packer = _ArrayPacker()
+    packer = _ArrayPacker(_Values.of(fn, with_values=with_values))
     packed_args = tuple(packer.pack(value) for value in args)
     packed_kwargs = {name: packer.pack(value) for name, value in kwargs.items()}
     root = _Root(fn, packed_args, packed_kwargs, dict(companions or {}), dict(config_values or {}))
@@ -180,6 +184,9 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
     Raises:
         OSError: the file could not be written, for example because there is no space left.
     """
+    if packed.spool is not None:
+        _write_all(fd, memoryview(packed.spool), 0)
+        return
     for spec, source in zip(packed.arrays, packed.sources, strict=True):
         if not spec.made and spec.nbytes:
             data = source if isinstance(source, np.ndarray) else concrete_data(source)[0]
@@ -196,10 +203,30 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         done += os.pwrite(fd, data[done : done + _CHUNK_BYTES], offset + done)
 
 
+class _Values(enum.Enum):
+    """The arrays that travel with their values."""
+
+    ALL = enum.auto()
+    OF_NUMPY = enum.auto()
+    NONE = enum.auto()
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], *, with_values: bool) -> _Values:
+        """Returns which arrays of a function's call travel with their values."""
+        if with_values:
+            return cls.ALL
+        return cls.NONE if jax_internals.is_jitted(fn) else cls.OF_NUMPY
+
+    def include(self, array: Any) -> bool:
+        """Returns whether an array travels with its value, if it has one."""
+        return self is _Values.ALL or (self is _Values.OF_NUMPY and isinstance(array, np.ndarray))
+
+
 class _ArrayPacker:
     """Numbers the arrays of a call and lays them out in the spool."""
 
-    def __init__(self) -> None:
+    def __init__(self, values: _Values) -> None:
+        self._values = values
         self.specs: list[ArraySpec] = []
         self.sources: list[Any] = []
         self.shardings: list[jax.sharding.NamedSharding | None] = []
@@ -214,7 +241,8 @@ class _ArrayPacker:
         return jax.tree_util.tree_map(lambda leaf: self._reference(leaf) if _is_spooled(leaf) else leaf, value)
 
     def _reference(self, array: Any) -> ArrayRef:
-        spec = _describe(array, index=len(self.specs), offset=next_start(self.spool_bytes))
+        includes = self._values.include(array)
+        spec = _describe(array, index=len(self.specs), offset=next_start(self.spool_bytes), with_value=includes)
         self.specs.append(spec)
         self.sources.append(None if spec.made else array)
         self.shardings.append(local_sharding(array, spec.sharding))
@@ -233,8 +261,8 @@ def _is_spooled(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
 
-def _describe(array: Any, *, index: int, offset: int) -> ArraySpec:
-    if isinstance(array, np.ndarray):
+def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> ArraySpec:
+    if isinstance(array, np.ndarray) and with_value:
         return ArraySpec(
             index=index,
             shape=array.shape,
@@ -246,7 +274,8 @@ def _describe(array: Any, *, index: int, offset: int) -> ArraySpec:
             is_transposed=array.flags.f_contiguous and not array.flags.c_contiguous,
         )
     impl = jax_internals.key_impl(array.dtype) if is_key_dtype(array.dtype) else None
-    made = not _has_value(array)
+    has_value = _has_value(array)
+    made = not (has_value and with_value)
     spec = ArraySpec(
         index=index,
         shape=tuple(array.shape),
@@ -255,7 +284,7 @@ def _describe(array: Any, *, index: int, offset: int) -> ArraySpec:
         kind="key" if impl else "jax",
         key_impl=impl,
         made=made,
-        sharding=sharding_of(array) if _is_abstract(array) or not made else None,
+        sharding=sharding_of(array) if _is_abstract(array) or has_value else None,
     )
     if spec.made:
         return spec
@@ -275,6 +304,8 @@ def _is_abstract(array: Any) -> bool:
 def _has_value(array: Any) -> bool:
     if _is_abstract(array):
         return False
+    if isinstance(array, np.ndarray):
+        return True
     if array.is_deleted():
         raise ValueError(
             f"an argument of shape {tuple(array.shape)} and dtype {array.dtype} has been deleted: it was "

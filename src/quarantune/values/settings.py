@@ -11,12 +11,15 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quarantune.host import caller
 from quarantune.values.scoped_stack import ScopedStack
 from quarantune.values.search_choice import Search, check_search
 from quarantune.values.texts import did_you_mean, shown
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 LONGEST_S = 1e9
 """The longest accepted time in seconds: thirty years."""
@@ -95,6 +98,14 @@ def _search(value: Any) -> str | Search:
     return search
 
 
+def _executor(value: Any) -> Executor:
+    from concurrent.futures import Executor
+
+    if not isinstance(value, Executor):
+        raise TypeError
+    return value
+
+
 def _path(value: Any) -> Path:
     # Absolute, because a later chdir in the caller must not move the cache.
     return Path(value).expanduser().absolute()
@@ -169,6 +180,7 @@ class Settings:
             the last line; True writes a line every 10 s there, too.
         log_dir: the directory in which the output of each trial is kept.
         lock_timeout: the longest wait for the lock of the cache, in seconds.
+        executor: the engine whose machines run sweeps; None for this machine. No variable can set it.
     """
 
     cache_dir: Path = dataclasses.field(
@@ -206,6 +218,11 @@ class Settings:
     progress: bool | None = _setting(_flag, "0, 1", unset="auto")
     log_dir: Path | None = _setting(_path, "a directory")  # noqa: RUF009 - makes a field
     lock_timeout: float = _setting(_number(least=0, most=LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)
+    executor: Executor | None = _setting(  # noqa: RUF009 - makes a field
+        _executor,
+        "a concurrent.futures.Executor, given in Python: Dask's client.get_executor(pure=False), "
+        "quarantune.ray.executor() or any other",
+    )
 
 
 _FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
@@ -271,6 +288,16 @@ def current() -> Settings:
     for block in _blocks.entered:
         values |= block.values
     return Settings(**values)
+
+
+def blocks() -> list[settings]:
+    """Returns the `settings` blocks of this thread, outermost first, for `adopt_blocks`."""
+    return [*_blocks.entered]
+
+
+def adopt_blocks(blocks: list[settings]) -> None:
+    """Puts this thread into the `settings` blocks of another one, for good."""
+    _blocks.entered[:] = blocks
 
 
 def is_set_in_block(name: str) -> bool:

@@ -237,3 +237,7 @@ class ReferenceFailedError(RuntimeError):
 
 class SandboxError(RuntimeError):
     """The sandbox itself failed: no worker could be started, or none stayed alive."""
+
+
+class EngineError(RuntimeError):
+    """An executor, or every machine that it offered, could not run a sweep."""

@@ -1,0 +1,116 @@
+"""Tunes many problems at a time, each by a whole sweep on one machine of a distributed engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from quarantune.api.autotune import Autotuned
+from quarantune.api.call_memo import read_context
+from quarantune.api.tuner import AutoTuner
+from quarantune.results.result import TuningResult
+from quarantune.sweep import sweep_inputs
+from quarantune.transport.call import Arguments
+from quarantune.values import settings as environment
+from quarantune.values.texts import shown
+
+if TYPE_CHECKING:
+    from quarantune.engine.whole_sweeps import WholeSweeps
+
+_MOST = 64
+"""How many problems are followed at a time, each by one thread."""
+_LOOK_S = 0.2
+
+_Tune: TypeAlias = Callable[[], TuningResult]
+_Result: TypeAlias = TuningResult | Exception
+
+
+def tune_many(calls: Iterable[Sequence[Any]], *, executor: Executor | None = None) -> list[TuningResult]:
+    """Returns the results for many calls, from the cache or by tuning now.
+
+    Each machine of the executor gets the whole sweep of one problem, and later another; a problem whose space is
+    searched, and not tried whole, is divided. Calls with the same key are tuned once.
+
+    Args:
+        calls: for each call a tuple of an autotuned function or an `AutoTuner`, its positional arguments as a tuple,
+            and, if there are any, its keyword arguments as a dict.
+        executor: a `concurrent.futures.Executor`; None for that of the settings. Without either, this machine tunes one
+            after another.
+
+    Returns:
+        The results, in the order of the calls.
+
+    Raises:
+        ExceptionGroup: some problems could not be tuned; the results of all others are in the cache.
+        TypeError: one of the calls is none.
+
+    Example:
+        >>> results = tune_many([(matmul, (a, b)), (matmul, (c, d))], executor=pool)  # doctest: +SKIP
+    """
+    tunes = [_tune_of(call) for call in calls]
+    with environment.settings(**({} if executor is None else {"executor": executor})):
+        engine = environment.current().executor
+        outcomes = [_outcome(tune) for tune in tunes] if engine is None else _all_at_once(tunes, engine)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} of {len(tunes)} problems could not be tuned", errors)
+    return [outcome for outcome in outcomes if isinstance(outcome, TuningResult)]
+
+
+def _tune_of(call: Any) -> _Tune:
+    advice = "give (function, args) or (function, args, kwargs), with args as a tuple and kwargs as a dict"
+    if not isinstance(call, (tuple, list)) or len(call) not in (2, 3):
+        raise TypeError(f"{shown(call)} is no call to tune for: {advice}")
+    function, args, kwargs = (*call, {})[:3]
+    if not isinstance(function, (Autotuned, AutoTuner)):
+        raise TypeError(f"{shown(function)} is neither an autotuned function nor an AutoTuner: {advice}")
+    if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
+        raise TypeError(f"the arguments of {shown(function)} are {shown(args)} and {shown(kwargs)}: {advice}")
+    arguments: Arguments = tuple(args), dict(kwargs)
+    return lambda: function.result(arguments)
+
+
+def _outcome(tune: _Tune) -> _Result:
+    try:
+        return tune()
+    except Exception as error:
+        return error
+
+
+def _all_at_once(tunes: Sequence[_Tune], executor: Executor) -> list[_Result]:
+    from quarantune.engine.whole_sweeps import WholeSweeps
+
+    whole = WholeSweeps(executor)
+    with environment.settings(executor=whole):
+        blocks, inputs = environment.blocks(), sweep_inputs.blocks()
+    context, is_alike = read_context(), threading.Event()
+
+    def adopt() -> None:
+        environment.adopt_blocks(blocks)
+        sweep_inputs.adopt_blocks(inputs)
+        if read_context() == context:
+            is_alike.set()
+
+    with ThreadPoolExecutor(min(_MOST, max(1, len(tunes))), "quarantune-tune-many", adopt) as threads:
+        threads.submit(int).result()
+        if is_alike.is_set():
+            return _followed([threads.submit(_outcome, tune) for tune in tunes], whole)
+    # A `with` of JAX's holds in this thread only.
+    with environment.settings(executor=whole):
+        return [_outcome(tune) for tune in tunes]
+
+
+def _followed(futures: Sequence[Future[_Result]], whole: WholeSweeps) -> list[_Result]:
+    """Returns the results of threads; an exception in this thread, such as Ctrl-C, ends all of them."""
+    try:
+        left = set(futures)
+        while left:
+            left = wait(left, _LOOK_S, FIRST_COMPLETED).not_done
+    except BaseException:
+        whole.interrupt()
+        for future in futures:
+            future.cancel()
+        raise
+    return [future.result() for future in futures]

@@ -1,0 +1,324 @@
+"""The connections of running shards to the submitter: trials one way, and the order to stop the other.
+
+Engines differ in how they report a dead worker, and most cannot stop work that runs. A connection does both alike on
+all of them: its end tells the submitter that the shard's process is gone, and the shard that it should stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hmac
+import json
+import os
+import secrets
+import select
+import selectors
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quarantune.values.json_object import JsonObject
+
+_CONNECT_S = 2.0
+"""The longest wait for a connection to one address; a firewall may answer nothing."""
+_REPLY_S = 30.0
+_MOST_BYTES = 16 << 20
+"""The longest message."""
+_UNKNOWN_MOST_BYTES = 1 << 14
+"""The longest message of a peer that has not named a shard."""
+_KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
+"""After half a minute without a sign of the other machine, a connection has ended."""
+_BACKLOG = 1024
+
+
+@functools.cache
+def machine_id() -> str:
+    """Returns an id of this machine, or of the container with a network of its own."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return socket.gethostname()
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """The addresses of a submitter, as its shards get them.
+
+    Attributes:
+        machine: the id of its machine.
+        hosts: the addresses of its machine.
+        port: its port; 0 where it cannot be reached.
+        token: the secret by which it knows its shards.
+    """
+
+    machine: str
+    hosts: tuple[str, ...]
+    port: int
+    token: str
+
+    def to_json(self) -> JsonObject:
+        """Returns it as plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Address:
+        """Returns what `to_json` described."""
+        return cls(data["machine"], tuple(data["hosts"]), data["port"], data["token"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """A shard has said something.
+
+    Attributes:
+        shard: its number.
+        message: the message.
+    """
+
+    shard: int
+    message: JsonObject
+
+
+@dataclasses.dataclass(frozen=True)
+class Gone:
+    """The connection of a shard has ended.
+
+    Attributes:
+        shard: its number.
+    """
+
+    shard: int
+
+
+class Contacts:
+    """The submitter's side: the connections of all shards of one sweep."""
+
+    def __init__(self, may_go: Callable[[int, JsonObject], bool]) -> None:
+        """Begins to listen.
+
+        Args:
+            may_go: receives the number of a shard that begins, and the description of its process; returns whether it
+                should run.
+        """
+        self._may_go = may_go
+        self._token = secrets.token_hex(16)
+        self._selector = selectors.DefaultSelector()
+        self._peers: dict[int, _Peer] = {}
+        self._wakes, self._waker = socket.socketpair()
+        for end in (self._wakes, self._waker):
+            end.setblocking(False)
+        self._selector.register(self._wakes, selectors.EVENT_READ)
+        self._listener: socket.socket | None = None
+        with contextlib.suppress(OSError):  # without connections, shards stop at their deadlines
+            self._listener = socket.create_server(("", 0), backlog=_BACKLOG)
+            self._listener.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    @property
+    def address(self) -> Address:
+        """Where shards find this process."""
+        port = self._listener.getsockname()[1] if self._listener is not None else 0
+        return Address(machine_id(), tuple(_own_addresses()), port, self._token)
+
+    def wake(self) -> None:
+        """Ends a `poll` of another thread."""
+        with contextlib.suppress(OSError):
+            self._waker.send(b"!")
+
+    def poll(self, timeout_s: float) -> list[Said | Gone]:
+        """Returns what shards have said, in order; waits for the first of it.
+
+        Args:
+            timeout_s: the longest wait.
+        """
+        events: list[Said | Gone] = []
+        for key, _ in self._selector.select(timeout_s):
+            if key.fileobj is self._wakes:
+                with contextlib.suppress(BlockingIOError):
+                    while self._wakes.recv(4096):
+                        pass
+            elif key.fileobj is self._listener:
+                self._accept()
+            else:
+                events += self._read(key.data)
+        return events
+
+    def stop(self, shard: int) -> None:
+        """Has a shard stop, if it runs."""
+        for peer in [peer for peer in self._peers.values() if peer.shard == shard]:
+            self._drop(peer)
+
+    def close(self) -> None:
+        """Has all shards stop, and listens no longer."""
+        for peer in list(self._peers.values()):
+            self._drop(peer)
+        for end in (self._listener, self._wakes, self._waker):
+            if end is not None:
+                end.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                connection.setblocking(False)
+                _keep_alive(connection)
+                peer = _Peer(connection)
+                self._peers[connection.fileno()] = peer
+                self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _read(self, peer: _Peer) -> Iterator[Said | Gone]:
+        for message in peer.receive():
+            if peer.shard is not None:
+                yield Said(peer.shard, message)
+            elif not self._greet(peer, message):
+                break
+        if peer.is_over:
+            shard = peer.shard
+            self._drop(peer)
+            if shard is not None:
+                yield Gone(shard)
+
+    def _greet(self, peer: _Peer, message: JsonObject) -> bool:
+        """Answers the first message of a shard; returns whether it may go."""
+        token, shard, about = message.get("token"), message.get("shard"), message.get("about")
+        is_ours = isinstance(token, str) and hmac.compare_digest(token.encode(), self._token.encode())
+        if is_ours and isinstance(shard, int) and isinstance(about, dict) and self._may_go(shard, about):
+            with contextlib.suppress(OSError):
+                peer.connection.send(b'{"go": true}\n')
+                peer.shard = shard
+                return True
+        peer.is_over = True
+        return False
+
+    def _drop(self, peer: _Peer) -> None:
+        if self._peers.pop(peer.connection.fileno(), None) is not None:
+            self._selector.unregister(peer.connection)
+        peer.connection.close()
+
+
+class _Peer:
+    """One connection to a shard.
+
+    Attributes:
+        connection: its socket.
+        shard: the number of the shard; None until it has said so.
+        is_over: whether the connection has ended, or what came through it makes no sense.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.shard: int | None = None
+        self.is_over = False
+        self._data = bytearray()
+
+    def receive(self) -> Iterator[JsonObject]:
+        """Yields the messages that have arrived."""
+        try:
+            while received := self.connection.recv(1 << 18):
+                self._data += received
+            self.is_over = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_over = True
+        *lines, rest = self._data.split(b"\n")
+        self._data = rest
+        for line in lines:
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                message = None
+            if not isinstance(message, dict):
+                self.is_over = True
+                return
+            yield message
+        if len(rest) > (_UNKNOWN_MOST_BYTES if self.shard is None else _MOST_BYTES):
+            self.is_over = True
+
+
+class Contact:
+    """The shard's side of its connection."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        """Takes a connection over; use `reach`."""
+        self._connection = connection
+
+    def say(self, message: JsonObject) -> bool:
+        """Sends a message; returns whether the submitter still listens."""
+        try:
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the submitter wants the shard to stop, or is gone."""
+        try:
+            readable, _, _ = select.select([self._connection], [], [], 0)
+            return bool(readable)  # it says nothing after its first reply
+        except (OSError, ValueError):
+            return True
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._connection.close()
+
+
+def reach(address: Address, shard: int, about: JsonObject) -> Contact | bool:
+    """Connects a shard with its submitter.
+
+    Args:
+        address: the submitter's address.
+        shard: the number of the shard.
+        about: the description of this process.
+
+    Returns:
+        The connection; False if the shard should not run; True if the submitter cannot be reached from here.
+    """
+    hosts: Sequence[str] = address.hosts if address.port else ()
+    if address.machine == machine_id():
+        hosts = ("127.0.0.1", *hosts)
+    for host in hosts:
+        try:
+            connection = socket.create_connection((host, address.port), timeout=_CONNECT_S)
+        except OSError:
+            continue
+        contact = Contact(connection)
+        try:
+            connection.settimeout(_REPLY_S)
+            _keep_alive(connection)
+            if contact.say({"token": address.token, "shard": shard, "about": about}) and connection.recv(64):
+                return contact
+        except TimeoutError:
+            contact.close()
+            return True
+        except OSError:
+            pass
+        contact.close()
+        return False
+    return address.machine != machine_id() or not address.port
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, value in _KEEPALIVE:
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _own_addresses() -> Iterator[str]:
+    import psutil
+
+    for addresses in psutil.net_if_addrs().values():
+        for each in addresses:
+            if each.family == socket.AF_INET and not each.address.startswith("127."):
+                yield each.address

@@ -1,0 +1,194 @@
+"""One sweep on the machines of an engine: its shards, and the final of their fastest configs on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Executor
+
+from quarantune.devices.targets import Target
+from quarantune.engine import finalists, parcel, shards
+from quarantune.engine.replies import End
+from quarantune.engine.shards import Shard, Shards
+from quarantune.engine.whole_sweeps import WholeSweeps
+from quarantune.measure import finals
+from quarantune.measure.finals import Final
+from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
+from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.swept import Swept
+from quarantune.transport.problem import Problem
+from quarantune.values import grid
+from quarantune.values.options import Options
+from quarantune.values.settings import Settings
+from quarantune.values.trial import END, Config, Trial
+
+_logger = logging.getLogger("quarantune")
+
+_TRIES = 2
+"""A final whose machine dies is repeated once."""
+
+
+def run(
+    executor: Executor,
+    problem: Problem,
+    configs: Mapping[int, Config],
+    *,
+    options: Options,
+    settings: Settings,
+    limits: SweepLimits,
+    events: SweepEvents,
+    troubled: Collection[int] = (),
+    known: Mapping[int, Trial] | None = None,
+    target: Target | None = None,
+    space: Sequence[Config] | None = None,
+    source: ConfigSource = NOTHING_MORE,
+) -> Swept:
+    """Runs every config to its outcome on the machines of an engine, then times the fastest together on one of them.
+
+    Args:
+        executor: the engine.
+        problem: as for `sweep.run`, like all other arguments.
+        configs: the configs by index.
+        options: the author's options.
+        settings: the operator's settings.
+        limits: the limits that the two set together.
+        events: receives the progress of the sweep.
+        troubled: indices of configs that hung or crashed before.
+        known: the trials of an earlier sweep by index.
+        target: the device for which it is only found out which configs compile.
+        space: all configs that may be tried.
+        source: gives further configs.
+
+    Returns:
+        The findings beside the trials.
+
+    Raises:
+        TypeError: a part of the call cannot be sent to another process; nothing was submitted.
+        EngineError: the engine, or its machines, cannot run the sweep.
+    """
+    whole = executor.check() if isinstance(executor, WholeSweeps) else None
+    possible = grid.examples(list(configs.values()) if space is None else space)
+    packed = parcel.pack(problem, possible, options=options, settings=settings, limits=limits, target=target)
+    measured = dict(known or {})
+
+    def on_trial(index: int, trial: Trial) -> None:
+        measured[index] = trial
+        events.on_trial(index, trial)
+        events.on_phase(index, END)
+
+    def on_phase(index: int, phase: str) -> None:
+        if phase != END and index not in measured:  # finalists run again
+            events.on_phase(index, phase)
+
+    def on_tick() -> None:
+        if whole is not None:
+            whole.check()
+        events.on_tick()
+
+    given = Shards(
+        executor if whole is None else whole.executor,
+        packed,
+        dict(configs) | {index: trial.config for index, trial in measured.items()},
+        name=problem.name,
+        deadline_s=lambda count: limits.compile_timeout_s + limits.longest_sweep_s(count),
+        troubled=[index for index in configs if index in troubled],
+        is_check=target is not None,
+        on_tick=on_tick,
+        on_phase=on_phase,
+    )
+    with contextlib.closing(given):
+        is_alone = source.is_closed and target is None and not any(map(finalists.is_usable, measured.values()))
+        if is_alone and configs and (whole is not None or len(configs) <= shards.LEAST):
+            first = [Shard(indices=[*configs], is_whole=True)]
+        else:
+            first = shards.partition([*configs], [index for index in configs if index in troubled])
+        ends = given.run(first, on_trial, source)
+        if target is not None:
+            return Swept()
+        if len(first) == 1 and first[0].is_whole and len(ends) == 1 and not _lacks(ends[0], measured):
+            return _swept(ends[0][1])
+        return _Final(given, problem, measured).run(next((end.complaint for _, end in ends if end.complaint), ""))
+
+
+def _lacks(ended: tuple[Shard, End], trials: Mapping[int, Trial]) -> bool:
+    """Returns whether configs may win that a shard did not have, because another shard died with them."""
+    return any(index not in ended[0].given for index, trial in trials.items() if finalists.is_usable(trial))
+
+
+def _swept(end: End) -> Swept:
+    return Swept(end.final, default_time_ms=end.default_time_ms, complaint=end.complaint)
+
+
+class _Final:
+    """The final of a sweep: its finalists run once more, as a local sweep on one machine.
+
+    With many machines, there are heats of the fastest config of each before, on several machines at a time.
+    """
+
+    def __init__(self, given: Shards, problem: Problem, measured: Mapping[int, Trial]) -> None:
+        self._given = given
+        self._name = problem.name
+        default = problem.default
+        is_there = default is not None and default in measured and finalists.is_usable(measured[default])
+        self._default = default if is_there else None
+        self._measured = measured
+
+    def run(self, complaint: str) -> Swept:
+        """Returns the result of the final.
+
+        Args:
+            complaint: how outputs disagreed in a shard; else empty.
+        """
+        groups = finalists.of_machines(self._measured)
+        if not groups:
+            return Swept(complaint=complaint)
+        while True:
+            heats = finalists.heats(groups, self._default)
+            if len(heats) == 1 and len(heats[0]) == 1:
+                return Swept(_alone(heats[0][0], self._measured), complaint=complaint)
+            trials: dict[int, Trial] = {}
+            ends = self._play(heats, trials)
+            winners = [winner for shard, end in ends if (winner := _winner(shard, end, trials)) is not None]
+            if not winners:
+                return self._without(groups[0], complaint)
+            if len(heats) == 1:
+                end = ends[0][1]
+                final = end.final if end.final.rounds_ms else _alone(winners[0], trials)
+                return dataclasses.replace(
+                    _swept(end), final=final, complaint=end.complaint or complaint, retimed=trials
+                )
+            groups = [[winner] for winner in winners]
+
+    def _play(self, heats: Sequence[Sequence[int]], trials: dict[int, Trial]) -> list[tuple[Shard, End]]:
+        """Runs heats, and those once more whose machine dies; adds their trials."""
+        ends: list[tuple[Shard, End]] = []
+        for _ in range(_TRIES):
+            over = {shard.given for shard, _ in ends}
+            left = [Shard(indices=[*heat], is_whole=True, is_final=True) for heat in heats if tuple(heat) not in over]
+            if left:
+                ends += self._given.run(left, trials.__setitem__, NOTHING_MORE)
+        return ends
+
+    def _without(self, group: Sequence[int], complaint: str) -> Swept:
+        """Returns the result where no machine could run the finalists: the fastest of one machine wins."""
+        _logger.warning(
+            "%s: the finalists could not be compared on one machine, so those of %s are",
+            self._name,
+            finalists.machine_of(self._measured[group[0]]) or "an earlier sweep",
+        )
+        return Swept(_alone(group[0], self._measured), complaint=complaint)
+
+
+def _winner(shard: Shard, end: End, trials: Mapping[int, Trial]) -> int | None:
+    """Returns the fastest config of a heat; None where none could run."""
+    heat = {index: trials[index] for index in shard.given if index in trials}
+    if not any(map(finalists.is_usable, heat.values())):
+        return None
+    return finals.conclude(heat, end.final, default=None)[1].winner
+
+
+def _alone(index: int, trials: Mapping[int, Trial]) -> Final:
+    return Final({index: trials[index].samples_ms})

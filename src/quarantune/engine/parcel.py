@@ -1,0 +1,190 @@
+"""Packs a sweep for the machines of an engine: the call as workers get it, without what belongs to the submitter."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from quarantune import jax_internals
+from quarantune.devices.targets import Target
+from quarantune.sandbox import spool
+from quarantune.sweep import sweep, sweep_inputs
+from quarantune.sweep.limits import SweepLimits
+from quarantune.transport import payload
+from quarantune.transport.call import ArraySpec, Call, PackedCall
+from quarantune.transport.problem import Problem
+from quarantune.values.config_values import encode
+from quarantune.values.options import Options
+from quarantune.values.settings import Settings
+from quarantune.values.shardings import MeshSpec
+from quarantune.values.trial import Config
+
+_THREADS = ("OMP", "MKL", "OPENBLAS", "BLIS", "NUMEXPR")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parcel:
+    """One call as the shards of its sweep run it.
+
+    Attributes:
+        blob: the call, for `payload.unpack_call`; only the workers of a sandbox unpack it.
+        arrays: the arrays of the call.
+        context_mesh: the mesh that a worker sets; None for none.
+        spool: the values of the arrays that the user chose.
+        name: the function's name.
+        platform: the platform to tune for.
+        device_kind: the kind of device to tune for; other machines refuse the shard.
+        is_jitted: whether the function is jitted.
+        manual_mesh: as `Problem.manual_mesh`.
+        untuned: as `Problem.untuned`, encoded.
+        default: as `Problem.default`.
+        options: the author's options; stand-ins take the place of functions, which travel in the blob.
+        settings: the settings that hold on every machine, by name.
+        threads: the variables that limit threads of numerical libraries, with their values in the submitter's process.
+        target: the device to compile for, which the machines need not have; None where configs are measured.
+    """
+
+    blob: bytes
+    arrays: tuple[ArraySpec, ...]
+    context_mesh: MeshSpec | None
+    spool: bytes
+    name: str
+    platform: str
+    device_kind: str
+    is_jitted: bool
+    manual_mesh: MeshSpec | None
+    untuned: Config | None
+    default: int | None
+    options: Options
+    settings: Mapping[str, Any]
+    threads: Mapping[str, str | None]
+    target: Target | None
+
+    def problem(self) -> Problem:
+        """Returns the call for a sweep of it, with a stand-in for the function."""
+        return Problem(
+            fn=_jitted_stand_in if self.is_jitted else stand_in,
+            name=self.name,
+            args=(),
+            kwargs={},
+            platform=self.platform,
+            device_kind=self.device_kind,
+            manual_mesh=self.manual_mesh,
+            untuned=self.untuned,
+            default=self.default,
+        )
+
+    def packed(self) -> PackedCall:
+        """Returns the call as a sweep sends it to its workers."""
+        return PackedCall(
+            blob=self.blob,
+            call=Call(fn=stand_in, args=(), kwargs={}, specs=self.arrays),
+            arrays=self.arrays,
+            context_mesh=self.context_mesh,
+            spool_bytes=len(self.spool),
+            sources=(None,) * len(self.arrays),
+            spool=self.spool,
+        )
+
+
+def stand_in(*args: Any, **kwargs: Any) -> None:
+    """Takes the place of a function that only the workers of a sandbox load.
+
+    Raises:
+        RuntimeError: it was called.
+    """
+    raise RuntimeError("this function stands for another one, and is never called")
+
+
+_jitted_stand_in = jax.jit(stand_in)
+
+
+def pack(
+    problem: Problem,
+    configs: Sequence[Config],
+    *,
+    options: Options,
+    settings: Settings,
+    limits: SweepLimits,
+    target: Target | None,
+) -> bytes:
+    """Returns a call packed for `unpack`.
+
+    Args:
+        problem: the call.
+        configs: configs with all values that the configs of the space have.
+        options: the author's options.
+        settings: the operator's settings.
+        limits: the limits that the two set together.
+        target: as `Parcel.target`.
+
+    Raises:
+        TypeError: a part of the call cannot be pickled.
+    """
+    packed = sweep.pack(problem, configs, options, with_values=sweep_inputs.are_given(options.supply))
+    parcel = Parcel(
+        blob=packed.blob,
+        arrays=packed.arrays,
+        context_mesh=packed.context_mesh,
+        spool=_values_of(packed),
+        name=problem.name,
+        platform=problem.platform,
+        device_kind=problem.device_kind,
+        is_jitted=jax_internals.is_jitted(problem.fn),
+        manual_mesh=problem.manual_mesh,
+        untuned=None if problem.untuned is None else encode(problem.untuned),
+        default=problem.default,
+        options=_plain(options),
+        settings={
+            "compile_timeout": limits.compile_timeout_s,
+            "timeout": limits.timeout_s,
+            "memory_limit": limits.memory_limit_bytes,
+            "configs_per_worker": settings.configs_per_worker,
+            "start_method": settings.start_method,
+            "isolation": "process",
+            "disable_cache": True,  # only the submitter writes
+        },
+        threads={name: os.environ.get(name) for name in (f"{library}_NUM_THREADS" for library in _THREADS)},
+        target=target,
+    )
+    return pickle.dumps(parcel)
+
+
+def unpack(data: bytes) -> Parcel:
+    """Returns the parcel that `pack` packed in a process with the same versions."""
+    parcel = pickle.loads(data)
+    assert isinstance(parcel, Parcel)
+    return parcel
+
+
+def _values_of(packed: PackedCall) -> bytes:
+    if not packed.spool_bytes:
+        return b""
+    fd = spool.create("arrays", size_bytes=packed.spool_bytes)
+    try:
+        payload.write_arrays(packed, fd)
+        return spool.read(fd)
+    finally:
+        os.close(fd)
+
+
+def _plain(options: Options) -> Options:
+    """Returns options without what only the submitter needs, and with stand-ins for functions of the user's."""
+    return dataclasses.replace(
+        options,
+        key_fn=None,
+        prune_fn=None,
+        supply="auto" if callable(options.supply) else options.supply,
+        ref_fn=stand_in if callable(options.ref_fn) else options.ref_fn,
+        check_fn=None if options.check_fn is None else stand_in,
+        search="exhaustive",
+        max_trials=None,
+        time_budget=None,
+        patience=None,
+        tables=None,
+    )

@@ -1,0 +1,180 @@
+"""Runs one shard of a sweep where an engine has put it: in a sandbox of that machine, as a local sweep."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from quarantune.devices import discovery, targets
+from quarantune.engine import contact, surroundings
+from quarantune.engine.contact import Address, Contact
+from quarantune.engine.parcel import Parcel, unpack
+from quarantune.sweep import sweep
+from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.swept import Swept
+from quarantune.values import settings as environment
+from quarantune.values import versions
+from quarantune.values.json_object import JsonObject
+from quarantune.values.trial import ReferenceFailedError, Trial
+
+DONE, STOPPED, LATE, REFUSED, FAILED, INVALID = "done", "stopped", "late", "refused", "failed", "invalid"
+"""How a shard ends on its machine."""
+_REFUSAL_S = 0.3
+"""A machine that cannot run a shard waits for this long, times the number of refusals, before it says so: the machines
+that can run it should get it next."""
+_LONGEST_REFUSAL_S = 2.0
+
+
+class _StopError(Exception):
+    """Ends a sweep in its `on_tick`."""
+
+
+def versions_here() -> dict[str, str]:
+    """Returns the versions that must be the same on all machines of a sweep."""
+    found = versions.versions()
+    python = ".".join(platform.python_version_tuple()[:2])
+    return {name: found[name] for name in ("quarantune", "jax", "jaxlib")} | {"python": python}
+
+
+def describe() -> JsonObject:
+    """Returns the platform and the kind of the device that this process would tune for, or how that failed.
+
+    An engine runs it before there is a sweep, so that its result is plain data, and it raises nothing.
+    """
+    found: JsonObject = {"host": socket.gethostname(), "versions": versions_here()}
+    try:
+        return found | dict(zip(("platform", "kind"), discovery.platform_and_kind(None), strict=True))
+    except Exception as error:
+        return found | {"error": f"{type(error).__name__}: {error}"}
+
+
+def run(task: Mapping[str, Any]) -> JsonObject:
+    """Runs a shard, and returns how it ended as plain data; raises nothing.
+
+    Args:
+        task: as `Shards.task` makes it, of plain data, so that machines with another version can say so.
+    """
+    about = {"host": socket.gethostname(), "pid": os.getpid()}
+    here = versions_here()
+    if task["versions"] != here:
+        return about | {"end": INVALID, "error": differing(task["versions"], here)}
+    reached = contact.reach(Address.from_json(task["address"]), task["shard"], about)
+    if reached is False:
+        return about | {"end": STOPPED}
+    line = reached if isinstance(reached, Contact) else None
+    trials: list[JsonObject] = []
+    with contextlib.closing(line) if line is not None else contextlib.nullcontext():
+        end = about | _Shard(task, line, trials).run()
+        if line is not None:
+            line.say(end)
+    return end | {"trials": trials}
+
+
+def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    """Returns how the versions of a machine differ from the submitter's; empty where they do not.
+
+    Args:
+        theirs: the submitter's versions by name.
+        ours: those of the machine.
+    """
+    differ = [name for name in ours if theirs.get(name) != ours[name]]
+    return "; ".join(f"it has {name} {ours[name]}, and the submitter {theirs.get(name)}" for name in differ)
+
+
+class _Shard:
+    """One shard on its machine."""
+
+    def __init__(self, task: Mapping[str, Any], line: Contact | None, trials: list[JsonObject]) -> None:
+        self._task = task
+        self._line = line
+        self._trials = trials
+        self._ends_at = time.monotonic() + task["deadline_s"]
+
+    def run(self) -> JsonObject:
+        """Returns how the shard ended."""
+        try:
+            parcel = unpack(self._task["parcel"])
+            if (refusal := self._refusal(parcel)) is not None:
+                return refusal
+            with surroundings.prepared(parcel.threads):
+                swept = self._sweep(parcel)
+        except _StopError as stop:
+            return {"end": str(stop)}
+        except (ReferenceFailedError, ValueError, TypeError, ImportError) as error:
+            return {"end": INVALID, "kind": type(error).__name__, "error": str(error)}
+        except Exception as error:
+            return {"end": FAILED, "error": f"{type(error).__name__}: {error}"}
+        except (KeyboardInterrupt, SystemExit):  # an engine's way of cancelling
+            return {"end": STOPPED}
+        return {"end": DONE} | _described(swept)
+
+    def _refusal(self, parcel: Parcel) -> JsonObject | None:
+        """Returns the refusal of a machine that does not have the device; None where it has it."""
+        if parcel.target is not None:
+            return None
+        found = discovery.platform_and_kind("cpu" if parcel.platform == "cpu" else None)
+        if found == (parcel.platform, parcel.device_kind):
+            return None
+        ready_at = time.monotonic() + min(_LONGEST_REFUSAL_S, _REFUSAL_S * (1 + self._task["refusals"]))
+        while time.monotonic() < ready_at:
+            self._look()
+            time.sleep(0.05)
+        return {"end": REFUSED, "device": found[1], "wanted": parcel.device_kind}
+
+    def _sweep(self, parcel: Parcel) -> Swept:
+        configs: dict[int, Any] = dict(self._task["configs"])
+        with environment.settings(**parcel.settings):
+            settings = environment.current()
+        target = None if parcel.target is None else targets.usable(parcel.target)
+        return sweep.run(
+            parcel.problem(),
+            configs,
+            options=parcel.options,
+            settings=settings,
+            limits=SweepLimits.of(parcel.options, settings),
+            events=SweepEvents(
+                on_trial=self._tell,
+                on_tick=self._look,
+                on_phase=lambda index, phase: self._say({"phase": [index, phase]}),
+            ),
+            troubled=self._task["troubled"],
+            target=target,
+            packed=parcel.packed(),
+            has_final=self._task["is_whole"],
+        )
+
+    def _tell(self, index: int, trial: Trial) -> None:
+        record = trial.to_json()
+        if trial.device:
+            record["device"] = f"{trial.device} on {socket.gethostname()}"
+        figures = None if trial.figures is None else dataclasses.asdict(trial.figures)
+        message = {"index": index, "trial": record, "figures": figures}
+        self._trials.append(message)
+        self._say(message)
+
+    def _say(self, message: JsonObject) -> None:
+        if self._line is not None and not self._line.say(message):
+            raise _StopError(STOPPED)
+
+    def _look(self) -> None:
+        if self._line is not None and self._line.is_over:
+            raise _StopError(STOPPED)
+        if time.monotonic() > self._ends_at:
+            raise _StopError(LATE)
+
+
+def _described(swept: Swept) -> JsonObject:
+    """Returns the findings of a sweep as plain data."""
+    return {
+        "rounds_ms": [[index, list(samples_ms)] for index, samples_ms in swept.final.rounds_ms.items()],
+        "warm_ms": [[index, list(samples_ms)] for index, samples_ms in swept.final.warm_ms.items()],
+        "default_time_ms": swept.default_time_ms,
+        "complaint": swept.complaint,
+    }

@@ -1,0 +1,423 @@
+"""The shards of one sweep on an engine: given out, followed, repeated once where they die, and ended together."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any, Protocol
+
+from quarantune.engine import remote, replies
+from quarantune.engine.contact import Contacts, Gone
+from quarantune.engine.replies import End
+from quarantune.values.config_values import encode
+from quarantune.values.json_object import JsonObject
+from quarantune.values.trial import Config, EngineError, Outcome, Trial
+
+_logger = logging.getLogger("quarantune")
+
+LEAST, MOST = 16, 64
+"""How many configs a shard has, unless there are fewer: a shard costs a sandbox and one run of the defaults."""
+_SHARDS = 16
+"""A sweep has at least so many shards if it has enough configs: more machines can take part, and little is repeated."""
+_PARTS = 4
+"""A shard that has died is repeated in so many parts, so that one config takes few others down with it."""
+_MOST_DEATHS = 2
+_MOST_FAILURES = 2
+_MOST_REFUSALS = 6
+_WAITING = 64
+"""How many shards wait in the engine's queue, besides one for each that runs."""
+_UNSEEN, _UNSEEN_OF_SEARCH = 256, 2
+"""How many shards are with an engine of which no machine has reached this process; with more, a search knows less."""
+_TICK_S = 0.1
+_GRACE_S = 30.0
+_SILENT_S = 60.0
+"""An engine that has begun nothing for this long gets a warning."""
+
+
+class More(Protocol):
+    """Gives further configs to a sweep, as `scheduler.source.ConfigSource` documents."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it gives no further configs."""
+        ...
+
+    def take(self, count: int) -> Mapping[int, Config]:
+        """Returns at most `count` further configs by index."""
+        ...
+
+    def ended(self, index: int, trial: Trial) -> None:
+        """Receives the trial of a config."""
+        ...
+
+    def reason_to_stop(self) -> str:
+        """Returns why configs should not go on; empty while they should."""
+        ...
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Shard:
+    """Some configs that are tried on one machine.
+
+    Attributes:
+        indices: the configs that have no trial yet.
+        is_whole: whether the machine also compares the fastest of them.
+        is_final: whether they have trials from other machines; a part of it is of no use, so that it is not repeated.
+        deaths: the hosts on which shards with these configs died.
+        failures: how many shards with these configs could not run.
+        refusals: how many machines did not have the device.
+        given: the configs that it was given.
+        number: its number among the shards of the sweep.
+        future: the engine's handle of it; None before it is submitted.
+        host: the machine that it runs on; empty while that is not known.
+        began: when it began, by the monotonic clock; None while that is not known.
+        is_accepted: whether the machine is known to have the device.
+    """
+
+    indices: list[int]
+    is_whole: bool = False
+    is_final: bool = False
+    deaths: tuple[str, ...] = ()
+    failures: int = 0
+    refusals: int = 0
+    given: tuple[int, ...] = ()
+    number: int = 0
+    future: Future[Any] | None = None
+    host: str = ""
+    began: float | None = None
+    is_accepted: bool = False
+
+
+def partition(indices: Sequence[int], last: Sequence[int] = ()) -> list[Shard]:
+    """Divides configs into shards; each gets configs from everywhere in the list, so that all take about as long.
+
+    Args:
+        indices: the configs.
+        last: those of them that hung or crashed before, which come last and in shards of their own.
+    """
+    troubled = set(last)
+    shards: list[Shard] = []
+    for part in ([index for index in indices if index not in troubled], [*last]):
+        size = min(MOST, max(LEAST, -(-len(part) // _SHARDS)))
+        count = -(-len(part) // size)
+        shards += [Shard(indices=list(part[first::count])) for first in range(count)]
+    return shards
+
+
+class Shards:
+    """Runs shards on an executor until every config has its trial."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        parcel: bytes,
+        configs: Mapping[int, Config],
+        *,
+        name: str,
+        deadline_s: Callable[[int], float],
+        troubled: Sequence[int],
+        is_check: bool,
+        on_tick: Callable[[], None],
+        on_phase: Callable[[int, str], None],
+    ) -> None:
+        """Begins to listen for shards; none is submitted.
+
+        Args:
+            executor: the engine.
+            parcel: the call, packed.
+            configs: the configs by index.
+            name: the function's name.
+            deadline_s: returns the longest time in seconds that a sweep of so many configs can take.
+            troubled: the configs that hung or crashed before.
+            is_check: whether configs are only compiled.
+            on_tick: called many times a second.
+            on_phase: receives the phases of configs.
+        """
+        self._executor = executor
+        self._parcel = parcel
+        self._configs = dict(configs)
+        self._name = name
+        self._deadline_s = deadline_s
+        self._troubled = set(troubled)
+        self._is_check = is_check
+        self._on_tick, self._on_phase = on_tick, on_phase
+        self._versions = remote.versions_here()
+        self._pending: collections.deque[Shard] = collections.deque()
+        self._shards: dict[int, Shard] = {}
+        self._ends: list[tuple[Shard, End]] = []
+        self._refused: dict[str, str] = {}
+        self._is_heard = False
+        self._numbers = itertools.count()
+        self._contacts = Contacts(self._greet)
+        self._address = self._contacts.address.to_json()
+        self._silent_since = 0.0
+
+    def run(
+        self, shards: Sequence[Shard], on_trial: Callable[[int, Trial], None], source: More
+    ) -> list[tuple[Shard, End]]:
+        """Runs shards to their ends.
+
+        Args:
+            shards: the shards.
+            on_trial: receives each config's trial, once.
+            source: gives further configs.
+
+        Returns:
+            The shards that came to their ends, with these.
+
+        Raises:
+            EngineError: the engine, or its machines, cannot run shards.
+            ReferenceFailedError, ValueError, TypeError, ImportError: a machine found that the call cannot be tuned.
+        """
+        self._pending += shards
+        self._ends, self._on_trial, self._source = [], on_trial, source
+        self._silent_since = time.monotonic()
+        while True:
+            self._submit_some()
+            if not self._shards:
+                return self._ends
+            for event in self._contacts.poll(_TICK_S):
+                shard = self._shards.get(event.shard)
+                if shard is None:
+                    continue
+                if isinstance(event, Gone):
+                    self._die(shard)
+                else:
+                    self._hear(shard, event.message)
+            self._collect()
+            self._look_at_the_clock()
+            self._on_tick()
+            if reason := self._source.reason_to_stop():
+                self._give_up(reason)
+
+    def close(self) -> None:
+        """Has all shards stop."""
+        for shard in list(self._shards.values()):
+            self._release(shard)
+        self._contacts.close()
+
+    # Giving out
+
+    def _submit_some(self) -> None:
+        while self._may_submit() and (shard := self._next()) is not None:
+            shard.number, shard.given = next(self._numbers), tuple(shard.indices)
+            task = self._task(shard)
+            try:
+                shard.future = self._executor.submit(remote.run, task)
+            except Exception as error:
+                raise EngineError(
+                    f"{self._name}: {_shown(self._executor)} takes no further work: {type(error).__name__}: {error}; "
+                    f"call again with one that does: the trials so far are kept"
+                ) from error
+            self._shards[shard.number] = shard
+            shard.future.add_done_callback(lambda _: self._contacts.wake())
+
+    def _may_submit(self) -> bool:
+        running = sum(shard.began is not None for shard in self._shards.values())
+        waiting = len(self._shards) - running
+        if not self._source.is_closed:
+            return waiting < (1 if self._is_heard else _UNSEEN_OF_SEARCH)
+        return waiting < (max(_WAITING, running) if self._is_heard else _UNSEEN)
+
+    def _next(self) -> Shard | None:
+        """Returns the next shard; None where there is none for now."""
+        if self._pending:
+            return self._pending.popleft()
+        if self._source.is_closed:
+            return None
+        taken = self._source.take(LEAST)
+        self._configs |= taken
+        return Shard(indices=list(taken)) if taken else None
+
+    def _task(self, shard: Shard) -> JsonObject:
+        return {
+            "versions": self._versions,
+            "address": self._address,
+            "shard": shard.number,
+            "parcel": self._parcel,
+            "configs": [[index, encode(self._configs[index])] for index in shard.indices],
+            "troubled": [index for index in shard.indices if index in self._troubled],
+            "is_whole": shard.is_whole,
+            "refusals": shard.refusals,
+            "deadline_s": self._deadline_s(len(shard.indices)),
+        }
+
+    # Following
+
+    def _greet(self, number: int, about: JsonObject) -> bool:
+        """Returns whether a shard may go: an engine may repeat one of its own accord that is over, or was given up."""
+        shard = self._shards.get(number)
+        if shard is None or shard.began is not None:
+            return False
+        shard.began, shard.host = time.monotonic(), str(about.get("host", ""))[:100]
+        self._is_heard = True
+        return True
+
+    def _hear(self, shard: Shard, message: JsonObject) -> None:
+        try:
+            if "end" in message:
+                self._finish(shard, replies.end(message))
+            elif "phase" in message:
+                shard.is_accepted = True
+                index, phase = replies.phase(message)
+                if index in shard.indices:
+                    self._on_phase(index, phase)
+            else:
+                self._note(shard, message)
+        except replies.DamageError as error:
+            _logger.warning("%s: a shard on %s sent a damaged message: %s", self._name, shard.host, error)
+            self._die(shard)
+
+    def _note(self, shard: Shard, message: JsonObject) -> None:
+        """Takes the trial of a config, unless it has one."""
+        index, trial = replies.trial(message, self._configs, is_check=self._is_check)
+        if index in shard.indices:
+            self._end(shard, index, trial)
+
+    def _end(self, shard: Shard, index: int, trial: Trial) -> None:
+        shard.indices.remove(index)
+        self._on_trial(index, trial)
+        self._source.ended(index, trial)
+
+    def _collect(self) -> None:
+        """Looks at the futures that are done; a shard in contact has said already how it ended."""
+        for shard in [shard for shard in self._shards.values() if shard.future is not None and shard.future.done()]:
+            future = shard.future
+            assert future is not None
+            error = concurrent.futures.CancelledError() if future.cancelled() else future.exception()
+            if error is not None:
+                self._fail(shard, error)
+                continue
+            try:
+                result = future.result()
+                for message in replies.trials(result):
+                    self._note(shard, message)
+                shard.host = shard.host or str(result.get("host", ""))[:100]
+                self._finish(shard, replies.end(result))
+            except replies.DamageError as damage:
+                self._fail(shard, damage)
+
+    def _look_at_the_clock(self) -> None:
+        now = time.monotonic()
+        running = [shard for shard in self._shards.values() if shard.began is not None]
+        for shard in running:
+            assert shard.began is not None
+            if now > shard.began + self._deadline_s(len(shard.indices)) + _GRACE_S:
+                self._die(shard)
+        if running or self._ends:
+            self._silent_since = now
+        elif now > self._silent_since + _SILENT_S:
+            self._silent_since = now
+            _logger.warning(
+                "%s: no machine of %s has begun a shard for %.0f s", self._name, _shown(self._executor), _SILENT_S
+            )
+
+    # Ending
+
+    def _release(self, shard: Shard) -> None:
+        """Forgets a shard, which stops if it still runs."""
+        self._shards.pop(shard.number, None)
+        self._contacts.stop(shard.number)
+        if shard.future is not None:
+            shard.future.cancel()
+            shard.future = None
+
+    def _finish(self, shard: Shard, end: End) -> None:
+        """Ends a shard as its machine says."""
+        self._release(shard)
+        if end.how == remote.DONE and not shard.indices:
+            self._ends.append((shard, end))
+        elif end.how == remote.REFUSED:
+            self._refuse(shard, end)
+        elif end.how == remote.INVALID:
+            raise replies.error_of(end, self._name, shard.host)
+        elif end.how == remote.FAILED:
+            self._repeat_failed(shard, f"on {shard.host}: {end.error}")
+        else:
+            self._bury(shard, " (past its deadline)" if end.how == remote.LATE else "")
+
+    def _die(self, shard: Shard) -> None:
+        """Ends a shard whose process is gone, or does not answer."""
+        self._release(shard)
+        self._bury(shard)
+
+    def _bury(self, shard: Shard, how: str = "") -> None:
+        """Repeats the configs of a dead shard that have no trial; those that died twice have crashed.
+
+        Args:
+            shard: the shard.
+            how: an addition to the host, for messages.
+        """
+        deaths = (*shard.deaths, (shard.host or "an unknown host") + how)
+        _logger.warning("%s: a shard died on %s; %d configs had no trial", self._name, deaths[-1], len(shard.indices))
+        if shard.is_final:
+            return
+        if len(deaths) < _MOST_DEATHS:
+            parts = 1 if shard.is_whole else _PARTS
+            divided = [shard.indices[first::parts] for first in range(parts)]
+            self._pending.extendleft(
+                Shard(indices=part, is_whole=shard.is_whole, deaths=deaths) for part in divided if part
+            )
+            return
+        for index in list(shard.indices):
+            message = f"the process of the engine that ran it died twice: on {' and on '.join(deaths)}"
+            self._end(shard, index, Trial(config=self._configs[index], outcome=Outcome.CRASHED, message=message))
+
+    def _fail(self, shard: Shard, error: BaseException) -> None:
+        """Ends a shard for which the engine reports an error: a dead worker, or that it cannot run it at all."""
+        self._release(shard)
+        if shard.began is not None or replies.means_death(error):
+            self._bury(shard)
+        elif (text := replies.cannot_import(error)) is not None:
+            raise replies.lacks_package(self._executor, text) from error
+        else:
+            self._repeat_failed(shard, f"{type(error).__name__}: {error}")
+
+    def _repeat_failed(self, shard: Shard, reason: str) -> None:
+        if shard.failures + 1 >= _MOST_FAILURES:
+            raise EngineError(
+                f"{self._name}: {_shown(self._executor)} could not run a shard, twice; the last time {reason}; the "
+                f"trials so far are kept"
+            )
+        _logger.warning("%s: a shard could not run and is repeated: %s", self._name, reason)
+        self._pending.appendleft(_again(shard, failures=shard.failures + 1))
+
+    def _refuse(self, shard: Shard, end: End) -> None:
+        """Gives a shard to another machine, because one does not have the device."""
+        if shard.host not in self._refused:
+            _logger.warning("%s: %s has %s and takes no part: %s", self._name, shard.host, end.device, end.wanted)
+        self._refused[shard.host] = end.device
+        # While a machine with the device works, it takes the others' shards later.
+        if shard.refusals + 1 >= _MOST_REFUSALS and not any(other.is_accepted for other in self._shards.values()):
+            there = ", ".join(f"{host} has {kind}" for host, kind in sorted(self._refused.items()))
+            raise EngineError(
+                f"{self._name}: it is tuned for another kind of device than {_shown(self._executor)} offers ({there}): "
+                f"{end.wanted}; give an executor whose machines have that"
+            )
+        self._pending.append(_again(shard, refusals=shard.refusals + 1))
+
+    def _give_up(self, reason: str) -> None:
+        """Ends all configs without a trial."""
+        left = [*self._shards.values(), *self._pending]
+        self._pending.clear()
+        for shard in left:
+            self._release(shard)
+            for index in list(shard.indices):
+                trial = Trial(config=self._configs[index], outcome=Outcome.NOT_RUN, message=reason)
+                self._end(shard, index, trial)
+
+
+def _again(shard: Shard, **counts: Any) -> Shard:
+    """Returns a shard to run again, all of it if it is a final."""
+    indices = list(shard.given) if shard.is_final else shard.indices
+    return dataclasses.replace(shard, indices=indices, future=None, host="", began=None, is_accepted=False, **counts)
+
+
+def _shown(executor: Executor) -> str:
+    return f"the executor {type(executor).__name__}"

@@ -1,0 +1,83 @@
+"""Whether a sweep runs on this machine or on those of a distributed engine, and for which device."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from quarantune.devices.targets import Target
+from quarantune.host import locks
+from quarantune.sweep import sweep
+from quarantune.sweep.isolation import AUTO, Isolation
+from quarantune.sweep.swept import Swept
+from quarantune.values.settings import Settings
+from quarantune.values.trial import EngineError
+
+_LOOK_S = 0.2
+"""Ctrl-C ends a wait for an engine within this time."""
+
+_devices: weakref.WeakKeyDictionary[Executor, Target] = weakref.WeakKeyDictionary()
+_lock = locks.new()
+
+
+def runner(settings: Settings) -> Callable[..., Swept]:
+    """Returns the function that runs a sweep: `sweep.run`, or the like on the machines of an engine.
+
+    Raises:
+        ValueError: there is an engine, and the settings want trials in this process.
+    """
+    if settings.executor is None:
+        return sweep.run
+    if settings.isolation not in (AUTO, Isolation.PROCESS.value):
+        raise ValueError(
+            f"QUARANTUNE_ISOLATION={settings.isolation} runs configs in this process, and executor= on other machines: "
+            f"unset one of them"
+        )
+    from quarantune.engine import distributed
+
+    return functools.partial(distributed.run, settings.executor)
+
+
+def device(settings: Settings) -> Target | None:
+    """Returns the device of an engine's machines: that of the first one that answers; None without an engine.
+
+    Raises:
+        EngineError: the engine cannot run anything, or its machine has other versions than this one.
+    """
+    executor = settings.executor
+    if executor is None:
+        return None
+    from quarantune.engine.whole_sweeps import WholeSweeps
+
+    executor = executor.executor if isinstance(executor, WholeSweeps) else executor
+    with _lock:
+        if executor not in _devices:
+            _devices[executor] = _ask(executor)
+        return _devices[executor]
+
+
+def _ask(executor: Executor) -> Target:
+    from quarantune.engine import remote, replies
+
+    found: Any = None
+    try:
+        future = executor.submit(remote.describe)
+        while True:
+            try:
+                found = future.result(_LOOK_S)
+                break
+            except concurrent.futures.TimeoutError:
+                if future.done():
+                    raise
+    except Exception as error:
+        if (text := replies.cannot_import(error)) is not None:
+            raise replies.lacks_package(executor, text) from error
+        raise EngineError(
+            f"the executor {type(executor).__name__} could not run a first task: {type(error).__name__}: {error}"
+        ) from error
+    replies.check_description(found)
+    return Target(name=found["kind"], platform=found["platform"], device_kind=found["kind"], origin=found["host"])

@@ -1,0 +1,338 @@
+"""Executors that cannot run sweeps, machines that cannot take part, and other bad input: one clear sentence each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import engine_kernels
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import SOURCE
+
+import quarantune
+from quarantune.engine import finalists, remote, replies, shards
+from quarantune.values.trial import EngineError, Outcome, Trial
+
+X = jnp.ones((8, 128))
+
+
+class Refusing(Executor):
+    """Takes no work."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        raise self._error
+
+
+class Fresh(Executor):
+    """Runs each task in a fresh interpreter.
+
+    Args:
+        prelude: a program that runs there first.
+        flags: the interpreter's flags.
+    """
+
+    def __init__(self, prelude: str, *flags: str) -> None:
+        self._command = [
+            *(sys.executable, *flags, "-c"),
+            f"import sys, pickle\n{prelude}\n"
+            "fn, args = pickle.load(sys.stdin.buffer)\nsys.stdout.buffer.write(pickle.dumps(fn(*args)))",
+        ]
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done = subprocess.run(self._command, input=pickle.dumps((fn, args)), capture_output=True, timeout=100)
+        future: Future[Any] = Future()
+        if done.returncode:
+            future.set_exception(RuntimeError(done.stderr.decode().strip().splitlines()[-1]))
+        else:
+            future.set_result(pickle.loads(done.stdout))
+        return future
+
+
+def tuner(**options: Any) -> quarantune.AutoTuner:
+    return quarantune.AutoTuner(engine_kernels.plain, {"n": [0, 4]}, rep=2, ref_fn=None, **options)
+
+
+def test_values_that_are_no_executor_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"executor=5 is not valid: it must be a concurrent\.futures\.Executor"):
+        tuner().run(X, executor=5)
+    monkeypatch.setenv("QUARANTUNE_EXECUTOR", "dask")
+    with pytest.raises(ValueError, match=r"QUARANTUNE_EXECUTOR='dask' is not valid.*given in Python"):
+        tuner().run(X)
+
+
+def test_an_executor_that_takes_no_work_is_named() -> None:
+    executor = Refusing(pickle.PicklingError("cannot pickle this"))
+    with pytest.raises(EngineError, match="executor Refusing could not run a first task: PicklingError: cannot pickle"):
+        tuner().run(X, executor=executor)
+
+
+def test_trials_in_this_process_and_an_executor_exclude_each_other() -> None:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        quarantune.settings(isolation="none"),
+        pytest.raises(ValueError, match="ISOLATION=none runs configs in this process, and executor="),
+    ):
+        tuner().run(X, executor=pool)
+
+
+def test_calls_that_are_none_are_refused_by_tune_many() -> None:
+    for call, words in [
+        (5, "5 is no call to tune for"),
+        ((engine_kernels.plain, (X,)), "neither an autotuned function nor an AutoTuner"),
+        ((tuner(), X), "give .function, args."),
+    ]:
+        with pytest.raises(TypeError, match=words):
+            quarantune.tune_many([call])
+
+
+def test_a_function_may_have_a_parameter_named_executor() -> None:
+    import inspect
+
+    from quarantune.api.on_engine import on_engine
+
+    def function(x: Any, executor: int, n: int) -> None: ...
+
+    with on_engine(inspect.signature(function), {"executor": 5}) as kwargs:
+        assert kwargs == {"executor": 5}
+
+
+def test_shards_divide_configs_evenly_and_leave_dangerous_ones_for_last() -> None:
+    assert [len(shard.indices) for shard in shards.partition(range(10))] == [10]
+    assert [len(shard.indices) for shard in shards.partition(range(64))] == [16] * 4
+    sizes = [len(shard.indices) for shard in shards.partition(range(5000))]
+    assert sum(sizes) == 5000
+    assert max(sizes) == 64
+    *others, last = shards.partition(range(100), [3, 5])
+    assert last.indices == [3, 5]
+    assert sorted(index for shard in others for index in shard.indices) == [n for n in range(100) if n not in (3, 5)]
+
+
+def measured(index: int, time_ms: float, host: str) -> Trial:
+    samples_ms = (time_ms,) * 4
+    return Trial(
+        config={"n": index}, outcome=Outcome.OK, time_ms=time_ms, own_ms=time_ms, samples_ms=samples_ms,
+        compile_s=0.1 + index, device=f"cpu on {host}",
+    )  # fmt: skip
+
+
+def test_finalists_come_from_every_machine_whatever_its_speed() -> None:
+    fast = {index: measured(index, 1.0 + index / 100, "fast") for index in range(20)}
+    slow = {index: measured(index, 9.0 + index / 100, "slow") for index in range(20, 40)}
+    groups = finalists.of_machines(fast | slow)
+    assert groups == [list(range(8)), list(range(20, 28))]
+    assert finalists.heats(groups, 39) == [[*range(8), *range(20, 28), 39]]
+    many = {index: measured(index, 1.0 + index, f"host-{index}") for index in range(40)}
+    heats = finalists.heats(finalists.of_machines(many), None)
+    assert sorted(len(heat) for heat in heats) == [13, 13, 14]
+    assert sorted(index for heat in heats for index in heat) == list(range(40))
+
+
+def test_damaged_messages_of_shards_are_refused() -> None:
+    good = {"index": 0, "trial": measured(0, 1.0, "a").to_json(), "figures": None}
+    assert replies.trial(good, {0: {"n": 0}}, is_check=False)[1].time_ms == 1.0
+    for damage in (
+        {}, {**good, "index": 7}, {**good, "index": []}, {**good, "trial": None}, {**good, "figures": {"flops": "x"}},
+        5, {**good, "trial": {**good["trial"], "samples_ms": [-1]}},
+    ):  # fmt: skip
+        with pytest.raises(replies.DamageError):
+            replies.trial(damage, {0: {"n": 0}}, is_check=False)
+    for damage in ({}, {"end": "done", "rounds_ms": [[0, [1.0]], [1, []]]}, {"end": "done", "rounds_ms": 3}):
+        with pytest.raises(replies.DamageError):
+            replies.end(damage)
+
+
+@pytest.mark.slow
+def test_a_worker_without_quarantune_is_told_to_install_it() -> None:
+    with pytest.raises(EngineError, match=r"executor Fresh cannot import quarantune .*install quarantune"):
+        tuner().run(X, executor=Fresh("", "-I", "-S"))
+
+
+@pytest.mark.slow
+def test_a_worker_of_another_version_is_told_both_versions() -> None:
+    prelude = f"sys.path.insert(0, {str(SOURCE)!r})\nimport quarantune._version as v\nv.__version__ = '0.0.1'\n"
+    ours = remote.versions_here()["quarantune"]
+    with pytest.raises(EngineError, match=f"it has quarantune 0.0.1, and the submitter {ours}; give all machines"):
+        tuner().run(X, executor=Fresh(prelude))
+
+
+def one_core(is_taken: Any) -> None:
+    """Restricts the first worker of a pool to one core, which makes it another kind of device."""
+    with is_taken.get_lock():
+        if not is_taken.value:
+            is_taken.value = True
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_of_two_kinds_of_devices_the_second_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    context = get_context("spawn")
+    space = {"n": list(range(20))}
+    kernel = quarantune.autotune(space, rep=2, ref_fn=None, name="kinds")(engine_kernels.plain)
+    with ProcessPoolExecutor(2, context, one_core, (context.Value("b", False),)) as pool, settings_of(pool):
+        kernel(X)  # for the device of this process
+    assert kernel.lookup(X) is not None
+    assert "(1 cores) and takes no part" in caplog.text
+    with ProcessPoolExecutor(1, context, one_core, (context.Value("b", False),)) as pool, settings_of(pool):
+        with pytest.raises(EngineError, match=r"another kind of device .* has .*\(1 cores\)\): .*cores\); give an"):
+            kernel(X[:4])
+        # Where the result is not for this process, the first machine decides.
+        result = kernel.tune(X[:4])
+    assert result.device.endswith("(1 cores)")
+    assert len(result.trials) == 20
+
+
+@contextlib.contextmanager
+def settings_of(executor: Executor) -> Iterator[None]:
+    with quarantune.settings(executor=executor):
+        yield
+
+
+def no_files() -> None:
+    """Lets this process write no byte to a file, as where a disk is full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+
+
+@pytest.mark.slow
+def test_machines_out_of_disk_are_named_and_later_ones_go_on() -> None:
+    context = get_context("spawn")
+    advice = r"ProcessPoolExecutor could not run a shard, twice; the last time on .*File too large"
+    with ProcessPoolExecutor(1, context, no_files) as pool, pytest.raises(EngineError, match=advice):
+        tuner().run(X, executor=pool)
+    with ProcessPoolExecutor(1, context) as pool:
+        assert tuner().run(X, executor=pool).best_config == {"n": 0}
+
+
+@pytest.mark.slow
+def test_a_broken_pool_is_named_and_its_trials_are_kept(tmp_path: Any) -> None:
+    ended: list[int] = []
+
+    def follow(index: int, phase: str) -> None:
+        if phase == "end":
+            ended.append(index)
+            if len(ended) == 3:
+                os.kill(int((tmp_path / "notes").read_text().split()[-1]), signal.SIGKILL)
+
+    space = {"n": list(range(8))}
+    noted = quarantune.AutoTuner(engine_kernels.noted, space, rep=2, ref_fn=None, name="broken", on_progress=follow)
+    advice = "ProcessPoolExecutor takes no further work: BrokenProcessPool"
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool, pytest.raises(EngineError, match=advice):
+        noted.run(X, str(tmp_path), executor=pool)
+    with ThreadPoolExecutor(1) as pool:
+        result = noted.run(X, str(tmp_path), executor=pool)
+    assert sorted(ended) == list(range(8))
+    assert len(result.trials) == 8
+
+
+def one_thread() -> None:
+    """Limits the threads of this process as engines do in their workers."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.mark.slow
+def test_workers_get_the_limits_of_threads_of_the_submitter(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, context, one_thread) as pool:
+        for limit in (3, 0):
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            if limit:
+                monkeypatch.setenv("OMP_NUM_THREADS", str(limit))
+            threads = quarantune.AutoTuner(engine_kernels.threads_of, {"n": [-1, 1]}, rep=2, ref_fn=None)
+            result = threads.run(np.array([limit]), executor=pool)  # the values of a plain callable's arrays travel
+            assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
+
+
+@pytest.mark.slow
+def test_tune_many_gives_each_machine_a_whole_sweep_and_tunes_equal_calls_once() -> None:
+    kernel = quarantune.autotune({"n": list(range(20))}, rep=2, ref_fn=None, name="many")(engine_kernels.plain)
+    calls = [(kernel, (jnp.ones((rows, 128)),)) for rows in (8, 16, 8)]
+    tasks: list[Any] = []
+
+    class Noting(ThreadPoolExecutor):
+        def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+            if fn is remote.run:
+                tasks.append(args[0])
+            return super().submit(fn, *args, **kwargs)
+
+    with Noting(2) as pool:
+        results = quarantune.tune_many(calls, executor=pool)
+    assert [result.best_config["n"] for result in results] == [0, 0, 0]
+    assert [(len(task["configs"]), task["is_whole"]) for task in tasks] == [(20, True)] * 2
+    failing = quarantune.AutoTuner(engine_kernels.threads_of, {"n": [1]}, ref_fn=None)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ExceptionGroup, match="1 of 2 problems") as caught:
+        quarantune.tune_many([calls[0], (failing, (np.array([77]),))], executor=pool)
+    assert isinstance(caught.value.exceptions[0], quarantune.TuningFailedError)
+
+
+@pytest.mark.slow
+def test_a_search_asks_for_shards_as_for_trials() -> None:
+    space = {"n": [0, 2], "same": list(range(200))}
+    searched = quarantune.AutoTuner(
+        engine_kernels.plain, space, rep=1, ref_fn=None, search="random", max_trials=30, name="searched"
+    )
+    with ThreadPoolExecutor(2) as pool:
+        result = searched.run(X, executor=pool)
+    assert (result.stopped, result.seen, len(result.trials)) == ("max_trials", 30, 30)
+    assert len({(trial.config["n"], trial.config["same"]) for trial in result.trials}) == 30
+    with ThreadPoolExecutor(2) as pool:
+        budgeted = quarantune.AutoTuner(
+            engine_kernels.plain, space, rep=1, ref_fn=None, search="random", time_budget=1.5, name="budgeted"
+        ).run(X, executor=pool)
+    assert budgeted.stopped == "time_budget"
+    assert budgeted.best_config is not None
+
+
+@pytest.mark.slow
+def test_compile_checks_go_to_machines_without_the_device() -> None:
+    with ThreadPoolExecutor(1) as pool, quarantune.settings(executor=pool):
+        report = quarantune.compile_check(engine_kernels.plain, {"n": [0, 1]}, X, target=quarantune.targets()[0])
+    assert report.ok
+    assert all(trial.figures is not None for trial in report.trials)
+
+
+def test_a_shard_that_was_given_up_does_not_go() -> None:
+    from quarantune.engine import contact
+
+    greeted: list[int] = []
+    contacts = contact.Contacts(lambda shard, about: greeted.append(shard) is None and shard == 1)
+    with contextlib.closing(contacts):
+        found: list[Any] = []
+        for shard in (1, 2):
+            thread = threading.Thread(target=lambda n=shard: found.append(contact.reach(contacts.address, n, {})))
+            thread.start()
+            while thread.is_alive():
+                contacts.poll(0.01)
+        line, refused = found
+        assert refused is False
+        assert greeted == [1, 2]
+        assert line.say({"phase": [0, "end"]})
+        assert not line.is_over
+        assert contacts.poll(5.0) == [contact.Said(1, {"phase": [0, "end"]})]
+        address = contacts.address
+        contacts.stop(1)
+        assert line.is_over
+        line.close()
+        with contextlib.closing(contact.Contacts(lambda *_: True)) as other:
+            forged = contact.Address(other.address.machine, (), other.address.port, "wrong")
+            thread = threading.Thread(target=lambda: found.append(contact.reach(forged, 1, {})))
+            thread.start()
+            while thread.is_alive():
+                other.poll(0.01)
+        assert found[-1] is False
+    assert contact.reach(address, 1, {}) is False  # its submitter is gone
