@@ -37,6 +37,7 @@ from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, choose
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.measured_here import MeasuredHere
+from quarantune.sweep.routes import Routes
 from quarantune.sweep.swept import Swept
 from quarantune.sweep.watchdog import Watchdog
 from quarantune.transport import executable_data
@@ -284,8 +285,21 @@ def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_p
 
 
 @pytest.mark.slow
-def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", [list, reversed])
+def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(
+    order: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[dict[int, list[str]]] = []
+    compile_batch = Routes.compile_batch
+
+    def reordered(self: Routes, configs: dict[int, Config], finish: Callable[..., None], **rest: Any) -> Any:
+        ended: list[tuple[int, Trial, str]] = []
+        found = compile_batch(self, configs, lambda *end: ended.append(end), **rest)
+        for end in order(sorted(ended, key=lambda end: end[0])):
+            finish(*end)
+        return found
+
+    monkeypatch.setattr(Routes, "compile_batch", reordered)
 
     @functools.partial(jax.jit, static_argnames=["n"])
     def powers(x: jax.Array, *, n: int) -> jax.Array:
@@ -298,7 +312,7 @@ def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(tmp_path: Path) ->
         return jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y @ y), y) * 0
 
     with in_this_process, quarantune.settings(cache_dir=tmp_path):
-        result = quarantune.AutoTuner(powers, {"n": [300, 1, 0]}, rep=2).run(jnp.ones((400, 400)))
+        result = quarantune.AutoTuner(powers, {"n": [1, 300, 0]}, rep=2).run(jnp.ones((400, 400)))
     assert ends(result.trials) == ["ok", "ok", "ok"], result.table()
     assert {n: outcomes[-1] for n, outcomes in seen[0].items()} == {300: "not_run", 1: "not_run", 0: "lost"}
     assert {n: outcomes[-1] for n, outcomes in last_records(tmp_path).items()} == {300: "ok", 1: "ok", 0: "ok"}

@@ -136,10 +136,11 @@ class MeasuredHere:
                 self._end(index, trial, log)
 
         executables = self._routes.compile_batch(dict(batch), on_compiled, source=self._request.source)
+        # In the order of the batch, not in that in which workers ended: suspects come last.
         attempts = [
-            Attempt(index, trial, log, executables.get(index))
-            for index, (trial, log) in compiled.items()
-            if index not in programs.ran_as
+            Attempt(index, *compiled[index], executables.get(index))
+            for index in batch
+            if index in compiled and index not in programs.ran_as
         ]
         self._measure_all(sorted(attempts, key=lambda attempt: not reference.is_default(attempt.index)))
         for index in sorted(compiled.keys() & programs.ran_as.keys()):
