@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -181,6 +182,9 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("tune K:scale --args f32[8],f32[8] --search best", "'surrogate'"),
         ("tune K:scale --args f32[8],f32[8] --max-trials 0", "whole number of at least 1"),
         ("tune K:scale --args f32[8],f32[8] --cache-dir bad.txt", "give another directory with --cache-dir"),
+        ("tune K:scale --args f32[8],f32[8] --executor dusk://host:1", "Did you mean 'dask'"),
+        ("tune K:scale --args f32[8],f32[8] --executor dask://host:1", "pip install 'quarantune[dask]'"),
+        ("tune K:scale --args f32[8],f32[8] --executor ray://auto", "pip install 'quarantune[ray]'"),
         ("check K:scale --args f32[8]", "--target"),
         ("check K:scale --args f32[8],f32[8] --target h100", "quarantune[cuda-compile]"),
         ("check K:scale --args f32[8],f32[8] --target TPU_v99", "nown are: cpu, TPU v4"),
@@ -214,6 +218,8 @@ def test_bad_input_ends_with_code_2_and_one_line_that_names_the_fix(
     if "h100" in words:
         monkeypatch.setattr("quarantune.devices.targets._plugins", set)
     monkeypatch.setattr("quarantune.devices.discovery.accelerators", lambda: None)
+    for library in ("distributed", "ray"):
+        monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
     for name, text in (
         ("empty.txt", "\n# nothing\n"),
         ("bad.txt", "f32[8] f32[8]\nf32\n"),
@@ -594,6 +600,26 @@ def test_tuners_and_functions_of_kernels_are_tuned_by_their_names(run: Run, kern
     assert code == 0
     assert re.search(r"times_two\(x f32\[8\]\): n=[12], ", out)
     assert run("check", f"{kernels}:tuner", "--target", "cpu", "--args", "f32[8]")[0] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.clients
+@pytest.mark.filterwarnings("ignore")  # those of other people's libraries
+def test_calls_are_tuned_on_a_cluster_and_saved_here(run: Run, kernels: str) -> None:
+    distributed = pytest.importorskip("distributed")
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+    Path("shapes.txt").write_text("f32[8] f32[8]\nf32[4] f32[4]\n")
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        address = cluster.scheduler_address.replace("tcp://", "dask://")
+        command = ["tune", f"{kernels}:scale", "--shapes", "shapes.txt", "--executor", address, "--json"]
+        code, out, err = run(*command)
+        assert code == 0, err
+        assert [(it["from_cache"], sum(it["outcomes"].values())) for it in json.loads(out)] == [(False, 2)] * 2
+        assert [it["from_cache"] for it in json.loads(run(*command)[1])] == [True, True]
+        failing = ["tune", f"{kernels}:broken", "--args", "f32[8]", "--executor", address]
+        code, out, _ = run(*failing)
+        assert (code, "RuntimeError: no 1" in out) == (1, True)
+    assert len(TuningCache()) == 2
 
 
 @pytest.mark.slow

@@ -23,6 +23,12 @@ def function_of(tuned: Tuned) -> TunedFunction:
     return tuned._resolver.function
 
 
+def is_known(tuned: Tuned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns whether a config is remembered for a call."""
+    resolver = tuned._resolver
+    return resolver.lookup(resolver.bind(args, kwargs)) is not None
+
+
 def result_of(tuned: Tuned, args: tuple[Any, ...], kwargs: dict[str, Any], *, anew: bool) -> TuningResult:
     """Returns the result for a call, from the cache or by tuning now.
 

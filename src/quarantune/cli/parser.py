@@ -169,6 +169,11 @@ def _add_tune(commands: Any) -> None:
     )
     command.add_argument("--max-trials", metavar="N", type=_COUNT, help="try at most N configs for each call")
     command.add_argument("--time-budget", metavar="S", type=_SECONDS, help="try configs for at most S seconds per call")
+    command.add_argument(
+        "--executor",
+        metavar="ADDRESS",
+        help="tune on a cluster: dask://HOST:PORT, ray://HOST:PORT, or ray://auto (see docs/clusters.md)",
+    )
     _cache_dir(command)
     _json(command)
 

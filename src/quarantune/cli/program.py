@@ -14,7 +14,7 @@ from quarantune.cli import call_texts
 from quarantune.cli.output import FAILED, INTERRUPTED, WRONG, InputError, Output, message_of
 from quarantune.cli.parser import make_parser
 
-_FAILURES = frozenset({"TuningFailedError", "ReferenceFailedError", "SandboxError", "CacheWriteError"})
+_FAILURES = frozenset({"TuningFailedError", "ReferenceFailedError", "SandboxError", "CacheWriteError", "EngineError"})
 """The library's errors that say that the work failed. By name, because the import of their classes takes time."""
 
 

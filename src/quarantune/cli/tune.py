@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quarantune.api import ahead
 from quarantune.api.contextual import Contextual
-from quarantune.cli import calls, functions
+from quarantune.api.tune_many import tune_many
+from quarantune.cli import calls, engines, functions
 from quarantune.cli.calls import Call
 from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
 from quarantune.resolve.tuned_function import TunedFunction
@@ -36,13 +39,42 @@ def tune(options: argparse.Namespace, out: Output) -> int:
         with input_errors(TypeError, ValueError):
             function = ahead.function_of(tuned)
         wanted = calls.make(function, options.texts, options)
-        records = []
-        for call in wanted:
-            record = _tune(tuned, function, call, options.force)
-            records.append(record)
-            _show(record, out, alone=len(wanted) == 1)
+        with _engine(options.executor):
+            records = []
+            for record in _records(tuned, function, wanted, options):
+                records.append(record)
+                _show(record, out, alone=len(wanted) == 1)
     out.json([{key: value for key, value in record.items() if key not in _FOR_PEOPLE} for record in records])
     return FAILED if any(record["error"] for record in records) else DONE
+
+
+@contextlib.contextmanager
+def _engine(address: str | None) -> Iterator[None]:
+    """Lets the sweeps of a block run on a distributed engine, if one is named."""
+    if address is None:
+        yield
+        return
+    with engines.connected(address) as executor, environment.settings(executor=executor):
+        yield
+
+
+def _records(
+    tuned: ahead.Tuned, function: TunedFunction, wanted: Sequence[Call], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Yields what came of each call."""
+    if options.executor is None or isinstance(tuned, Contextual) or len(wanted) == 1:
+        for call in wanted:
+            yield _tune(tuned, function, call, options.force)
+        return
+    # The machines of the engine tune all calls at a time. The results are in the cache then, and calls that failed fail
+    # once more as they are looked up.
+    with input_errors(TypeError, ValueError, ImportError):
+        known = [ahead.is_known(tuned, call.args, call.kwargs) for call in wanted]
+    with environment.settings(always_tune=options.force), contextlib.suppress(ExceptionGroup):
+        tune_many([(tuned, call.args, call.kwargs) for call in wanted])
+    for call, was_known in zip(wanted, known, strict=True):
+        record = _tune(tuned, function, call, force=False)
+        yield record | {"from_cache": was_known and not options.force}
 
 
 def _check_cache() -> None:
@@ -104,7 +136,7 @@ def _of_result(result: TuningResult) -> dict[str, Any]:
         "default_time_ms": result.default_time_ms,
         "speedup": result.speedup,
         "from_cache": bool(result.from_cache),
-        "outcomes": count_outcomes(result.trials),
+        "outcomes": count_outcomes(result.trials) or result.counts,
         "tie": [encode(config) for config in result.tie],
         "stopped": result.stopped,
         "table": result.table if result.trials else "",
