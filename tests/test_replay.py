@@ -231,7 +231,6 @@ def test_few_of_the_configs_tried_fail_where_most_of_the_space_does() -> None:
     assert tried["random"] > 0.5
     assert all(run.evaluations for run in result.runs["surrogate"])
     assert result.evaluations("surrogate") < (result.evaluations("random", 0.5) or math.inf)
-    assert all(run.cpu_ms < 15 for run in result.runs["surrogate"])
 
 
 @pytest.mark.slow

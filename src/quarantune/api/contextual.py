@@ -19,7 +19,8 @@ from quarantune.values.options import ContextualKeywords, Options, checked_optio
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
-    from quarantune.resolve.contextual_job import ContextualFunction, ContextualResolver
+    from quarantune.resolve.contextual_function import ContextualFunction
+    from quarantune.resolve.contextual_job import ContextualResolver
 
 _MOST_REMEMBERED = 1024
 """The memo is cleared beyond this many calls, as those of a function of Python values may differ without end."""
@@ -105,7 +106,7 @@ class Contextual:
 
     @locks.lazy
     def _function(self) -> ContextualFunction:
-        from quarantune.resolve.contextual_job import ContextualFunction
+        from quarantune.resolve.contextual_function import ContextualFunction
 
         return ContextualFunction(
             self.__wrapped__,

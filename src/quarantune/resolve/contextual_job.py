@@ -5,23 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from quarantune import cache
 from quarantune.cache import Entry
 from quarantune.measure import finals
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
-from quarantune.resolve.entries import Searched, Times, saved_of, searched_of, space_of
-from quarantune.resolve.known_results import KnownResults
+from quarantune.resolve.contextual_function import ContextualFunction, KnownAssignments, shown_together
+from quarantune.resolve.entries import Searched, Times, saved_of, searched_of
 from quarantune.resolve.resolver import Resolver
-from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.resolve.tuning_job import JobContext, TuningJob
 from quarantune.results import report
 from quarantune.results.contextual_result import ContextualResult, KernelChoice, labels
@@ -39,7 +35,6 @@ from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Se
 from quarantune.transport.problem import Problem
 from quarantune.values import shown
 from quarantune.values.json_object import JsonObject
-from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
 
@@ -47,72 +42,6 @@ _logger = logging.getLogger("quarantune")
 
 _COMBINATIONS = 64
 """How many combinations of configs are tried where no kernel alone keeps a function from running."""
-_MOST_CONFIGS = 256
-"""How many configs all kernels of a function may have, as far as waiting for another rank's result is concerned."""
-
-
-class ContextualFunction(TunedFunction):
-    """A function whose kernels are tuned; its only config holds the assignment of configs to kernels under `KEY`.
-
-    Attributes:
-        runner: calls the function under an assignment.
-    """
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        name: str,
-        signature: inspect.Signature,
-        static_names: frozenset[str] | None,
-        options: Options,
-    ) -> None:
-        """Describes a function, as `TunedFunction` does; its calls show which kernels there are to tune."""
-        space = [{KEY: assignment.encode({}, others=OWN)}]
-        super().__init__(fn, space, name=name, signature=signature, static_names=static_names, options=options)
-        self.runner = Runner(fn)
-
-    def most_configs(self, configs: Sequence[Config]) -> int:
-        """Returns how many configs a sweep may try; a guess, as only calling the function shows its kernels."""
-        return _MOST_CONFIGS
-
-
-class _KnownAssignments(KnownResults):
-    """The known assignments for the calls of one function."""
-
-    def config_of(
-        self, entry: Entry, configs: Sequence[Config], settings: Settings, *, is_own: bool = True
-    ) -> Config | None:
-        """Returns the assignment of an entry if every kernel still has the config space that it had."""
-        try:
-            chosen = assignment.chosen_from(entry["config"]["assignment"])
-            offered = [_is_offered(str(kernel["name"]), kernel["space"]) for kernel in entry["kernels"]]
-        except (KeyError, TypeError, ValueError):
-            cache.report_once(
-                f"{self._function.name}: the cached entry does not say which config each kernel uses: it is not used"
-            )
-            return None
-        if not all(offered) or not self.versions_serve(entry, settings, is_own=is_own):
-            return None
-        return {KEY: assignment.encode(chosen, others=OWN)}
-
-    def config_from(self, encoded: JsonObject, configs: Sequence[Config]) -> Config | None:
-        """Returns the assignment that another process has encoded, or None where it is none."""
-        try:
-            chosen = assignment.Assignment(str(encoded[KEY])).chosen
-        except (KeyError, TypeError, ValueError):
-            return None
-        return {KEY: assignment.encode(chosen, others=OWN)}
-
-    def text_of(self, config: Config) -> str:
-        """Returns an assignment as messages show it."""
-        return shown.format_config(_shown(assignment.Assignment(str(config[KEY])).chosen))
-
-
-def _is_offered(name: str, space: Any) -> bool:
-    """Returns whether a kernel still has its configs; true for one not defined yet, or that makes its configs."""
-    listed = [kernel._configs for kernel in assignment.kernels(name) if not callable(kernel._configs)]
-    return not listed or any(space_of(configs) == space for configs in listed)
 
 
 def _is_never_pruned(_: int) -> bool:
@@ -126,12 +55,6 @@ def _together(searched: Sequence[Searched], limits: SearchLimits) -> Searched:
     stopped = next((end for end in ends if end != EXHAUSTED), EXHAUSTED if ends else "")
     seen, size = sum(part.seen or 0 for part in searched), sum(part.space_size or 0 for part in searched)
     return Searched(stopped, seen, size, limits.budget(stopped))
-
-
-def _shown(chosen: Mapping[Slot, Config]) -> Config:
-    """Returns the configs of some kernels as one, for messages."""
-    names = labels([slot.name for slot in chosen])
-    return {name: shown.format_config(config) for name, config in zip(names, chosen.values(), strict=True)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +207,7 @@ class ContextualJob(TuningJob):
         while True:
             tried = [assignment.encode(chosen, others=DEFAULT) for chosen in candidates]
             try:
-                step = self._try(tried, [_shown(chosen) for chosen in candidates], "any kernel", runner)
+                step = self._try(tried, [shown_together(chosen) for chosen in candidates], "any kernel", runner)
             except TuningFailedError:
                 reports = [runner.left_report(text) for text in tried]
                 furthest = max(range(len(tried)), key=lambda index: len(reports[index]))
@@ -311,7 +234,7 @@ class ContextualJob(TuningJob):
         ]
         by_text = {assignment.encode(chosen, others=DEFAULT): chosen for chosen in drawn}
         candidates = list(by_text.values())
-        step = self._try([*by_text], [_shown(chosen) for chosen in candidates], "combinations", runner)
+        step = self._try([*by_text], [shown_together(chosen) for chosen in candidates], "combinations", runner)
         return candidates[step.winner], step
 
     def _tune_kernel(
@@ -344,32 +267,8 @@ class ContextualJob(TuningJob):
         Raises:
             TuningFailedError: the function failed under every assignment.
         """
-        trials: dict[int, Trial] = {}
         runner = runner or self._runner
         label = f"{self._name} ({kernel})"
-        progress = Progress(
-            label,
-            len(texts),
-            shown=self._settings.progress,
-            config_of=shown.__getitem__,
-            default=shown[0],
-            has_last_line=False,
-        )
-        configs: Mapping[int, Config] = {index: {KEY: text} for index, text in enumerate(texts)}
-        possible, searching = list(configs.values()), None
-        source: ConfigSource = NOTHING_MORE
-        if share is not None and not share.tries_all:
-            trial_s = self._limits.compile_timeout_s + self._limits.timeout_s
-            searching = Searching(share, space_for(shown, None), defaults=0, trial_s=trial_s)
-            progress.expect(searching.total, is_bound=True, budget_s=share.time_budget_s)
-            source = _KernelSearch(searching, texts)
-            configs = source.take(1)
-
-        def on_trial(index: int, trial: Trial) -> None:
-            trials[index] = dataclasses.replace(trial, config=dict(shown[index]), ended_s=time.time())
-            self._refresh_claim()
-            progress.step(trials[index])
-
         untuned = assignment.encode({}, others=DEFAULT)
         problem = dataclasses.replace(
             self._keyed.problem(),
@@ -377,17 +276,11 @@ class ContextualJob(TuningJob):
             untuned={KEY: untuned},
             default=texts.index(untuned) if untuned in texts else None,
         )
-        with contextlib.closing(progress):
-            swept = sweep.run(
-                problem,
-                configs,
-                options=self._options,
-                settings=self._settings,
-                limits=self._limits.compiling_as_it_runs(),
-                events=SweepEvents(on_trial=on_trial, on_tick=self._refresh_claim, on_phase=progress.enter),
-                space=possible,
-                source=source,
-            )
+        searching = None
+        if share is not None and not share.tries_all:
+            trial_s = self._limits.compile_timeout_s + self._limits.timeout_s
+            searching = Searching(share, space_for(shown, None), defaults=0, trial_s=trial_s)
+        trials, swept = self._sweep_assignments(problem, texts, shown, label, searching)
         if swept.complaint:
             _logger.warning("%s: %s", label, swept.complaint)
         if not any(trial.outcome is Outcome.OK for trial in trials.values()):
@@ -407,6 +300,61 @@ class ContextualJob(TuningJob):
                 len(texts),
             ),
         )
+
+    def _sweep_assignments(
+        self,
+        problem: Problem,
+        texts: Sequence[str],
+        shown: Sequence[Config],
+        label: str,
+        searching: Searching | None,
+    ) -> tuple[dict[int, Trial], Swept]:
+        """Runs assignments, all or those that a search asks.
+
+        Args:
+            problem: the call of the whole function.
+            texts: the assignments.
+            shown: the config that trials and messages show for each.
+            label: the name of the sweep in messages.
+            searching: the search; None runs all.
+
+        Returns:
+            The trials by index, and the findings beside them.
+        """
+        trials: dict[int, Trial] = {}
+        possible = [{KEY: text} for text in texts]
+        progress = Progress(
+            label,
+            len(texts),
+            shown=self._settings.progress,
+            config_of=shown.__getitem__,
+            default=shown[0],
+            has_last_line=False,
+        )
+        configs: Mapping[int, Config] = dict(enumerate(possible))
+        source: ConfigSource = NOTHING_MORE
+        if searching is not None:
+            progress.expect(searching.total, is_bound=True, budget_s=searching.time_budget_s)
+            source = _KernelSearch(searching, texts)
+            configs = source.take(1)
+
+        def on_trial(index: int, trial: Trial) -> None:
+            trials[index] = dataclasses.replace(trial, config=dict(shown[index]), ended_s=time.time())
+            self._claim.refresh()
+            progress.step(trials[index])
+
+        with contextlib.closing(progress):
+            swept = sweep.run(
+                problem,
+                configs,
+                options=self._options,
+                settings=self._settings,
+                limits=self._limits.compiling_as_it_runs(),
+                events=SweepEvents(on_trial=on_trial, on_tick=self._claim.refresh, on_phase=progress.enter),
+                space=possible,
+                source=source,
+            )
+        return trials, swept
 
     def _slots(self, problem: Problem, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:
         """Returns the kernels that were called under the winning assignment."""
@@ -473,5 +421,5 @@ class ContextualJob(TuningJob):
 class ContextualResolver(Resolver):
     """Finds the best assignment for each call of one function; its configs hold the assignment under `KEY`."""
 
-    _known_results = _KnownAssignments
+    _known_results = KnownAssignments
     _tuning_job = ContextualJob

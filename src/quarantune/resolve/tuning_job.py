@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from quarantune import cache
-from quarantune.cache import CacheWriteError, Claim, Entry
+from quarantune.cache import CacheWriteError, Entry
 from quarantune.host import locks
 from quarantune.measure import finals, sampling
 from quarantune.resolve import engines
@@ -32,6 +32,7 @@ from quarantune.resolve.entries import (
 from quarantune.resolve.known_results import KnownResults
 from quarantune.resolve.starts import starts
 from quarantune.resolve.sweep_records import SweepRecords
+from quarantune.resolve.tuning_claim import TuningClaim, left_trials
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
@@ -45,18 +46,13 @@ from quarantune.sweep.swept import Swept
 from quarantune.values import shown, versions
 from quarantune.values.config_values import encode
 from quarantune.values.grid import Positions
+from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
 from quarantune.values.trial import READY, Config, Outcome, Trial, TuningFailedError, count_outcomes, pruned_trial
 
 _logger = logging.getLogger("quarantune")
 
 _GOES_ON = "the next call goes on from there"
-_HEARTBEAT_S = 1.0
-"""How often a tuning job refreshes its claim."""
-_CLAIM_WORST_CASE_S = 60.0
-"""A tuning job whose claim has not been refreshed for this long is stopped, or its host is gone."""
-_WAIT_MESSAGE_S = 5.0
-"""How often a waiting job reports that it waits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +100,7 @@ class TuningJob:
         self._troubled: set[int] = set()
         self._not_compiling: set[int] = set()
         self._records = SweepRecords(keyed, settings, self._limits)
-        self._claim: Claim | None = None
-        self._next_heartbeat = 0.0
+        self._claim = TuningClaim(keyed, settings, self._limits)
 
     def run(self) -> TuningResult:
         """Returns the result: of a sweep, or of the job that tuned meanwhile.
@@ -152,70 +147,34 @@ class TuningJob:
         Raises:
             TuningFailedError: every config failed in that job.
         """
-        claim = Claim(directory, self._name, self._key.device, self._key.text, worst_case_s=self._claim_worst_case_s())
 
-        def done() -> Entry | TuningFailedError | None:
+        def done() -> Entry | None:
             if self._must_tune:
                 return None
             known = self._context.known
             entry = known.usable_entry(self._keyed, self._settings)
             return entry if entry and known.is_enough(searched_of(entry), self._settings) else None
 
-        next_message_s = 0.0
-
-        def on_wait(holder: str, waited_s: float) -> None:
-            nonlocal next_message_s
-            if waited_s >= next_message_s:
-                next_message_s = waited_s + _WAIT_MESSAGE_S
-                progress.say(f"waiting for {holder} to tune it ({waited_s:.0f} s)")
-
         try:
-            answer: Entry | TuningFailedError | Claim = cache.wait(claim, done, on_wait, failed=self._failure_of)
+            return self._claim.take(directory, stack, done=done, failed=self._failure_of, say=progress.say)
         except CacheWriteError as error:
             cache.report_once(f"{self._name}: the results of this process are not saved: {error}")
             self._records.directory = None
             return None
-        if isinstance(answer, Claim):
-            self._claim = stack.enter_context(claim)
-            return None
-        if isinstance(answer, TuningFailedError):
-            raise answer
-        return answer
 
-    def _claim_worst_case_s(self) -> float:
-        """Returns the longest time between two refreshes of the claim, in seconds.
+    def _terms(self) -> JsonObject:
+        """Returns what distinguishes this sweep from others that might not fail."""
+        search = {} if self._search.tries_all else {"search": self._search.to_json()}
+        return {"space": space_of(self._configs), "limits": self._limits.deadlines(), **search}
 
-        Nothing refreshes it while the function is loaded, or while a config runs in this process.
-        """
-        limits = self._limits
-        is_apart = isolation_of(self._settings, self._keyed.problem()) is Isolation.PROCESS
-        silent_s = limits.compile_timeout_s + (0.0 if is_apart else limits.timeout_s)
-        return _CLAIM_WORST_CASE_S + silent_s
-
-    def _refresh_claim(self) -> None:
-        now = time.monotonic()
-        if self._claim is not None and now >= self._next_heartbeat:
-            self._next_heartbeat = now + _HEARTBEAT_S
-            self._claim.refresh()
-
-    def _failure_of(self, about: Mapping[str, object]) -> Entry | TuningFailedError | None:
+    def _failure_of(self, about: JsonObject) -> TuningFailedError | None:
         """Returns the failure of the job that tuned meanwhile, if it ran the same configs under the same limits."""
-        if self._must_tune or about.get("space") != space_of(self._configs):
+        if self._must_tune:
             return None
-        if about.get("search", {}) != ({} if self._search.tries_all else self._search.to_json()):
+        trials = left_trials(about, self._terms(), self._configs, self._positions)
+        if trials is None or (self._search.tries_all and len(trials) != len(self._configs)):
             return None
-        trials = about.get("trials")
-        if about.get("limits") != self._limits.deadlines() or not isinstance(trials, list):
-            return None
-        try:
-            trials = [Trial.from_json(trial) for trial in trials]
-        except (KeyError, TypeError, ValueError):
-            return None
-        indices = [index for trial in trials if (index := self._positions.of(trial.config)) is not None]
-        if len(indices) < len(trials) or (self._search.tries_all and len(trials) != len(self._configs)):
-            return None
-        pairs = zip(trials, indices, strict=True)
-        return self._failure(tuple(dataclasses.replace(trial, config=self._configs[index]) for trial, index in pairs))
+        return self._failure(trials)
 
     def _failure(self, trials: tuple[Trial, ...]) -> TuningFailedError:
         return TuningFailedError(report.failure_message(self._name, trials), trials=trials, key=self._key.text)
@@ -231,7 +190,7 @@ class TuningJob:
         return {}
 
     def _record(self, index: int, trial: Trial) -> None:
-        self._refresh_claim()
+        self._claim.refresh()
         self._records.append(trial, was_troubled=index in self._troubled)
 
     def _known_not_to_compile(self) -> dict[int, Trial]:
@@ -291,7 +250,7 @@ class TuningJob:
             failures=failures,
             trial_s=self._limits.compile_timeout_s + self._limits.timeout_s,
         )
-        progress.expect(searching.total, is_bound=True, budget_s=self._search.time_budget_s)
+        progress.expect(searching.total, is_bound=True, budget_s=searching.time_budget_s)
         progress.recall(list(self._trials.values()))
         configs = searching.take(1)
         swept = Swept()
@@ -328,7 +287,7 @@ class TuningJob:
             limits=self._limits,
             events=SweepEvents(
                 on_trial=on_trial,
-                on_tick=self._refresh_claim,
+                on_tick=self._claim.refresh,
                 on_provisional=self._record,
                 on_phase=on_phase,
                 on_default=progress.note_default,
@@ -423,13 +382,7 @@ class TuningJob:
         if self._directory is not None:
             # Another process may find the machine in a better state.
             self._records.discard()
-        if self._claim is not None:
-            failure = {
-                "space": space_of(self._configs),
-                "limits": self._limits.deadlines(),
-                "trials": [trial.to_json() for trial in trials],
-            } | ({} if self._search.tries_all else {"search": self._search.to_json()})
-            self._claim.leave_failure(failure)
+        self._claim.leave_failure(self._terms(), trials)
         return self._failure(trials)
 
     def _log_winner(self, best: Trial, tie: Sequence[Config], usable: Sequence[Trial]) -> None:

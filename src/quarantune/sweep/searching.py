@@ -80,6 +80,11 @@ class Searching:
         return size is not None and self._tried + self._failures + self._space.dropped >= size
 
     @property
+    def time_budget_s(self) -> float | None:
+        """Seconds after which the search ends; None for no limit."""
+        return self._limits.time_budget_s
+
+    @property
     def total(self) -> int:
         """The most configs that the search may try."""
         size = self._space.whole()
