@@ -24,8 +24,8 @@ from quarantune.values.call_text import call_text
 from quarantune.values.trial import Config, Outcome, Phase, Trial
 
 EVIL = (
-    '</script><script>document.title="owned"</script><!-- "\'&\u202e\u2028\x00\x1b[2J\ud800 {{data}} ${x}'
-    "<img src=x onerror=\"document.title='owned'\">"
+    '</script><script>document.title="owned"</script></script x="<!-- <script \'&\u202e\u2028\x00\x1b[2J\ud800'
+    " {{data}} ${x}<img src=x onerror=\"document.title='owned'\">"
 )
 needs_browser = pytest.mark.skipif(not (CHROMEDRIVER and CHROMIUM), reason=MISSING)
 
@@ -164,6 +164,7 @@ def test_strings_cannot_leave_the_data_of_a_report() -> None:
     assert all(char.isprintable() or char == "\n" for char in text)
     data = json.loads(page.scripts[0])
     assert data["problems"][0]["trials"]["n"] == 5
+    assert not set(page.scripts[0]) & set("<>&")
     assert any("\\x1b[2J" in message and "</script>" in message for message in data["texts"])
     assert not [attrs for tag, attrs in page.elements if tag == "img" or (attrs.get("src") or attrs.get("onerror"))]
     assert not [

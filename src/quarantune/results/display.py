@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import html
 import logging
 import os
 import sys
@@ -95,8 +94,7 @@ class _Shared:
             self._sweeps.remove(progress)
             is_last = not self._sweeps
             if is_last and self._stop is not None and self._thread is not None:
-                self._stop.set()
-                self._thread.join()
+                self._stop.set()  # the thread draws nothing from now on, and ends by itself
                 self._thread = self._stop = None
             with self._drawing, contextlib.suppress(OSError, ValueError):
                 if is_last:
@@ -108,7 +106,8 @@ class _Shared:
         try:
             while not stop.wait(self._surface.interval_s):
                 with self._drawing:
-                    self._surface.draw(list(self._sweeps))
+                    if not stop.is_set():
+                        self._surface.draw(list(self._sweeps))
         except Exception:  # the terminal may be gone, which must not end the sweep
             _logger.debug("progress is not shown any more", exc_info=True)
 
@@ -174,6 +173,8 @@ class _Notebook:
 
     @staticmethod
     def _data(lines: list[str]) -> dict[str, str]:
+        import html  # needed here only, and no part of the import of this package
+
         text = "\n".join(lines)
         style = "white-space:pre-wrap;margin:0"
         return {"text/plain": text, "text/html": f'<pre style="{style}">{html.escape(text)}</pre>'}

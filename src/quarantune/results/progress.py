@@ -212,7 +212,8 @@ class Progress:
         compiling = sum(phase in (Phase.LOAD, Phase.COMPILE) for phase in phases)
         ready = phases.count(READY)
         measuring = len(phases) - compiling - ready
-        waiting = max(0, self._total - len(trials) - len(phases))
+        begun = sum(index >= 0 for index in running)  # the untuned function is none of the configs
+        waiting = max(0, self._total - len(trials) - begun)
         flow = [f"{compiling} compile", *([f"{ready} compiled"] if ready else []), f"{measuring} measured"]
         if not self._is_bound:
             flow = [f"{waiting:,} wait", *flow]
@@ -220,7 +221,7 @@ class Progress:
         time_text = f"{_duration(gone_s)} gone{self._to_go(gone_s, len(trials))}"
         counts = ", ".join(f"{count:,} {outcome}" for outcome, count in count_outcomes(trials).items())
         if self._is_bound:
-            done = f"{len(trials) + len(running):,} asked of at most {self._total:,}, {len(trials):,} done"
+            done = f"{len(trials) + begun:,} asked of at most {self._total:,}, {len(trials):,} done"
         else:
             done = f"{len(trials):,} of {self._total:,} done"
         return View(
@@ -228,7 +229,7 @@ class Progress:
             done=len(trials),
             total=self._total,
             counts=f"{done}{f' ({counts})' if counts else ''}, {time_text}" if self._total else time_text,
-            flow=", ".join(flow) if phases else "",
+            flow=", ".join(flow) if phases else self._before_or_after(len(trials)),
             best=self._best_text(),
             running=self._running_text(running, now),
             notice=self._notice,
@@ -245,13 +246,21 @@ class Progress:
             f"{', ' if best else ''}{best}; {kept or 'nothing is kept'}"
         )
 
+    def _before_or_after(self, done: int) -> str:
+        """Returns the step of the sweep where no config runs; empty where no sweep is under way."""
+        if not self._total or self._notice:
+            return ""
+        if done == self._recalled:
+            return "starting workers"
+        return "the fastest are timed once more, in turn" if done >= self._total else ""
+
     def _running_text(self, running: dict[int, tuple[str, float]], now: float) -> str:
         """Returns the configs that run, the longest first."""
         parts = []
         for index, (phase, since) in sorted(running.items(), key=lambda item: item[1][1])[:_MOST_RUNNING]:
             if phase != READY:
                 if index < 0:
-                    name = "the defaults"
+                    name = "the untuned function"
                 else:
                     name = f"config {index}" if self._config_of is None else shown.format_config(self._config_of(index))
                 parts.append(f"{name} {_VERBS.get(Phase(phase), phase)} ({_duration(now - since)})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import textwrap
 from typing import TYPE_CHECKING
@@ -72,6 +71,8 @@ def winner(result: TuningResult) -> Trial:
 
 def html_text(result: TuningResult) -> str:
     """Returns the result as HTML for a notebook: two lines, and the fastest trials as a table."""
+    import html  # needed here only, and no part of the import of this package
+
     head = "<br>".join(html.escape(line.strip()) for line in text(result).splitlines())
     if not result.trials:
         return f"<div>{head}</div>"
