@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import os
@@ -13,14 +14,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from aftermath import eventually
 from terminals import Recording, python, record
 
 import quarantune
+from quarantune.resolve import tuning_job
 from quarantune.results import display
 from quarantune.results.progress import Progress
+from quarantune.sweep import in_process
 from quarantune.values.shown import format_array
 from quarantune.values.trial import READY, Outcome, Trial
 
@@ -230,6 +234,45 @@ def test_arrays_have_short_names() -> None:
     assert format_array((), "bfloat16") == "bf16[]"
     names = ("int8", "uint4", "float8_e4m3fn", "bool", "complex64")
     assert [format_array((1,), name) for name in names] == ["i8[1]", "u4[1]", "f8_e4m3fn[1]", "bool[1]", "c64[1]"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["process", "none"])
+def test_a_sweep_reports_phases_and_the_time_of_the_untuned_function(
+    isolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[tuple[int, str]] = []
+    default_ms: list[float | None] = []
+    given: list[tuple[int, str]] = []
+
+    class Noting(Progress):
+        def enter(self, index: int, phase: str) -> None:
+            noted.append((index, phase))
+            super().enter(index, phase)
+
+        def note_default(self, time_ms: float | None) -> None:
+            default_ms.append(time_ms)
+
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def scale(x: Any, n: int = 1) -> Any:
+        return x * n / n
+
+    monkeypatch.setattr(tuning_job, "Progress", Noting)
+    monkeypatch.setattr(in_process, "_warn", lambda reason: None)
+    with quarantune.settings(isolation=isolation):
+        on_progress = lambda index, phase: given.append((index, phase))  # noqa: E731
+        quarantune.AutoTuner(scale, {"n": [2, 3]}, rep=1, on_progress=on_progress).run(np.ones(4, np.float32))
+    assert [phase for index, phase in noted if index == 0 and phase in ("compile", "check", "measure", "end")] == [
+        "compile",
+        "check",
+        "measure",
+        "end",
+    ]
+    assert {phase for index, phase in noted if index < 0} >= {"compile", "check", "measure", "end"}
+    assert len(default_ms) == 1
+    assert default_ms[0]
+    assert ((0, READY) in noted) is (isolation == "process")
+    assert given == [(index, phase) for index, phase in noted if index >= 0 and phase != READY]
 
 
 # --- real programs ------------------------------------------------------------------------------------------

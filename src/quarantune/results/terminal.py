@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quarantune.results.progress import Progress
 
 _MOST_SWEEPS = 4
+_BAR_WIDTH = 60
 _hooks: list[_Hook] = []
 
 
@@ -77,8 +78,10 @@ class Terminal:
     def _close(self) -> None:
         if self._live is not None:
             live, self._live, self._console = self._live, None, None
-            live.stop()
-            _release_hooks()
+            try:
+                live.stop()
+            finally:  # the terminal may be gone
+                _release_hooks()
 
 
 def _rendered(sweeps: list[Progress]) -> Any:
@@ -95,7 +98,7 @@ def _rendered(sweeps: list[Progress]) -> Any:
         view = sweep.view()
         parts.append(line(f"{view.label}: {view.counts}", "bold"))
         if view.total:
-            parts.append(ProgressBar(total=view.total, completed=view.done, width=min(60, 60)))
+            parts.append(ProgressBar(total=view.total, completed=view.done, width=_BAR_WIDTH))
         parts += [line(f"  {text}") for text in (view.notice, view.flow, view.best, view.running) if text]
     grid = Table.grid(expand=True)
     grid.add_column(no_wrap=True, overflow="ellipsis")
