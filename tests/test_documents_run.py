@@ -68,6 +68,7 @@ def test_examples_in_docstrings_that_are_not_skipped_are_right(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path) -> None:
     script = tmp_path / f"{Path(page).stem.replace('-', '_').lower()}.py"
