@@ -96,9 +96,17 @@ def test_the_table_has_the_compilers_figures_and_reasons() -> None:
         Trial(config={"BM": 16}, outcome=Outcome.ERROR, message=wanted),
     ).table()
     header, ok, _, _, over = table.splitlines()[:5]
-    assert header.split() == ["BM", "outcome", "compile", "s", "VMEM", "MiB", "GFLOP"]
+    assert header.split() == ["BM", "outcome", "compile", "s", "VMEM", "MiB", "GFLOP", "over"]
     assert ok.split() == ["8", "ok", "1.25", "5", "2"]
     assert "over VMEM: 73.39 of 16.00 MiB" in over
+
+
+def test_configs_that_need_too_much_share_a_note_and_keep_their_amounts() -> None:
+    wanted = "Scoped allocation with size {}.00M and limit 16.00M exceeded scoped vmem limit"
+    trials = [Trial(config={"BM": n}, outcome=Outcome.ERROR, message=wanted.format(n)) for n in (32, 64)]
+    table = report_of(*trials).table(width=100)
+    assert table.count("[1] error, 2 configs, for BM=32: over VMEM: 32.00 of 16.00 MiB; Scoped") == 1
+    assert all(f" VMEM: {n}.00 of 16.00 MiB" in table.split("\n\n")[0] for n in (32, 64))
 
 
 def test_shared_memory_overflows_state_their_amounts_first() -> None:

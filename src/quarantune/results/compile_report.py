@@ -77,11 +77,17 @@ class CompileReport:
 
 def briefly(message: str) -> str:
     """Returns a compiler's message, or the gist of it in front where that is at its end."""
+    over = _overflow(message)
+    return f"over {over}; {message}" if over and not message.startswith(f"over {over}; ") else message
+
+
+def _overflow(message: str) -> str:
+    """Returns the memory that a config needs more of than there is, as `VMEM: 73.39 of 16.00 MiB`; empty for others."""
     for pattern, memory in _OVERFLOWS:
         if (found := pattern.search(message)) is not None:
             (wanted, unit), (there, other) = (_readable(amount) for amount in found.groups())
-            return f"over {memory}: {wanted}{'' if unit == other else f' {unit}'} of {there} {other}; {message}"
-    return message
+            return f"{memory}: {wanted}{'' if unit == other else f' {unit}'} of {there} {other}"
+    return ""
 
 
 def _readable(amount: str) -> tuple[str, str]:
@@ -107,3 +113,6 @@ def _columns(trials: tuple[Trial, ...]) -> Iterator[tuple[str, Callable[[Trial],
     ):
         if any(getattr(trial.figures or CompilerFigures(), name) for trial in trials):
             yield heading, column(name, unit)
+    # Each config's own, because one note below the table covers all that fail alike.
+    if any(_overflow(trial.message) for trial in trials):
+        yield "over", lambda trial: _overflow(trial.message)
