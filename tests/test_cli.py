@@ -698,7 +698,8 @@ def test_the_program_starts_in_time_and_lists_10_000_results(cache_dir: Path, tm
         assert process.returncode == 0
         return used.ru_utime + used.ru_stime
 
-    # The aims are 0.15 and 0.5 s; a quiet machine takes 0.11 and 0.35.
+    # The aims are 0.15 and 0.5 s. Twice that is allowed here, as machines that run tests are slow and shared: with six
+    # processes on two cores, 0.14 and 0.43 s were measured.
     assert best_of(lambda: cpu_s("cache", "path"), limit=2 * 0.15) <= 2 * 0.15
     assert best_of(lambda: cpu_s("cache", "list"), limit=2 * 0.5) <= 2 * 0.5
     assert (tmp_path / "out").read_text().count("x bf16[") == 10_000

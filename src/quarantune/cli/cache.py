@@ -45,8 +45,7 @@ def list_entries(options: argparse.Namespace, out: Output) -> int:
             if out.as_json:
                 records += [_record(CacheKey(name, key, device), entry) for key, entry in entries.items()]
             else:
-                for line in columns([_row(entry) for entry in entries.values()], indent="  "):
-                    out.line(line)
+                out.line("\n".join(columns([_row(entry) for entry in entries.values()], indent="  ")))
     if not found:
         out.line(f"nothing is cached in {str(store.directory)!r}")
     out.json(records)
