@@ -22,7 +22,7 @@ import pytest
 from helpers import SOURCE
 
 import quarantune
-from quarantune.engine import finalists, remote, replies, shards
+from quarantune.engine import finalists, pieces, remote, replies
 from quarantune.values.trial import EngineError, Outcome, Trial
 
 X = jnp.ones((8, 128))
@@ -112,12 +112,12 @@ def test_a_function_may_have_a_parameter_named_executor() -> None:
 
 
 def test_shards_divide_configs_evenly_and_leave_dangerous_ones_for_last() -> None:
-    assert [len(shard.indices) for shard in shards.partition(range(10))] == [10]
-    assert [len(shard.indices) for shard in shards.partition(range(64))] == [16] * 4
-    sizes = [len(shard.indices) for shard in shards.partition(range(5000))]
+    assert [len(shard.indices) for shard in pieces.partition(range(10))] == [10]
+    assert [len(shard.indices) for shard in pieces.partition(range(64))] == [16] * 4
+    sizes = [len(shard.indices) for shard in pieces.partition(range(5000))]
     assert sum(sizes) == 5000
-    assert max(sizes) == 64
-    *others, last = shards.partition(range(100), [3, 5])
+    assert max(sizes) == 16
+    *others, last = pieces.partition(range(100), [3, 5])
     assert last.indices == [3, 5]
     assert sorted(index for shard in others for index in shard.indices) == [n for n in range(100) if n not in (3, 5)]
 

@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 
 from quarantune.devices.targets import Target
-from quarantune.engine import finalists, parcel, shards
+from quarantune.engine import finalists, parcel, pieces
+from quarantune.engine.pieces import Shard
 from quarantune.engine.replies import End
-from quarantune.engine.shards import Shard, Shards
+from quarantune.engine.shards import Shards
 from quarantune.engine.whole_sweeps import WholeSweeps
 from quarantune.measure import finals
 from quarantune.measure.finals import Final
@@ -101,10 +102,10 @@ def run(
     )
     with contextlib.closing(given):
         is_alone = source.is_closed and target is None and not any(map(finalists.is_usable, measured.values()))
-        if is_alone and configs and (whole is not None or len(configs) <= shards.LEAST):
+        if is_alone and configs and (whole is not None or len(configs) <= pieces.LEAST):
             first = [Shard(indices=[*configs], is_whole=True)]
         else:
-            first = shards.partition([*configs], [index for index in configs if index in troubled])
+            first = pieces.partition([*configs], [index for index in configs if index in troubled])
         ends = given.run(first, on_trial, source)
         if target is not None:
             return Swept()

@@ -8,12 +8,13 @@ import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any, Protocol
 
-from quarantune.engine import remote, replies
+from quarantune.engine import pieces, remote, replies
 from quarantune.engine.contact import Contacts, Gone
+from quarantune.engine.pieces import LEAST, Shard
 from quarantune.engine.replies import End
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
@@ -21,10 +22,6 @@ from quarantune.values.trial import Config, EngineError, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 
-LEAST, MOST = 16, 64
-"""How many configs a shard has, unless there are fewer: a shard costs a sandbox and one run of the defaults."""
-_SHARDS = 16
-"""A sweep has at least so many shards if it has enough configs: more machines can take part, and little is repeated."""
 _PARTS = 4
 """A shard that has died is repeated in so many parts, so that one config takes few others down with it."""
 _MOST_DEATHS = 2
@@ -59,55 +56,6 @@ class More(Protocol):
     def reason_to_stop(self) -> str:
         """Returns why configs should not go on; empty while they should."""
         ...
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class Shard:
-    """Some configs that are tried on one machine.
-
-    Attributes:
-        indices: the configs that have no trial yet.
-        is_whole: whether the machine also compares the fastest of them.
-        is_final: whether they have trials from other machines; a part of it is of no use, so that it is not repeated.
-        deaths: the hosts on which shards with these configs died.
-        failures: how many shards with these configs could not run.
-        refusals: how many machines did not have the device.
-        given: the configs that it was given.
-        number: its number among the shards of the sweep.
-        future: the engine's handle of it; None before it is submitted.
-        host: the machine that it runs on; empty while that is not known.
-        began: when it began, by the monotonic clock; None while that is not known.
-        is_accepted: whether the machine is known to have the device.
-    """
-
-    indices: list[int]
-    is_whole: bool = False
-    is_final: bool = False
-    deaths: tuple[str, ...] = ()
-    failures: int = 0
-    refusals: int = 0
-    given: tuple[int, ...] = ()
-    number: int = 0
-    future: Future[Any] | None = None
-    host: str = ""
-    began: float | None = None
-    is_accepted: bool = False
-
-
-def partition(indices: Sequence[int], last: Sequence[int] = ()) -> list[Shard]:
-    """Divides configs into shards; each gets configs from everywhere in the list, so that all take about as long.
-
-    Args:
-        indices: the configs.
-        last: those of them that hung or crashed before, which come last and in shards of their own.
-    """
-    troubled = set(last)
-    shards: list[Shard] = []
-    for part in ([index for index in indices if index not in troubled], [*last]):
-        size = min(MOST, max(LEAST, -(-len(part) // _SHARDS)))
-        count = -(-len(part) // size)
-        shards += [Shard(indices=list(part[first::count])) for first in range(count)]
-    return shards
 
 
 class Shards:
@@ -157,6 +105,8 @@ class Shards:
         self._contacts = Contacts(self._greet)
         self._address = self._contacts.address.to_json()
         self._silent_since = 0.0
+        self._largest = LEAST
+        self._most = pieces.most_at_a_time()
 
     def run(
         self, shards: Sequence[Shard], on_trial: Callable[[int, Trial], None], source: More
@@ -176,6 +126,7 @@ class Shards:
             ReferenceFailedError, ValueError, TypeError, ImportError: a machine found that the call cannot be tuned.
         """
         self._pending += shards
+        self._largest = pieces.largest(sum(len(shard.indices) for shard in self._pending))
         self._ends, self._on_trial, self._source = [], on_trial, source
         self._silent_since = time.monotonic()
         while True:
@@ -219,7 +170,11 @@ class Shards:
             shard.future.add_done_callback(lambda _: self._contacts.wake())
 
     def _may_submit(self) -> bool:
-        running = sum(shard.began is not None for shard in self._shards.values())
+        if len(self._shards) >= self._most:
+            if self._pending:
+                pieces.warn_of_descriptors(self._name, self._most)
+            return False
+        running = sum(1 for _ in self._running())
         waiting = len(self._shards) - running
         if not self._source.is_closed:
             return waiting < (1 if self._is_heard else _UNSEEN_OF_SEARCH)
@@ -228,7 +183,7 @@ class Shards:
     def _next(self) -> Shard | None:
         """Returns the next shard; None where there is none for now."""
         if self._pending:
-            return self._pending.popleft()
+            return pieces.joined(self._pending, self._largest, sum(1 for _ in self._running()))
         if self._source.is_closed:
             return None
         taken = self._source.take(LEAST)
@@ -296,8 +251,9 @@ class Shards:
                 continue
             try:
                 result = future.result()
-                for message in replies.trials(result):
-                    self._note(shard, message)
+                if shard.indices:  # otherwise the shard has told all of them
+                    for message in replies.trials(result):
+                        self._note(shard, message)
                 shard.host = shard.host or str(result.get("host", ""))[:100]
                 self._finish(shard, replies.end(result))
             except replies.DamageError as damage:
@@ -305,7 +261,7 @@ class Shards:
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
-        running = [shard for shard in self._shards.values() if shard.began is not None]
+        running = list(self._running())
         for shard in running:
             assert shard.began is not None
             if now > shard.began + self._deadline_s(len(shard.indices)) + _GRACE_S:
@@ -317,6 +273,9 @@ class Shards:
             _logger.warning(
                 "%s: no machine of %s has begun a shard for %.0f s", self._name, _shown(self._executor), _SILENT_S
             )
+
+    def _running(self) -> Iterator[Shard]:
+        return (shard for shard in self._shards.values() if shard.began is not None)
 
     # Ending
 

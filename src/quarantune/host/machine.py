@@ -56,6 +56,15 @@ def oom_kills(*, root: Path = _ROOT) -> int:
     return sum(_counter(file, "oom_kill") or 0 for file in [*files, root / "proc/vmstat"])
 
 
+def descriptors_left() -> int:
+    """Returns how many more descriptors this process may open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1 << 20 if limit == resource.RLIM_INFINITY else limit
+    with contextlib.suppress(OSError):
+        return max(0, most - len(os.listdir("/proc/self/fd")))
+    return most // 2
+
+
 def processes_left(*, root: Path = _ROOT) -> int | None:
     """Returns how many more processes and threads may be started here; None where no limit holds.
 
