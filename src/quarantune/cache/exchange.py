@@ -127,17 +127,19 @@ class Merging:
 
     def report(self) -> MergeReport:
         """Returns the effects of the merge."""
-        same = [key for key, kept in self._present.items() if _config_of(kept) == _config_of(self._offered[key])]
-        same = [key for key in same if _config_of(self._present[key]) == _config_of(self._offered[key])]
-        conflicts = [
-            EntryPair(key, self._kept[key], offered if self._kept[key] == present else present)
-            for key, present in self._present.items()
-            if key not in same and (offered := self._offered[key])
-        ]
+        updated: list[CacheKey] = []
+        unchanged: list[CacheKey] = []
+        conflicts: list[EntryPair] = []
+        for key, present in self._present.items():
+            kept, offered = self._kept[key], self._offered[key]
+            if _config_of(present) != _config_of(offered):
+                conflicts.append(EntryPair(key, kept, offered if kept == present else present))
+            else:
+                (unchanged if kept == present else updated).append(key)
         return MergeReport(
             added=tuple(key for key in self._offered if key not in self._present),
-            updated=tuple(key for key in same if self._kept[key] != self._present[key]),
-            unchanged=tuple(key for key in same if self._kept[key] == self._present[key]),
+            updated=tuple(updated),
+            unchanged=tuple(unchanged),
             conflicts=tuple(conflicts),
         )
 
@@ -153,12 +155,12 @@ def compare(here: Iterable[tuple[CacheKey, Entry]], there: Iterable[tuple[CacheK
     """Returns the differences between the entries of two caches; configs count, times do not."""
     ours, theirs = dict(here), dict(there)
     both = [key for key in sorted(ours) if key in theirs]
-    same = tuple(key for key in both if _config_of(ours[key]) == _config_of(theirs[key]))
+    is_same = {key: _config_of(ours[key]) == _config_of(theirs[key]) for key in both}
     return CacheDiff(
         only_here=tuple(key for key in sorted(ours) if key not in theirs),
         only_there=tuple(key for key in sorted(theirs) if key not in ours),
-        different=tuple(EntryPair(key, ours[key], theirs[key]) for key in both if key not in same),
-        same=same,
+        different=tuple(EntryPair(key, ours[key], theirs[key]) for key in both if not is_same[key]),
+        same=tuple(key for key in both if is_same[key]),
     )
 
 
