@@ -71,6 +71,8 @@ class Autotuned:
 
     A call runs the function with the best config for the shapes of the arguments on their device: the first such call
     tunes, and later ones remember. A call that sets a tunable parameter by hand runs the function untuned.
+
+    It has the name, signature and docstring of the function, which is its `__wrapped__`, and works as a method.
     """
 
     __wrapped__: Callable[..., Any]
