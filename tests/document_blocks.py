@@ -39,9 +39,10 @@ class Block:
 
 
 def documents() -> list[str]:
-    """Returns the documents for users whose blocks have to run, relative to the root."""
+    """Returns the documents whose blocks have to run, relative to the root."""
     pages = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("**/*.md"))
-    return ["README.md", *pages]
+    others = ("README.md", "CONTRIBUTING.md", "examples/benchmarks/README.md")
+    return [*(name for name in others if (ROOT / name).exists()), *pages]
 
 
 def blocks_of(text: str) -> list[Block]:
