@@ -186,6 +186,17 @@ def test_a_config_that_no_rank_should_have_offered_is_refused(one_of_two: Client
         tuner().run(1)
 
 
+@pytest.mark.parametrize(("isolation", "starts"), [("none", True), ("compile", True), ("process", False)])
+def test_ranks_that_may_measure_here_start_jax_before_any_waits(
+    isolation: str, starts: bool, one_of_two: Client, monkeypatch: pytest.MonkeyPatch, no_process: None
+) -> None:
+    stores: list[dict[str, str]] = []
+    monkeypatch.setattr(jax, "local_devices", lambda **_: stores.append(dict(one_of_two.values)))
+    with quarantune.settings(isolation=isolation), pytest.raises(quarantune.TuningFailedError):
+        tuner(prune_fn=lambda *_: set_out(one_of_two)).run(1)
+    assert stores == ([{}] if starts else [])
+
+
 def set_out(client: Client) -> bool:
     (claim,) = (key for key in client.values if key.endswith("/claim/0"))
     client.values[claim.replace("claim/0", "out/1")] = "every config failed"

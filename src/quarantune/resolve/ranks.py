@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from quarantune import cache, jax_internals
 from quarantune.jax_internals import Coordination
 from quarantune.resolve.agreement import Answer, Count, Member, Read, Source, Tune, Wait, Write, drive
@@ -18,6 +20,7 @@ from quarantune.resolve.entries import Times, space_of
 from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
+from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.search_limits import SearchLimits
 from quarantune.values.config_values import encode
@@ -105,6 +108,9 @@ class Ranks:
             return agreed
         talk = _Talk(keyed, settings, coordination, tune)
         had = own()
+        if had is None and isolation_of(settings, keyed.problem()) is not Isolation.PROCESS:
+            # The rank that tunes uses JAX itself, whose first use waits in each rank for that of all others.
+            jax.local_devices()
         member = talk.member(_deadline_s(keyed, settings))
         rank = coordination.rank
         offer = None if had is None else _answer(had, rank, Source.CACHE)
