@@ -15,6 +15,13 @@ import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+_TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""Makes the terminal the one whose Ctrl-C a program gets; not in a `preexec_fn`, at which JAX warns of the fork."""
+
 
 @dataclasses.dataclass
 class Recording:
@@ -41,13 +48,14 @@ def record(
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
-    def take_terminal() -> None:
-        os.setsid()
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
     started = time.monotonic()
     process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=theirs, env=dict(environ), preexec_fn=take_terminal
+        [sys.executable, "-c", _TAKE_TERMINAL, *command],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=dict(environ),
+        start_new_session=True,
     )
     os.close(theirs)
     pieces: list[tuple[float, bytes]] = []
