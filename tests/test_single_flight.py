@@ -223,8 +223,6 @@ def test_eight_processes_that_start_together_sweep_once(fleet: Fleet, cache_dir:
     assert 6 <= len(notes(place)) <= 6 + finals.FINALISTS
     config = entry_of(cache_dir)["config"]
     assert answers == [[config, [config["n"]] * 2]] * 8
-    # The others saw it tune, unless a busy machine let them look only when it was done.
-    assert sum("waiting for process" in member.log for member in members) >= 1
     fleet.give_back(members)
 
 
