@@ -119,7 +119,7 @@ def test_shards_divide_configs_evenly_and_leave_dangerous_ones_for_last() -> Non
     assert max(sizes) == 16
     *others, last = pieces.partition(range(100), [3, 5])
     assert last.indices == [3, 5]
-    assert sorted(index for shard in others for index in shard.indices) == [n for n in range(100) if n not in (3, 5)]
+    assert sorted(index for each in others for index in each.indices) == [n for n in range(100) if n not in (3, 5)]
 
 
 def measured(index: int, time_ms: float, host: str) -> Trial:
@@ -190,11 +190,11 @@ def test_of_two_kinds_of_devices_the_second_is_refused_by_name(caplog: pytest.Lo
     assert "(1 cores) and takes no part" in caplog.text
     with ProcessPoolExecutor(1, context, one_core, (context.Value("b", False),)) as pool, settings_of(pool):
         with pytest.raises(EngineError, match=r"another kind of device .* has .*\(1 cores\)\): .*cores\); give an"):
-            kernel(X[:4])
+            quarantune.autotune({"n": [0, 4]}, ref_fn=None, name="other")(engine_kernels.plain)(X)
         # Where the result is not for this process, the first machine decides.
-        result = kernel.tune(X[:4])
+        result = tuner().run(X)
     assert result.device.endswith("(1 cores)")
-    assert len(result.trials) == 20
+    assert len(result.trials) == 2
 
 
 @contextlib.contextmanager
@@ -281,6 +281,26 @@ def test_tune_many_gives_each_machine_a_whole_sweep_and_tunes_equal_calls_once()
 
 
 @pytest.mark.slow
+def test_where_no_connection_is_possible_shards_report_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError("no ports here")
+
+    monkeypatch.setattr("socket.create_server", refuse)
+    ended: list[int] = []
+    unheard = quarantune.AutoTuner(
+        engine_kernels.plain,
+        {"n": [0, 2], "same": list(range(10))},
+        rep=2,
+        ref_fn=None,
+        on_progress=lambda index, phase: ended.append(index) if phase == "end" else None,
+    )
+    with ThreadPoolExecutor(2) as pool:
+        result = unheard.run(X, executor=pool)
+    assert sorted(ended) == list(range(20))
+    assert result.best_config["n"] == 0
+
+
+@pytest.mark.slow
 def test_a_search_asks_for_shards_as_for_trials() -> None:
     space = {"n": [0, 2], "same": list(range(200))}
     searched = quarantune.AutoTuner(
@@ -310,11 +330,11 @@ def test_a_shard_that_was_given_up_does_not_go() -> None:
     from quarantune.engine import contact
 
     greeted: list[int] = []
-    contacts = contact.Contacts(lambda shard, about: greeted.append(shard) is None and shard == 1)
+    contacts = contact.Contacts(lambda number, about: greeted.append(number) is None and number == 1)
     with contextlib.closing(contacts):
         found: list[Any] = []
-        for shard in (1, 2):
-            thread = threading.Thread(target=lambda n=shard: found.append(contact.reach(contacts.address, n, {})))
+        for number in (1, 2):
+            thread = threading.Thread(target=lambda n=number: found.append(contact.reach(contacts.address, n, {})))
             thread.start()
             while thread.is_alive():
                 contacts.poll(0.01)

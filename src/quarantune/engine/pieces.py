@@ -24,6 +24,9 @@ _KEPT_DESCRIPTORS = 64
 """Descriptors that are left to the journal, the engine and the user's program."""
 
 
+_OF_ONE_RUN = frozenset({"given", "number", "future", "host", "process", "began", "is_accepted"})
+
+
 @dataclasses.dataclass(eq=False, kw_only=True)
 class Shard:
     """Some configs that are tried on one machine.
@@ -40,6 +43,7 @@ class Shard:
         number: its number among the shards of the sweep.
         future: the engine's handle of it; None before it is submitted.
         host: the machine that it runs on; empty while that is not known.
+        process: the machine and the process that it runs in; empty while that is not known.
         began: when it began, by the monotonic clock; None while that is not known.
         is_accepted: whether the machine is known to have the device.
     """
@@ -55,6 +59,7 @@ class Shard:
     number: int = 0
     future: Future[Any] | None = None
     host: str = ""
+    process: str = ""
     began: float | None = None
     is_accepted: bool = False
 
@@ -79,6 +84,19 @@ def partition(indices: Sequence[int], last: Sequence[int] = ()) -> list[Shard]:
         count = -(-len(part) // LEAST)
         shards += [Shard(indices=list(part[first::count]), is_troubled=is_troubled) for first in range(count)]
     return shards
+
+
+def again(shard: Shard, **counts: int) -> Shard:
+    """Returns a shard to run again, all of it if it is a final.
+
+    Args:
+        shard: the shard.
+        **counts: the fields that count why.
+    """
+    indices = list(shard.given) if shard.is_final else shard.indices
+    fields = dataclasses.fields(Shard)
+    kept = {field.name: getattr(shard, field.name) for field in fields if field.name not in _OF_ONE_RUN}
+    return Shard(**{**kept, "indices": indices, **counts})
 
 
 def largest(configs: int) -> int:

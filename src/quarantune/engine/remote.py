@@ -22,10 +22,12 @@ from quarantune.sweep.swept import Swept
 from quarantune.values import settings as environment
 from quarantune.values import versions
 from quarantune.values.json_object import JsonObject
-from quarantune.values.trial import ReferenceFailedError, Trial
+from quarantune.values.trial import Phase, ReferenceFailedError, Trial
 
 DONE, STOPPED, LATE, REFUSED, FAILED, INVALID = "done", "stopped", "late", "refused", "failed", "invalid"
 """How a shard ends on its machine."""
+NO_CONFIG = -1
+"""The index in the message that a machine has the device, and begins."""
 _REFUSAL_S = 0.3
 """A machine that cannot run a shard waits for this long, times the number of refusals, before it says so: the machines
 that can run it should get it next."""
@@ -103,6 +105,7 @@ class _Shard:
             parcel = unpack(self._task["parcel"])
             if (refusal := self._refusal(parcel)) is not None:
                 return refusal
+            self._say({"phase": [NO_CONFIG, Phase.LOAD.value]})
             with surroundings.prepared(parcel.threads):
                 swept = self._sweep(parcel)
         except _StopError as stop:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import dataclasses
 import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any, Protocol
 
 from quarantune.engine import pieces, remote, replies
 from quarantune.engine.contact import Contacts, Gone
-from quarantune.engine.pieces import LEAST, Shard
+from quarantune.engine.pieces import LEAST, Shard, again
 from quarantune.engine.replies import End
+from quarantune.scheduler.source import ConfigSource
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import Config, EngineError, Outcome, Trial
@@ -27,6 +26,8 @@ _PARTS = 4
 _MOST_DEATHS = 2
 _MOST_FAILURES = 2
 _MOST_REFUSALS = 6
+_APPEARS_S = 60.0
+"""How long machines with the device are waited for while others refuse shards: they may just be starting."""
 _WAITING = 64
 """How many shards wait in the engine's queue, besides one for each that runs."""
 _UNSEEN, _UNSEEN_OF_SEARCH = 256, 2
@@ -35,27 +36,6 @@ _TICK_S = 0.1
 _GRACE_S = 30.0
 _SILENT_S = 60.0
 """An engine that has begun nothing for this long gets a warning."""
-
-
-class More(Protocol):
-    """Gives further configs to a sweep, as `scheduler.source.ConfigSource` documents."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it gives no further configs."""
-        ...
-
-    def take(self, count: int) -> Mapping[int, Config]:
-        """Returns at most `count` further configs by index."""
-        ...
-
-    def ended(self, index: int, trial: Trial) -> None:
-        """Receives the trial of a config."""
-        ...
-
-    def reason_to_stop(self) -> str:
-        """Returns why configs should not go on; empty while they should."""
-        ...
 
 
 class Shards:
@@ -100,6 +80,8 @@ class Shards:
         self._shards: dict[int, Shard] = {}
         self._ends: list[tuple[Shard, End]] = []
         self._refused: dict[str, str] = {}
+        self._refusing: set[str] = set()
+        self._refused_at = 0.0
         self._is_heard = False
         self._numbers = itertools.count()
         self._contacts = Contacts(self._greet)
@@ -109,7 +91,7 @@ class Shards:
         self._most = pieces.most_at_a_time()
 
     def run(
-        self, shards: Sequence[Shard], on_trial: Callable[[int, Trial], None], source: More
+        self, shards: Sequence[Shard], on_trial: Callable[[int, Trial], None], source: ConfigSource
     ) -> list[tuple[Shard, End]]:
         """Runs shards to their ends.
 
@@ -211,6 +193,7 @@ class Shards:
         if shard is None or shard.began is not None:
             return False
         shard.began, shard.host = time.monotonic(), str(about.get("host", ""))[:100]
+        shard.process = f"{shard.host} {about.get('pid', '')}"[:200]
         self._is_heard = True
         return True
 
@@ -345,21 +328,31 @@ class Shards:
                 f"trials so far are kept"
             )
         _logger.warning("%s: a shard could not run and is repeated: %s", self._name, reason)
-        self._pending.appendleft(_again(shard, failures=shard.failures + 1))
+        self._pending.appendleft(again(shard, failures=shard.failures + 1))
 
     def _refuse(self, shard: Shard, end: End) -> None:
         """Gives a shard to another machine, because one does not have the device."""
         if shard.host not in self._refused:
             _logger.warning("%s: %s has %s and takes no part: %s", self._name, shard.host, end.device, end.wanted)
         self._refused[shard.host] = end.device
-        # While a machine with the device works, it takes the others' shards later.
-        if shard.refusals + 1 >= _MOST_REFUSALS and not any(other.is_accepted for other in self._shards.values()):
+        self._refusing.add(shard.process)
+        self._refused_at = self._refused_at or time.monotonic()
+        if shard.refusals + 1 >= _MOST_REFUSALS and not self._may_be_taken():
             there = ", ".join(f"{host} has {kind}" for host, kind in sorted(self._refused.items()))
             raise EngineError(
                 f"{self._name}: it is tuned for another kind of device than {_shown(self._executor)} offers ({there}): "
                 f"{end.wanted}; give an executor whose machines have that"
             )
-        self._pending.append(_again(shard, refusals=shard.refusals + 1))
+        self._pending.append(again(shard, refusals=shard.refusals + 1))
+
+    def _may_be_taken(self) -> bool:
+        """Returns whether a machine with the device works, and takes further shards later, or may still appear."""
+        others = self._shards.values()
+        if any(
+            other.is_accepted or (other.began is not None and other.process not in self._refusing) for other in others
+        ):
+            return True
+        return bool(others) and time.monotonic() < self._refused_at + _APPEARS_S
 
     def _give_up(self, reason: str) -> None:
         """Ends all configs without a trial."""
@@ -370,12 +363,6 @@ class Shards:
             for index in list(shard.indices):
                 trial = Trial(config=self._configs[index], outcome=Outcome.NOT_RUN, message=reason)
                 self._end(shard, index, trial)
-
-
-def _again(shard: Shard, **counts: Any) -> Shard:
-    """Returns a shard to run again, all of it if it is a final."""
-    indices = list(shard.given) if shard.is_final else shard.indices
-    return dataclasses.replace(shard, indices=indices, future=None, host="", began=None, is_accepted=False, **counts)
 
 
 def _shown(executor: Executor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import logging
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -17,6 +18,10 @@ from quarantune.sweep.swept import Swept
 from quarantune.values.settings import Settings
 from quarantune.values.trial import EngineError
 
+_logger = logging.getLogger("quarantune")
+
+_SILENT_S = 60.0
+"""An engine that has run nothing for this long gets a warning."""
 _LOOK_S = 0.2
 """Ctrl-C ends a wait for an engine within this time."""
 
@@ -55,15 +60,20 @@ def device(settings: Settings) -> Target | None:
 
     executor = executor.executor if isinstance(executor, WholeSweeps) else executor
     with _lock:
-        if executor not in _devices:
-            _devices[executor] = _ask(executor)
-        return _devices[executor]
+        try:
+            known = _devices.get(executor)
+        except TypeError:  # it has no hash, or no weak references
+            return _ask(executor)
+        if known is None:
+            known = _devices[executor] = _ask(executor)
+        return known
 
 
 def _ask(executor: Executor) -> Target:
     from quarantune.engine import remote, replies
 
     found: Any = None
+    silent_s = 0.0
     try:
         future = executor.submit(remote.describe)
         while True:
@@ -73,6 +83,9 @@ def _ask(executor: Executor) -> Target:
             except concurrent.futures.TimeoutError:
                 if future.done():
                     raise
+                silent_s += _LOOK_S
+                if _SILENT_S <= silent_s < _SILENT_S + _LOOK_S:
+                    _logger.warning("no machine of the executor %s has answered yet", type(executor).__name__)
     except Exception as error:
         if (text := replies.cannot_import(error)) is not None:
             raise replies.lacks_package(executor, text) from error
