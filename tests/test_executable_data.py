@@ -170,3 +170,15 @@ def test_pytree_classes_of_outputs_come_from_the_function_at_the_first_call() ->
     for _ in range(2):
         np.testing.assert_array_equal(function(X)["boxed"].value, 3 * X)
     assert traced == [3]
+
+
+def test_a_program_for_a_device_of_another_rank_is_refused() -> None:
+    _, blob = blob_of(jnp.sin, jnp.ones(3))
+    (length,) = struct.unpack_from("<Q", blob)
+    header = json.loads(blob[8 : 8 + length])
+    header["devices"] = [2048]
+    header["in_shardings"] = header["out_shardings"] = [{"device": 2048, "memory": None}]
+    text = json.dumps(header).encode()
+    moved = struct.pack("<Q", len(text)) + text + blob[8 + length :]
+    with pytest.raises(ValueError, match="no device with its number"):
+        executable_data.loads(moved, onto=jax.local_devices()[0])

@@ -83,8 +83,13 @@ def loads(blob: bytes, *, onto: jax.Device | None = None) -> Loaded:
         if length > _LARGEST_HEADER_BYTES:
             raise ValueError("its header is too long")
         header = json.loads(blob[8 : 8 + length])
-        is_moved = onto is not None and len(header["devices"]) == 1
-        here = {header["devices"][0]: onto} if is_moved else {device.id: device for device in jax.local_devices()}
+        here = {device.id: device for device in jax.local_devices()}
+        if onto is not None and len(header["devices"]) == 1:
+            number = header["devices"][0]
+            if number not in {device.id for device in onto.client.local_devices()}:
+                # XLA would run it on none: a worker numbers its devices from 0, which of several ranks only one does.
+                raise ValueError("this process has no device with its number")
+            here = {number: onto}
         devices = [here[number] for number in header["devices"]]
         parts = jax_internals.ExecutableParts(
             program=blob[8 + length :],
