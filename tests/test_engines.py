@@ -220,18 +220,6 @@ def test_a_shard_that_always_kills_its_worker_ends_as_crashed(mortal: Engine) ->
     assert outcomes.keys() <= {Outcome.OK, Outcome.SLOW, Outcome.CRASHED}, result.table()
 
 
-def test_a_scheduler_that_restarts_loses_nothing(engine: Engine) -> None:
-    if engine.client is None:
-        pytest.skip("only Dask's can be told to")
-    seen = Following(3, lambda: engine.client.restart())
-    tuner = quarantune.AutoTuner(
-        engine_kernels.plain, {"n": list(range(20))}, on_progress=seen, rep=2, ref_fn=None, name="restarted"
-    )
-    result = tuner.run(X, executor=engine)
-    assert sorted(seen.ended) == list(range(20))
-    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
-
-
 def test_cancelling_leaves_nothing_alive(engine: Engine, tmp_path: Path) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -267,3 +255,15 @@ def test_the_same_call_submitted_twice_sweeps_once(engine: Engine) -> None:
     assert [result.best_config for result in results] == [{"n": 0}] * 2
     assert sorted(result.from_cache for result in results) == [False, True]
     assert [task["is_whole"] for task in engine.tasks] == [True]
+
+
+def test_a_scheduler_that_restarts_loses_nothing(engine: Engine) -> None:
+    if engine.client is None:
+        pytest.skip("only Dask's can be told to")
+    seen = Following(3, lambda: engine.client.restart(wait_for_workers=False))
+    tuner = quarantune.AutoTuner(
+        engine_kernels.plain, {"n": list(range(20))}, on_progress=seen, rep=2, ref_fn=None, name="restarted"
+    )
+    result = tuner.run(X, executor=engine)
+    assert sorted(seen.ended) == list(range(20))
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
