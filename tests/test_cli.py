@@ -307,7 +307,7 @@ def test_every_command_has_help_and_a_handler(run: Run) -> None:
 
 
 def test_the_installed_program_is_this_one() -> None:
-    project = tomllib.loads((SOURCE.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
     module, _, name = project["scripts"]["quarantune"].partition(":")
     assert getattr(importlib.import_module(module), name) is cli.main
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from quarantune.results.compile_report import CompileReport
     from quarantune.results.contextual_result import ContextualResult, KernelChoice
     from quarantune.results.replay import ReplayResult, replay
-    from quarantune.results.result import SavedResultError, TuningResult
+    from quarantune.results.result import TuningResult
+    from quarantune.results.saved_files import SavedResultError
     from quarantune.spaces import filter_valid_configs, generate_configs, get_default_config
     from quarantune.sweep.sweep_inputs import set_autotune_inputs
     from quarantune.values.config_space import grid
@@ -49,7 +50,8 @@ _NAMES = {
     "results.compile_report": ("CompileReport",),
     "results.contextual_result": ("ContextualResult", "KernelChoice"),
     "results.replay": ("ReplayResult", "replay"),
-    "results.result": ("SavedResultError", "TuningResult"),
+    "results.result": ("TuningResult",),
+    "results.saved_files": ("SavedResultError",),
     "spaces": ("filter_valid_configs", "generate_configs", "get_default_config"),
     "sweep.sweep_inputs": ("set_autotune_inputs",),
     "values.config_space": ("grid",),

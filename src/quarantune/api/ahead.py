@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from quarantune.api.autotune import Autotuned
@@ -23,13 +24,13 @@ def function_of(tuned: Tuned) -> TunedFunction:
     return tuned._resolver.function
 
 
-def is_known(tuned: Tuned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_known(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a config is remembered for a call."""
     resolver = tuned._resolver
     return resolver.lookup(resolver.bind(args, kwargs)) is not None
 
 
-def result_of(tuned: Tuned, args: tuple[Any, ...], kwargs: dict[str, Any], *, anew: bool) -> TuningResult:
+def result_of(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, anew: bool) -> TuningResult:
     """Returns the result for a call, from the cache or by tuning now.
 
     Args:

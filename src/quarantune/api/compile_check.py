@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from quarantune.devices.targets import Target
     from quarantune.results.compile_report import CompileReport
 
+if TYPE_CHECKING:
+    from quarantune.resolve.tuned_function import TunedFunction
+
 
 def compile_check(
     fn: Callable[..., Any],
@@ -62,19 +65,33 @@ def compile_check(
     """
     from quarantune.devices import targets
     from quarantune.resolve.resolver import Resolver
-    from quarantune.resolve.tuned_function import TunedFunction
 
     base = dataclasses.replace(fn.options, name=fn.name) if isinstance(fn, Autotuned) else Options()
-    fn, signature, static_names = describe_function(fn)
-    label = naming.cache_name(fn)
-    if static_names is None:
-        raise TypeError(f"compile_check compiles what jax.jit has wrapped, and {label!r} is not jitted")
     options = dataclasses.replace(
         base,
         prune_fn=base.prune_fn if prune_fn is None else prune_fn,
         compile_timeout=base.compile_timeout if compile_timeout is None else compile_timeout,
         memory_limit=base.memory_limit if memory_limit is None else memory_limit,
     )
+    # The machines of an engine need the compiler, and not this one.
+    found = targets.usable(target) if environment.current().executor is None else targets.find(target)
+    resolver = Resolver(_checked_function(fn, configs, options))
+    return resolver.check(resolver.bind(args, kwargs), found, num_workers=num_workers)
+
+
+def _checked_function(fn: Callable[..., Any], configs: Any, options: Options) -> TunedFunction:
+    """Returns the function with its configs.
+
+    Raises:
+        TypeError: it is not jitted.
+        ValueError: the configs are not valid.
+    """
+    from quarantune.resolve.tuned_function import TunedFunction
+
+    fn, signature, static_names = describe_function(fn)
+    label = naming.cache_name(fn)
+    if static_names is None:
+        raise TypeError(f"compile_check compiles what jax.jit has wrapped, and {label!r} is not jitted")
     suitable.check_jit_options(fn, label)
     listed = configs if callable(configs) else config_space.expand(configs, fn_name=label, parameters=signature)
     function = TunedFunction(
@@ -82,7 +99,4 @@ def compile_check(
     )
     if not callable(configs):
         function.check(listed)
-    # The machines of an engine need the compiler, and not this one.
-    found = targets.usable(target) if environment.current().executor is None else targets.find(target)
-    resolver = Resolver(function)
-    return resolver.check(resolver.bind(args, kwargs), found, num_workers=num_workers)
+    return function

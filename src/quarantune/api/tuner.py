@@ -126,15 +126,11 @@ def compile_configs(
     from quarantune.devices import targets
     from quarantune.resolve.resolver import Resolver
     from quarantune.resolve.tuned_function import TunedFunction
-    from quarantune.results.compiled_winner import Winner
-    from quarantune.transport import executable_data
 
     fn, signature, static_names = describe_function(fn)
-    if static_names is None:
-        raise TypeError(
-            f"compile_configs compiles what jax.jit has wrapped, and {naming.cache_name(fn)!r} is not jitted"
-        )
     label = naming.cache_name(fn)
+    if static_names is None:
+        raise TypeError(f"compile_configs compiles what jax.jit has wrapped, and {label!r} is not jitted")
     suitable.check_jit_options(fn, label)
     listed = _listed(configs, args, kwargs, label, signature)
     expanded = config_space.distinct(listed)
@@ -151,16 +147,27 @@ def compile_configs(
         compiled = [(trial, None) for trial in checked.trials]
     functions: dict[str, Callable[..., Any] | None] = {}
     for config, (trial, executable) in zip(expanded, compiled, strict=True):
-        # A config may compile to an executable that cannot leave its worker: then it compiles again here.
-        bound: Callable[..., Any] | None = binding.bind(fn, config)
-        if executable:
-            with contextlib.suppress(ValueError):  # a config may have forged it
-                bound = Winner(fn, config, executable_data.loads(executable), args=args, kwargs=kwargs)
-        elif trial.outcome.is_failure:
+        functions[text_of(config)] = _callable_of(fn, config, executable, args, kwargs)
+        if not executable and trial.outcome.is_failure:
             warnings.warn(f"{label}: {config} did not compile: {trial.outcome.value}: {trial.message}", stacklevel=2)
-            bound = None
-        functions[text_of(config)] = bound
+            functions[text_of(config)] = None
     return [functions[text_of(config)] for config in listed]
+
+
+def _callable_of(
+    fn: Any, config: Config, executable: bytes | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Returns a callable that runs what a worker compiled; one that compiles again here where there is no such thing.
+
+    A config may compile to an executable that cannot leave its worker.
+    """
+    from quarantune.results.compiled_winner import Winner
+    from quarantune.transport import executable_data
+
+    if executable:
+        with contextlib.suppress(ValueError):  # a config may have forged it
+            return Winner(fn, config, executable_data.loads(executable), args=args, kwargs=kwargs)
+    return binding.bind(fn, config)
 
 
 def _listed(

@@ -16,6 +16,7 @@ from quarantune.cli.output import DONE, FAILED, InputError, Output, columns, inp
 from quarantune.values import settings as environment
 from quarantune.values.call_text import call_text
 from quarantune.values.config_values import freeze
+from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
 from quarantune.values.texts import did_you_mean, printable, shown
 
@@ -98,7 +99,7 @@ def verify(options: argparse.Namespace, out: Output) -> int:
         out.line(printable(problem))
     if not problems:
         out.line(f"every file in {str(directory)!r} is whole")
-    document: dict[str, Any] = {"directory": str(directory), "problems": problems}
+    document: JsonObject = {"directory": str(directory), "problems": problems}
     is_right = not problems
     if measure_again is not None:
         entries = measure_again()
@@ -291,7 +292,7 @@ def _row(entry: Entry) -> Sequence[str]:
     )
 
 
-def _record(key: CacheKey, entry: Entry) -> dict[str, Any]:
+def _record(key: CacheKey, entry: Entry) -> JsonObject:
     return {
         **_key(key),
         "call": call_text(entry.get("key_values")),

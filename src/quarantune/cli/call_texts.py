@@ -66,7 +66,7 @@ class CallText:
     """
 
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ def parse_value(text: str) -> Any:
         return text
 
 
-def parse_statics(given: Iterable[str]) -> dict[str, Any]:
+def parse_statics(given: Iterable[str]) -> Mapping[str, Any]:
     """Returns the static parameters that texts such as `causal=true` set.
 
     Raises:

@@ -29,7 +29,7 @@ class Call:
     """
 
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: Mapping[str, Any]
     source: str
 
     def describe(self, signature: inspect.Signature) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from typing import Any
 
 from quarantune.api import ahead
 from quarantune.api.autotune import Autotuned
@@ -14,6 +13,7 @@ from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
 from quarantune.devices import targets
 from quarantune.results.compile_report import CompileReport
 from quarantune.values.config_values import encode
+from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import Trial, count_outcomes
 
 
@@ -48,7 +48,7 @@ def check(options: argparse.Namespace, out: Output) -> int:
     return DONE if ended_well else FAILED
 
 
-def _record(report: CompileReport, call: str) -> dict[str, Any]:
+def _record(report: CompileReport, call: str) -> JsonObject:
     return {
         "function": report.name,
         "call": call,
@@ -59,7 +59,7 @@ def _record(report: CompileReport, call: str) -> dict[str, Any]:
     }
 
 
-def _trial(trial: Trial) -> dict[str, Any]:
+def _trial(trial: Trial) -> JsonObject:
     return {
         "config": encode(trial.config),
         "outcome": trial.outcome.value,

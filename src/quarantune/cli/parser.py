@@ -246,6 +246,15 @@ def _add_cache(commands: Any) -> None:
     command.add_argument(
         "functions", metavar="MODULE:FUNCTION", nargs="*", help="measure the winners of these functions again"
     )
+    _add_changes(known, any_names)
+    for name, command in known.choices.items():
+        _cache_dir(command)
+        if name != "path":
+            _json(command)
+
+
+def _add_changes(known: Any, any_names: str) -> None:
+    """Adds the commands that change this cache or write another directory."""
     command = _add(
         known,
         "merge",
@@ -280,10 +289,6 @@ def _add_cache(commands: Any) -> None:
         "--older-than", metavar="AGE", help="remove results and unfinished sweeps of this age, as 90d, 12h or 30m"
     )
     command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-    for name, command in known.choices.items():
-        _cache_dir(command)
-        if name != "path":
-            _json(command)
 
 
 def _add_report(commands: Any) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from quarantune.api import ahead
 from quarantune.api.contextual import Contextual
@@ -20,6 +19,7 @@ from quarantune.results.contextual_result import labels
 from quarantune.results.result import TuningResult
 from quarantune.values import settings as environment
 from quarantune.values.config_values import encode
+from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
 from quarantune.values.trial import TuningFailedError, count_outcomes
 
@@ -60,7 +60,7 @@ def _engine(address: str | None) -> Iterator[None]:
 
 def _records(
     tuned: ahead.Tuned, function: TunedFunction, wanted: Sequence[Call], options: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[JsonObject]:
     """Yields what came of each call."""
     if options.executor is None or isinstance(tuned, Contextual) or len(wanted) == 1:
         for call in wanted:
@@ -94,8 +94,8 @@ def _check_cache() -> None:
         ) from error
 
 
-def _tune(tuned: ahead.Tuned, function: TunedFunction, call: Call, force: bool) -> dict[str, Any]:
-    record: dict[str, Any] = {
+def _tune(tuned: ahead.Tuned, function: TunedFunction, call: Call, force: bool) -> JsonObject:
+    record: JsonObject = {
         "function": function.name,
         "call": call.describe(function.signature),
         "device": None,
@@ -126,7 +126,7 @@ def _tune(tuned: ahead.Tuned, function: TunedFunction, call: Call, force: bool) 
     return record
 
 
-def _of_result(result: TuningResult) -> dict[str, Any]:
+def _of_result(result: TuningResult) -> JsonObject:
     return {
         "device": result.device,
         "key": result.key,
@@ -143,7 +143,7 @@ def _of_result(result: TuningResult) -> dict[str, Any]:
     }
 
 
-def _show(record: dict[str, Any], out: Output, *, alone: bool) -> None:
+def _show(record: JsonObject, out: Output, *, alone: bool) -> None:
     label = f"{record['function']}({record['call']})"
     if record["error"]:
         out.line(f"{label}: {record['error']}")

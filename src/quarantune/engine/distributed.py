@@ -74,21 +74,7 @@ def run(
     possible = grid.examples(list(configs.values()) if space is None else space)
     packed = parcel.pack(problem, possible, options=options, settings=settings, limits=limits, target=target)
     measured = dict(known or {})
-
-    def on_trial(index: int, trial: Trial) -> None:
-        measured[index] = trial
-        events.on_trial(index, trial)
-        events.on_phase(index, END)
-
-    def on_phase(index: int, phase: str) -> None:
-        if phase != END and index not in measured:  # finalists run again
-            events.on_phase(index, phase)
-
-    def on_tick() -> None:
-        if whole is not None:
-            whole.check()
-        events.on_tick()
-
+    relay = _Relay(events, measured, whole)
     given = Shards(
         executor if whole is None else whole.executor,
         packed,
@@ -97,21 +83,62 @@ def run(
         deadline_s=lambda count: limits.compile_timeout_s + limits.longest_sweep_s(count),
         troubled=[index for index in configs if index in troubled],
         is_check=target is not None,
-        on_tick=on_tick,
-        on_phase=on_phase,
+        on_tick=relay.on_tick,
+        on_phase=relay.on_phase,
     )
     with contextlib.closing(given):
         is_alone = source.is_closed and target is None and not any(map(finalists.is_usable, measured.values()))
-        if is_alone and configs and (whole is not None or len(configs) <= pieces.LEAST):
-            first = [Shard(indices=[*configs], is_whole=True)]
-        else:
-            first = pieces.partition([*configs], [index for index in configs if index in troubled])
-        ends = given.run(first, on_trial, source)
-        if target is not None:
-            return Swept()
-        if len(first) == 1 and first[0].is_whole and len(ends) == 1 and not _lacks(ends[0], measured):
-            return _swept(ends[0][1])
-        return _Final(given, problem, measured).run(next((end.complaint for _, end in ends if end.complaint), ""))
+        first = _first_shards([*configs], troubled, is_whole=is_alone and whole is not None, may_be_whole=is_alone)
+        ends = given.run(first, relay.on_trial, source)
+        return Swept() if target is not None else _finish(given, problem, measured, first, ends)
+
+
+def _finish(
+    given: Shards,
+    problem: Problem,
+    measured: dict[int, Trial],
+    first: Sequence[Shard],
+    ends: Sequence[tuple[Shard, End]],
+) -> Swept:
+    """Returns the findings of the only whole sweep, or those of the final between machines."""
+    if len(first) == 1 and first[0].is_whole and len(ends) == 1 and not _lacks(ends[0], measured):
+        return _swept(ends[0][1])
+    return _Final(given, problem, measured).run(next((end.complaint for _, end in ends if end.complaint), ""))
+
+
+def _first_shards(
+    indices: list[int], troubled: Collection[int], *, is_whole: bool, may_be_whole: bool
+) -> Sequence[Shard]:
+    """Divides configs into shards: one whole sweep where that is wanted, or where they are few."""
+    if indices and (is_whole or (may_be_whole and len(indices) <= pieces.LEAST)):
+        return [Shard(indices=indices, is_whole=True)]
+    return pieces.partition(indices, [index for index in indices if index in troubled])
+
+
+class _Relay:
+    """Passes the events of shards on, and collects their trials."""
+
+    def __init__(self, events: SweepEvents, measured: dict[int, Trial], whole: WholeSweeps | None) -> None:
+        self._events = events
+        self._measured = measured
+        self._whole = whole
+
+    def on_trial(self, index: int, trial: Trial) -> None:
+        """Takes a trial."""
+        self._measured[index] = trial
+        self._events.on_trial(index, trial)
+        self._events.on_phase(index, END)
+
+    def on_phase(self, index: int, phase: str) -> None:
+        """Takes the phase that a config enters; finalists run again."""
+        if phase != END and index not in self._measured:
+            self._events.on_phase(index, phase)
+
+    def on_tick(self) -> None:
+        """Looks after whatever sends no events."""
+        if self._whole is not None:
+            self._whole.check()
+        self._events.on_tick()
 
 
 def _lacks(ended: tuple[Shard, End], trials: Mapping[int, Trial]) -> bool:

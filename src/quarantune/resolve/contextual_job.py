@@ -17,6 +17,7 @@ from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.contextual_function import ContextualFunction, KnownAssignments, shown_together
 from quarantune.resolve.entries import Searched, Times, saved_of, searched_of
+from quarantune.resolve.kernel_search import KernelSearch, is_never_pruned
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuning_job import JobContext, TuningJob
 from quarantune.results import report
@@ -42,11 +43,6 @@ _logger = logging.getLogger("quarantune")
 
 _COMBINATIONS = 64
 """How many combinations of configs are tried where no kernel alone keeps a function from running."""
-
-
-def _is_never_pruned(_: int) -> bool:
-    """Returns that no config of a kernel is dropped here: those that its `prune_fn` drops are left out before."""
-    return False
 
 
 def _together(searched: Sequence[Searched], limits: SearchLimits) -> Searched:
@@ -80,23 +76,6 @@ class _Step:
         time_ms = self.trials[self.winner].time_ms
         assert time_ms is not None
         return time_ms
-
-
-class _KernelSearch:
-    """The search over one kernel's configs, each as an assignment of configs to all kernels."""
-
-    def __init__(self, searching: Searching, texts: Sequence[str]) -> None:
-        self._searching = searching
-        self._texts = texts
-        self.ended = searching.ended
-        self.reason_to_stop = searching.reason_to_stop
-
-    @property
-    def is_closed(self) -> bool:
-        return self._searching.is_closed
-
-    def take(self, count: int) -> dict[int, Config]:
-        return {index: {KEY: self._texts[index]} for index in self._searching.take(count)}
 
 
 class ContextualJob(TuningJob):
@@ -242,7 +221,7 @@ class ContextualJob(TuningJob):
     ) -> _Step:
         """Tries the configs of one kernel, all or those that a search asks."""
         texts = [assignment.encode({**chosen, slot: config}, others=others) for config in seen.configs]
-        step = self._try(texts, seen.configs, slot.name, share=share.resolved(seen.configs, _is_never_pruned))
+        step = self._try(texts, seen.configs, slot.name, share=share.resolved(seen.configs, is_never_pruned))
         best = shown.format_config(step.trials[step.winner].config)
         _logger.info("%s: %s is best with %s: %.4g ms", self._name, slot.name, best, step.time_ms)
         return step
@@ -335,7 +314,7 @@ class ContextualJob(TuningJob):
         source: ConfigSource = NOTHING_MORE
         if searching is not None:
             progress.expect(searching.total, is_bound=True, budget_s=searching.time_budget_s)
-            source = _KernelSearch(searching, texts)
+            source = KernelSearch(searching, texts)
             configs = source.take(1)
 
         def on_trial(index: int, trial: Trial) -> None:

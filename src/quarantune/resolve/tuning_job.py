@@ -13,8 +13,8 @@ from pathlib import Path
 from quarantune import cache
 from quarantune.cache import CacheWriteError, Entry
 from quarantune.host import locks
-from quarantune.measure import finals, sampling
-from quarantune.resolve import engines
+from quarantune.measure import finals
+from quarantune.resolve import engines, winner_log
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.compilation_seeds import CompilationSeeds
@@ -43,7 +43,7 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits, space_for
 from quarantune.sweep.searching import Searching
 from quarantune.sweep.swept import Swept
-from quarantune.values import shown, versions
+from quarantune.values import versions
 from quarantune.values.config_values import encode
 from quarantune.values.grid import Positions
 from quarantune.values.json_object import JsonObject
@@ -348,7 +348,7 @@ class TuningJob:
         self._trials, verdict = finals.conclude(self._trials, swept.final, default=default)
         trials = self._all_trials()
         best, tie = self._trials[verdict.winner], tuple(self._trials[index].config for index in verdict.tie)
-        self._log_winner(best, tie, usable)
+        winner_log.log_winner(self._name, self._key.device, best, tie, usable, tried=len(self._trials))
         self._records.append_conclusion(
             [self._trials[index] for index in swept.final.rounds_ms],
             best=best.config,
@@ -384,23 +384,6 @@ class TuningJob:
             self._records.discard()
         self._claim.leave_failure(self._terms(), trials)
         return self._failure(trials)
-
-    def _log_winner(self, best: Trial, tie: Sequence[Config], usable: Sequence[Trial]) -> None:
-        _logger.info(
-            "%s: best of %d is %s: %.4g ms%s",
-            self._name,
-            len(self._trials),
-            shown.format_config(best.config),
-            best.time_ms,
-            f", level with {' and '.join(map(shown.format_config, tie))}" if tie else "",
-        )
-        if (scatter := sampling.typical_spread(usable)) > sampling.BUSY[best.clock or "wall"]:
-            _logger.warning(
-                "%s: the samples scatter by %.0f%%, far above the usual: %s was busy or its clock throttled",
-                self._name,
-                100 * scatter,
-                self._key.device,
-            )
 
     def _entry(self, config: Config, times: Times, trials: Sequence[Trial]) -> Entry:
         return {

@@ -19,6 +19,7 @@ from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
 from quarantune.transport.call import Arguments
+from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import settings
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
 
@@ -73,7 +74,7 @@ class Verified:
         changed = f" (made under {self.changed})" if self.changed else ""
         return f"{self.verdict}: {name} on {device}, {problem}: {self.reason}{changed}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """Returns the entry as JSON holds it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "key"}
         return {**self.key._asdict(), **fields, "verdict": self.verdict.value, "speedup": self.speedup}

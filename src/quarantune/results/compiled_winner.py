@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ class Winner:
         compiled: Any,
         *,
         args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        kwargs: Mapping[str, Any],
     ) -> None:
         """Binds a config to a function.
 
@@ -87,7 +87,7 @@ class Winner:
         return [aval.weak_type for aval in jax.tree.leaves(self._call.in_avals)]
 
     def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[list[Any], dict[str, Any]], tuple[dict[int, _Static], dict[str, _Static]]]:
         is_static = [self._jit.is_static_position(index, len(args)) for index in range(len(args))]
         names = self._jit.static_argnames
@@ -107,7 +107,7 @@ def _tree(dynamic: tuple[list[Any], dict[str, Any]]) -> Any:
     return jax.tree.structure((tuple(args), kwargs))
 
 
-def without_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def without_arrays(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
     """Returns a call with None for every argument that holds an array, so that only static ones are kept.
 
     Such arguments are replaced as a whole, because their class may validate its contents.

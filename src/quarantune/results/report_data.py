@@ -183,9 +183,9 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[JsonObject], list[list[int]]
     return tunables, columns
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> dict[str, Any]:
+def _flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> JsonObject:
     """Returns a config without dicts and dataclasses in it: their parts are tunables, too."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for name, value in config.items():
         plain = encode(value)
         if isinstance(plain, Mapping) and "$enum" not in plain and plain and depth < 4:

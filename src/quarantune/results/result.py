@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quarantune.cache import content
 from quarantune.results import report, rows, summary
+from quarantune.results.rows import Row
+from quarantune.results.saved_files import SCHEMA, SavedResultError, read_checked, read_json, write
 from quarantune.results.standing import Standing
 from quarantune.transport import binding
 from quarantune.transport.call import Arguments
 from quarantune.values.config_values import encode, originals, restore
-from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
 from quarantune.values.trial import Config, Trial, checked_counts, count_outcomes
 
@@ -30,13 +30,7 @@ if TYPE_CHECKING:
 
 FromCache: TypeAlias = bool | Literal["nearest"]
 
-_SCHEMA = 1
-_LARGEST_BYTES = 1 << 31
 _JSON, _FUNCTION, _WINNER = "result.json", "function.bin", "winner.bin"
-
-
-class SavedResultError(ValueError):
-    """A directory holds no saved result, or a damaged one; the message says how it is damaged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -155,7 +149,7 @@ class TuningResult:
     def _repr_html_(self) -> str:
         return summary.html_text(self)
 
-    def to_dicts(self) -> list[dict[str, Any]]:
+    def to_dicts(self) -> list[Row]:
         """Returns a flat dict for each trial, in the order of `trials`: the tunables, then the trial's fields.
 
         Beside the fields of `Trial` there are `speedup`, against the defaults, `is_best`, `is_tie` and `is_default`. A
@@ -269,11 +263,11 @@ class TuningResult:
         if self.executable is not None:
             parts[_WINNER] = self.executable
         for name, part in parts.items():
-            _write(folder / name, part)
+            write(folder / name, part)
         if self.executable is None:
             (folder / _WINNER).unlink(missing_ok=True)
         about = {
-            "schema": _SCHEMA,
+            "schema": SCHEMA,
             "name": self.name,
             "best_config": encode(self.best_config),
             "time_ms": None if math.isnan(self.time_ms) else self.time_ms,
@@ -293,7 +287,7 @@ class TuningResult:
             "trials": [trial.to_json() for trial in self.trials],
         }
         # Last, because it holds the checksums of the others.
-        _write(folder / _JSON, json.dumps(about, indent=1).encode())
+        write(folder / _JSON, json.dumps(about, indent=1).encode())
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
@@ -313,7 +307,7 @@ class TuningResult:
             SavedResultError: the directory holds no result, a damaged one, or one of a newer version.
         """
         folder = Path(directory)
-        about = _read_json(folder / _JSON)
+        about = read_json(folder / _JSON)
         try:
             default = about.get("default_config")
             loaded = cls(
@@ -342,7 +336,7 @@ class TuningResult:
                 raise ValueError(f"it lacks {_FUNCTION}")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise SavedResultError(f"{folder / _JSON} is damaged: {error!r}; save the result again") from error
-        contents = {name: _read_checked(folder / name, digest) for name, digest in files.items()}
+        contents = {name: read_checked(folder / name, digest) for name, digest in files.items()}
         return loaded._with_function(contents) if trusted else loaded
 
     def _configs(self) -> list[Config]:
@@ -398,62 +392,3 @@ def _refuse(folder: Path, *_: object, **__: object) -> None:
         f"the function of {folder} was not loaded, because that runs code from there: "
         f"load it with TuningResult.load(..., trusted=True), or call your own with best_config"
     )
-
-
-def _read_json(path: Path) -> JsonObject:
-    try:
-        about = content.decode(_read(path))
-    except FileNotFoundError:
-        raise SavedResultError(f"{path.parent} holds no saved result: there is no {path.name} in it") from None
-    except ValueError as error:
-        if isinstance(error, SavedResultError):
-            raise
-        raise SavedResultError(f"{path} cannot be read: {error}; save the result again") from error
-    schema = about.get("schema") if isinstance(about, dict) else None
-    if not isinstance(schema, int):
-        raise SavedResultError(f"{path} is not from TuningResult.save")
-    if schema > _SCHEMA:
-        raise SavedResultError(f"{path} was saved by a newer quarantune (schema {schema}): install that one")
-    return dict(about)
-
-
-def _read_checked(path: Path, digest: str) -> bytes:
-    try:
-        found = _read(path)
-    except FileNotFoundError:
-        raise SavedResultError(f"{path} is missing: save the result again") from None
-    if hashlib.sha256(found).hexdigest() != digest:
-        raise SavedResultError(f"{path} is damaged: its checksum is not what was saved; save the result again")
-    return found
-
-
-def _read(path: Path) -> bytes:
-    """Returns the content of a file of the directory, which may hold anything.
-
-    Raises:
-        SavedResultError: the file is a link out of the directory, not a regular file, or unreadable.
-        FileNotFoundError: there is no such file.
-    """
-    try:
-        if path.resolve().parent != path.parent.resolve():
-            raise SavedResultError(f"{path} is not within its directory: put the file itself there")
-        return content.read_bounded(path, largest_bytes=_LARGEST_BYTES)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(*error.args) from None
-    except (OSError, RuntimeError) as error:  # a link to itself is a RuntimeError to some versions of Python
-        reason = error.strerror if isinstance(error, OSError) else "it is no regular file"
-        raise SavedResultError(f"{path} cannot be read: {reason}; save the result again") from error
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Replaces a file in one step."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise

@@ -1,7 +1,7 @@
 """Every message between the scheduler and the workers, one frozen dataclass for each.
 
-`sandbox.codec` encodes them, and decodes them where they arrive. The scheduler gives a worker tasks, and the worker
-answers with replies. The descriptors that travel with a message are part of its documentation.
+`sandbox.codec` encodes and decodes them. The scheduler gives a worker tasks, and the worker answers with replies. The
+descriptors that travel with a message are part of its documentation.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class BenchOptions:
         tolerance: how far outputs may differ.
         check_grad: whether gradients are compared, too.
         time_grad: whether a config is compiled and timed together with its gradient.
-        compilation_cache: the directory of the caller's JAX compilation cache; None where there is none, or where
-            workers must not use it.
+        compilation_cache: the directory of the caller's JAX compilation cache; None where workers use none.
     """
 
     platform: str | None
@@ -255,8 +254,7 @@ class Judged(Reply):
     """An answer that tells how a config's output was judged.
 
     Attributes:
-        agreement: the result of comparing the output with those of others; None where it was not compared, or where
-            an earlier answer told it.
+        agreement: the result of comparing the output with others; None where an earlier answer gave it, or none did.
     """
 
     agreement: Agreement | None = None
@@ -417,17 +415,6 @@ class Failed(Judged):
     traceback: str = ""
 
 
-REPLIES = (
-    PhaseEntered,
-    Lowered,
-    Compiled,
-    Checked,
-    Measured,
-    Ready,
-    Failed,
-    ReferenceComputed,
-    ShapesChecked,
-    Compared,
-    Probed,
-)
+_OF_TRIALS = (PhaseEntered, Lowered, Compiled, Checked, Measured, Ready, Failed)
+REPLIES = (*_OF_TRIALS, ReferenceComputed, ShapesChecked, Compared, Probed)
 """Every reply, for `codec.decode`; the most frequent first."""

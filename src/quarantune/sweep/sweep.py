@@ -106,23 +106,40 @@ def run(
         source=source,
         has_final=has_final,
     )
-    measured = dict(known or {})
-    finish = _finisher(request, measured)
     possible = grid.examples(list(configs.values()) if space is None else space)
     if packed is None:
         packed = pack(problem, possible, options)
-    isolation = Isolation.PROCESS if target is not None else isolation_of(settings, problem)
+    return _run(request, packed, configs, dict(known or {}), possible)
+
+
+def _run(
+    request: SweepRequest,
+    packed: PackedCall,
+    configs: Mapping[int, Config],
+    measured: dict[int, Trial],
+    possible: Sequence[Config],
+) -> Swept:
+    """Runs configs where the isolation wants it, and adds their trials to `measured`."""
+    finish = _finisher(request, measured)
+    is_check = request.target is not None
+    isolation = Isolation.PROCESS if is_check else isolation_of(request.settings, request.problem)
     if isolation is Isolation.NONE:
         return _run_here(request, packed, configs, measured, finish)
-    measures_here = isolation is Isolation.COMPILE and not compile_only
+    measures_here = isolation is Isolation.COMPILE and not request.compile_only
+    _check(request, packed, possible, measures_here=measures_here)
+    return _run_in_workers(request, packed, configs, measured, finish, measures_here=measures_here)
+
+
+def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config], *, measures_here: bool) -> None:
+    """Raises where workers cannot run the sweep as it is asked for."""
+    problem = request.problem
     if measures_here:
-        _check_here(problem, packed, settings)
+        _check_here(problem, packed, request.settings)
         if problem.platform != "tpu":  # of which no worker has any
-            _check_devices_per_trial(problem, packed, options)
+            _check_devices_per_trial(problem, packed, request.options)
     else:
         _check_devices(request, packed)
     _check_sizes(problem, possible)
-    return _run_in_workers(request, packed, configs, measured, finish, measures_here=measures_here)
 
 
 def _finisher(request: SweepRequest, measured: dict[int, Trial]) -> Finish:
