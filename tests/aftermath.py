@@ -57,10 +57,17 @@ def strays() -> list[str]:
     """Describes every process in the sandboxes of this process except its template, orphans included."""
     templates = running_templates()
     allowed = {child.pid for child in templates[:1]}
-    pids = {child.pid for child in psutil.Process().children(recursive=True)}
+    pids = {child.pid for child in psutil.Process().children(recursive=True) if not is_of_multiprocessing(child)}
     for child in templates:
         pids.update(carriers(template.MARK, child.environ()[template.MARK]))
     return [_describe(pid) for pid in sorted(pids - allowed)]
+
+
+def is_of_multiprocessing(process: psutil.Process) -> bool:
+    """Returns whether a process is one of Python's own that lives as long as a process that once used a pool."""
+    with contextlib.suppress(psutil.Error):
+        return "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+    return False
 
 
 def _describe(pid: int) -> str:

@@ -157,12 +157,14 @@ def test_damaged_messages_of_shards_are_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engines
 def test_a_worker_without_quarantune_is_told_to_install_it() -> None:
     with pytest.raises(EngineError, match=r"executor Fresh cannot import quarantune .*install quarantune"):
         tuner().run(X, executor=Fresh("", "-I", "-S"))
 
 
 @pytest.mark.slow
+@pytest.mark.engines
 def test_a_worker_of_another_version_is_told_both_versions() -> None:
     prelude = f"sys.path.insert(0, {str(SOURCE)!r})\nimport quarantune._version as v\nv.__version__ = '0.0.1'\n"
     ours = remote.versions_here()["quarantune"]
@@ -179,6 +181,7 @@ def one_core(is_taken: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_of_two_kinds_of_devices_the_second_is_refused_by_name(caplog: pytest.LogCaptureFixture) -> None:
     context = get_context("spawn")
@@ -210,6 +213,7 @@ def no_files() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engines
 def test_machines_out_of_disk_are_named_and_later_ones_go_on() -> None:
     context = get_context("spawn")
     advice = r"ProcessPoolExecutor could not run a shard, twice; the last time on .*File too large"
@@ -220,6 +224,7 @@ def test_machines_out_of_disk_are_named_and_later_ones_go_on() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engines
 def test_a_broken_pool_is_named_and_its_trials_are_kept(tmp_path: Any) -> None:
     ended: list[int] = []
 
@@ -246,6 +251,7 @@ def one_thread() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engines
 def test_workers_get_the_limits_of_threads_of_the_submitter(monkeypatch: pytest.MonkeyPatch) -> None:
     context = get_context("spawn")
     with ProcessPoolExecutor(1, context, one_thread) as pool:
@@ -259,6 +265,7 @@ def test_workers_get_the_limits_of_threads_of_the_submitter(monkeypatch: pytest.
 
 
 @pytest.mark.slow
+@pytest.mark.engines
 def test_tune_many_gives_each_machine_a_whole_sweep_and_tunes_equal_calls_once() -> None:
     kernel = quarantune.autotune({"n": list(range(20))}, rep=2, ref_fn=None, name="many")(engine_kernels.plain)
     calls = [(kernel, (jnp.ones((rows, 128)),)) for rows in (8, 16, 8)]
@@ -281,6 +288,7 @@ def test_tune_many_gives_each_machine_a_whole_sweep_and_tunes_equal_calls_once()
 
 
 @pytest.mark.slow
+@pytest.mark.engines
 def test_where_no_connection_is_possible_shards_report_at_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise PermissionError("no ports here")
@@ -301,6 +309,7 @@ def test_where_no_connection_is_possible_shards_report_at_their_end(monkeypatch:
 
 
 @pytest.mark.slow
+@pytest.mark.engines
 def test_a_search_asks_for_shards_as_for_trials() -> None:
     space = {"n": [0, 2], "same": list(range(200))}
     searched = quarantune.AutoTuner(
@@ -319,6 +328,7 @@ def test_a_search_asks_for_shards_as_for_trials() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.engines
 def test_compile_checks_go_to_machines_without_the_device() -> None:
     with ThreadPoolExecutor(1) as pool, quarantune.settings(executor=pool):
         report = quarantune.compile_check(engine_kernels.plain, {"n": [0, 1]}, X, target=quarantune.targets()[0])

@@ -29,6 +29,7 @@ from quarantune.values.trial import Outcome
 pytestmark = [
     pytest.mark.clients,
     pytest.mark.slow,
+    pytest.mark.engines,
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore"),  # those of other people's libraries
 ]

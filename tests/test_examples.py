@@ -69,7 +69,7 @@ def test_an_example_tunes_every_config_and_checks_the_winner(
     example: str, configs: int, verdict: str, printed: dict[str, Future[str]]
 ) -> None:
     told = printed[example].result()
-    assert len(re.findall(r"^.* (?:ok|slow) .*$", told, re.MULTILINE)) == configs
+    assert len(re.findall(r"^.* (?:ok|slow)(?: \[\d+\])? +(?:> )?\d[\d.]* .*$", told, re.MULTILINE)) == configs
     assert len(re.findall(r"^\*  ", told, re.MULTILINE)) == 1, "one row of the table has the star"
     assert re.search(verdict, told)
 

@@ -24,6 +24,7 @@ print(json.dumps(dataclasses.asdict(fleet.measure(workers=40, configs=18_000, tr
 
 
 @pytest.mark.slow
+@pytest.mark.engines
 @pytest.mark.timeout(300)
 def test_a_sweep_on_many_machines_costs_the_submitter_little_and_lets_none_wait(tmp_path: Path) -> None:
     if not SCRIPT.exists():

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from aftermath import is_of_multiprocessing
 
 import quarantune
 from quarantune.host import machine
@@ -167,7 +168,7 @@ def processes_below_us() -> list[psutil.Process]:
     children = []
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if child.status() != psutil.STATUS_ZOMBIE:
+            if child.status() != psutil.STATUS_ZOMBIE and not is_of_multiprocessing(child):
                 children.append(child)
     return children
 
