@@ -23,7 +23,7 @@ from quarantune.host import memory as memory_module
 from quarantune.measure.finals import Final
 from quarantune.sandbox import codec, messages
 from quarantune.sandbox.events import Damaged, Ended, Event, Said
-from quarantune.sandbox.messages import BenchOptions, CompileTarget, Raised, Task
+from quarantune.sandbox.messages import BenchOptions, CompileTarget, OutputArray, Raised, Task
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Leftovers, Plan
 from quarantune.scheduler.reference import Reference
@@ -133,6 +133,7 @@ def behaves(worker: FakeWorker) -> list[Step]:
     acts = {
         "Compile": compiles,
         "Prepare": gets_ready,
+        "Expect": lambda worker: [],
         "Warm": lambda worker: [],
         "Measure": measures,
         "Compare": compares,
@@ -1864,14 +1865,37 @@ def test_the_defaults_are_measured_before_all_other_configs(
     assert {(other.task.references, other.task.standard) for other in others} == {(1, 0)}
 
 
+def test_standby_workers_learn_of_the_outputs_that_they_will_compare(reference: Reference) -> None:
+    outputs = [{"shape": [4, 8], "dtype": "float16"}]
+
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "Prepare":
+            return [(3.0, worker.says("Ready", "load", modules=[]))]
+        if worker.do == "Compile":
+            lowered = worker.says("Lowered", "compile", program=f"program {worker.trial}", outputs=outputs)
+            _, enters, _, *compiled = compiles(worker)
+            return [enters, (0.2, lowered), *compiled]
+        return agrees(worker) if worker.do == "Measure" else None
+
+    plan = plan_for(Route.APART, target=TARGET, configs_per_worker=4)
+    result = run(plan, 8, act, reference=reference)
+    assert result.outcomes == ["ok"] * 8
+    orders = collections.defaultdict(list)
+    for worker in result.sandbox.given:
+        orders[worker.number].append(worker.do)
+    standby = [order for order in orders.values() if order[0] == "Prepare"]
+    assert [order[:3] for order in standby] == [["Prepare", "Expect", "Measure"]] * len(standby)
+    assert {worker.task.outputs for worker in result.given("Expect")} == {(OutputArray((4, 8), "float16"),)}
+
+
 def test_a_worker_that_dies_after_its_sweep_leaves_no_output_file_open(reference: Reference) -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
-        if worker.do != "measure":
+        if worker.do != "Measure":
             return None
-        if worker.task["checked"]:
+        if worker.task.checked:
             return [(0.2, measured(worker))]
-        first_run = {"run_ms": 1.0, "own_ms": 1.0, "is_disturbed": False, "group": 0}
-        return [(0.2, worker.says("checked", "check", **first_run))]
+        first_run = {"run_ms": 1.0, "cpu_ms": 1.0, "is_disturbed": False, "agreement": {"group": 0}}
+        return [(0.2, worker.says("Checked", "check", **first_run))]
 
     clock = Clock()
     sandbox = FakeSandbox(clock, act, kill_s=100.0)

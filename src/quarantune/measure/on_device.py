@@ -6,11 +6,10 @@ the edge of its tolerance may be judged differently than on the host. Other dtyp
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,19 @@ from quarantune.values.tolerance import Tolerance
 
 _MOST_ELEMENTS = 2**31 - 1
 """The largest 32-bit count."""
+_NARROW = frozenset({"float32", "bfloat16", "float16"})
+
+
+class HasShape(Protocol):
+    """The shape of an array, and the name of its dtype."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype."""
 
 
 class Comparer:
@@ -60,36 +72,21 @@ class Comparer:
                 self._there[id(wanted)] = (wanted, there)
                 self(there, wanted, tolerance)
 
-    @contextlib.contextmanager
-    def compiled_beside(self, output: Callable[[], Any]) -> Iterator[None]:
-        """Compiles, in a thread beside the body, the comparison of arrays with those of an output.
-
-        It takes a GPU 0.2 s. Nothing is compiled any more when this returns, because a measurement may follow, and the
-        device's clock would count the kernels that XLA tries.
+    def expect(self, outputs: Sequence[HasShape]) -> None:
+        """Compiles the comparison of arrays with others like them, which takes a GPU 0.2 s.
 
         Args:
-            output: returns a pytree of arrays, or of their shapes and dtypes; its errors are ignored, since the
-                function itself will raise them again.
+            outputs: their shapes, and the names of their dtypes.
         """
-        thread = threading.Thread(target=self._compile_for, args=(output,), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            thread.join()
-
-    def _compile_for(self, output: Callable[[], Any]) -> None:
-        with contextlib.suppress(Exception):
-            for leaf in jax.tree.leaves(output()):
-                sharding = getattr(leaf, "sharding", None) or SingleDeviceSharding(jax.local_devices()[0])
-                if _is_narrow(leaf.dtype) and leaf.size and len(sharding.device_set) == 1:
-                    self._compile(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
-
-    def _compile(self, like: jax.ShapeDtypeStruct) -> None:
-        kind = _kind(like, like)
-        if kind not in self._programs:
-            limits = jax.ShapeDtypeStruct((2,), "float32")
-            self._programs[kind] = _count.lower(like, like, limits, wide="float32").compile()
+        sharding = SingleDeviceSharding(jax.local_devices()[0])
+        limits = jax.ShapeDtypeStruct((2,), "float32")
+        for output in outputs:
+            if not 0 < math.prod(output.shape) <= _MOST_ELEMENTS or output.dtype not in _NARROW:
+                continue
+            like = jax.ShapeDtypeStruct(output.shape, output.dtype, sharding=sharding)
+            kind = _kind(like, like)
+            if kind not in self._programs:
+                self._programs[kind] = _count.lower(like, like, limits, wide="float32").compile()
 
     def keep(self, output: Any, on_host: Any) -> None:
         """Keeps an output on the device, to compare others with it.
@@ -120,10 +117,6 @@ class Comparer:
             return Mismatches(count)
         worst, mine, its = _worst(got, wanted, limits, wide=wide)
         return Mismatches(count, int(worst), np.asarray(mine)[()], np.asarray(its)[()])
-
-
-def _is_narrow(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize <= 4
 
 
 def _kind(got: Any, wanted: Any) -> Any:

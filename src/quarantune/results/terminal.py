@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -27,20 +28,25 @@ class Terminal:
         self._stream = stream
         self._console: Console | None = None
         self._live: Live | None = None
+        # The cursor's way up is computed when the lines' number is known and written later: nothing may come between.
+        self._writing = threading.RLock()
 
     def begin(self) -> None:
         """Does nothing: rich is imported by the thread that draws."""
 
     def draw(self, sweeps: list[Progress]) -> None:
         """Replaces the lines by those of the sweeps now."""
-        if self._live is None:
-            self._open()
-        assert self._live is not None
-        self._live.update(_rendered(sweeps), refresh=True)
+        rendered = _rendered(sweeps)
+        with self._writing:
+            if self._live is None:
+                self._open()
+            assert self._live is not None
+            self._live.update(rendered, refresh=True)
 
     def end(self, last_line: str) -> None:
         """Removes the lines, and writes the last one."""
-        self._close()
+        with self._writing:
+            self._close()
         if last_line:
             self._stream.write(f"{last_line}\n")
             self._stream.flush()
@@ -73,7 +79,7 @@ class Terminal:
         for stream in dict.fromkeys((self._stream, sys.stderr, sys.stdout)):
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 if stream is not None and stream.isatty():
-                    _hooks.append(_Hook(stream, self._console))
+                    _hooks.append(_Hook(stream, self._console, self._writing))
 
     def _close(self) -> None:
         if self._live is not None:
@@ -127,9 +133,10 @@ class _Hook:
     The stream object itself is changed and not `sys.stderr`, because handlers of `logging` keep the object.
     """
 
-    def __init__(self, stream: TextIO, console: Console) -> None:
+    def __init__(self, stream: TextIO, console: Console, writing: threading.RLock) -> None:
         self._stream = stream
         self._console = console
+        self._writing = writing
         self._raw: Callable[[str], int] = stream.write
         self._rest = ""
         stream.write = self._write  # type: ignore[method-assign]
@@ -137,11 +144,12 @@ class _Hook:
     def _write(self, text: str) -> int:
         from rich.text import Text
 
-        whole, newline, rest = f"{self._rest}{text}".rpartition("\n")
-        self._rest = rest
-        if newline:
-            lines = [line.rpartition("\r")[2] for line in whole.split("\n")]
-            self._console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
+        with self._writing:
+            whole, newline, rest = f"{self._rest}{text}".rpartition("\n")
+            self._rest = rest
+            if newline:
+                lines = [line.rpartition("\r")[2] for line in whole.split("\n")]
+                self._console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
         return len(text)
 
     def release(self) -> None:

@@ -106,12 +106,31 @@ class Prepare(BenchTask):
     """Take the device and make the arguments; answered by `Ready`.
 
     Its descriptors are the outputs to compare with.
-
-    Attributes:
-        compares: whether outputs will be compared with each other.
     """
 
-    compares: bool = False
+
+@dataclasses.dataclass(frozen=True)
+class OutputArray:
+    """An array of a program's output.
+
+    Attributes:
+        shape: its shape.
+        dtype: the name of its dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Expect(BenchTask):
+    """Compile the comparison of such outputs, ahead of the first; there is no answer.
+
+    Attributes:
+        outputs: the arrays of each config's output.
+    """
+
+    outputs: tuple[OutputArray, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +224,7 @@ class Compare(BenchTask):
     entries: tuple[Finalist, ...]
 
 
-TASKS = (Probe, Prepare, Warm, Compile, Measure, ComputeReference, CheckShapes, Compare)
+TASKS = (Probe, Prepare, Expect, Warm, Compile, Measure, ComputeReference, CheckShapes, Compare)
 """Every task, for `codec.decode`."""
 
 
@@ -317,9 +336,11 @@ class Lowered(Reply):
 
     Attributes:
         program: the hash of the lowered program; configs with the same hash need to run only once.
+        outputs: the arrays of its output.
     """
 
     program: str
+    outputs: tuple[OutputArray, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from quarantune.sandbox.messages import Prepare
+from quarantune.sandbox.messages import Expect, OutputArray, Prepare
 from quarantune.scheduler.plan import KILL_DEADLINE_S
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Worker, WorkerState
@@ -22,6 +22,7 @@ class Apart:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._outputs: tuple[OutputArray, ...] = ()
 
     def waiting(self) -> Collection[Job]:
         """Returns the jobs that wait, compiled, for a measuring worker."""
@@ -32,6 +33,19 @@ class Apart:
         between = [worker for worker in self._run.workers if worker.state is WorkerState.BETWEEN]
         worker = next(iter(between), None) if not job.compiles_fresh else None
         self._run.save_compiled(job, None, worker=worker)
+
+    def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
+        """Tells the standby workers, while they take their device, which outputs they will compare."""
+        run = self._run
+        if outputs and not self._outputs and run.reference.compares and run.plan.target is not None:
+            self._outputs = outputs
+            for device in run.devices:
+                for worker in device.standby:
+                    self._expect_outputs(worker)
+
+    def _expect_outputs(self, worker: Worker) -> None:
+        if self._outputs:
+            self._run.workers.send(worker, Expect(options=self._run.plan.options, outputs=self._outputs))
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Takes the executable of a job from a worker, which ends by itself unless the config keeps it from ending."""
@@ -110,7 +124,8 @@ class Apart:
     def _start_standby(self, device: DeviceState) -> None:
         run = self._run
         is_ahead = run.workers.on(device) > 0
-        task = Prepare(options=run.plan.options, compares=run.reference.compares)
+        task = Prepare(options=run.plan.options)
         worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=run.reference.fds)
         worker.is_ahead = is_ahead
         device.standby.append(worker)
+        self._expect_outputs(worker)

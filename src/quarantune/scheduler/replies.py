@@ -97,6 +97,8 @@ class Replies:
     def _on_lowered(self, worker: Worker, job: Job, reply: Lowered) -> None:
         """Ends a worker whose config lowered to the program of another one: one of them is enough to run."""
         job.slack_s = worker.deadline - self._run.clock()
+        if isinstance(self._route, Apart):
+            self._route.on_lowered(reply.outputs)
         first = self._run.jobs.programs.first(reply.program, job)
         if first is not job:
             self._run.reference.join(job.index, first.index)
@@ -134,7 +136,8 @@ class Replies:
             verdict = Verdict(Outcome.SLOW, message)
         else:
             race.note_time(job.index, cpu_ms)
-        race.keep_executable(job, cpu_ms)
+        if not (reply.is_slow and reply.clock == "device"):  # others may be in the final, if they were disturbed
+            race.keep_executable(job, cpu_ms)
         timing = Timing(
             time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms), cpu_ms=cpu_ms, clock=reply.clock
         )

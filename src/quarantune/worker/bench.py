@@ -16,7 +16,7 @@ from quarantune import jax_internals
 from quarantune.host.waits import RunTime, Watch
 from quarantune.measure import clocks, finals, sampling
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import BenchOptions, CompileTarget
+from quarantune.sandbox.messages import BenchOptions, CompileTarget, OutputArray
 from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes
 from quarantune.transport.call import Arguments, Call
 from quarantune.values.config_values import restore, text_of
@@ -28,6 +28,8 @@ from quarantune.worker.judging import Judge
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
+Announce = Callable[[str, tuple[OutputArray, ...]], None]
+"""Receives the hash of a lowered program, by which configs with the same program are found, and its output."""
 
 
 def _is_in_order(sharding: jax.sharding.NamedSharding) -> bool:
@@ -119,19 +121,19 @@ class Bench:
                 self._flush.detach()
             self._flush = None
 
-    def prepare(self, references: Sequence[int] = (), *, compares: bool = False) -> None:
+    def prepare(self, references: Sequence[int] = ()) -> None:
         """Takes the device, and makes the arguments and all that comparing outputs needs, ahead of the first config.
+
+        Nothing is traced here: this worker holds the device, and tracing may go wrong.
 
         Args:
             references: descriptors of the files to compare outputs with, as for `check`.
-            compares: whether outputs will be compared with each other.
         """
-        args, kwargs = jax.block_until_ready(self._arguments.shared())
-        with self.judge.comparison_compiled(args, kwargs) if compares else contextlib.nullcontext():
-            self.judge.prepare(references)
-            if self._has_own_clock():
-                with contextlib.suppress(clocks.NoDeviceClockError):  # the first config meets the same error
-                    self._flusher()
+        jax.block_until_ready(self._arguments.shared())
+        self.judge.prepare(references)
+        if self._has_own_clock():
+            with contextlib.suppress(clocks.NoDeviceClockError):  # the first config meets the same error
+                self._flusher()
 
     def compile(
         self,
@@ -140,7 +142,7 @@ class Bench:
         target: CompileTarget | None,
         away: bool = False,
         is_check: bool = False,
-        announce: Callable[[str], None] = lambda program: None,
+        announce: Announce = lambda program, outputs: None,
     ) -> Program:
         """Traces, lowers and compiles one config.
 
@@ -149,7 +151,7 @@ class Bench:
             target: the device to compile for without touching it; None compiles for this worker's own.
             away: whether another worker will run it, so that no argument need be made here.
             is_check: whether nobody will run it, so that it need not be compiled as well as its device allows.
-            announce: called with the program's hash between lowering and compiling.
+            announce: called between lowering and compiling.
 
         Raises:
             NeedsDeviceError: this program must be compiled on its device.
@@ -352,8 +354,8 @@ class Bench:
                 warm_ms[position] = samples_ms
         return rounds_ms, warm_ms
 
-    def _announce(self, lowered: Any, config: Config, announce: Callable[[str], None]) -> bool:
-        """Announces the hash of a lowered program, by which configs with the same program are found.
+    def _announce(self, lowered: Any, config: Config, announce: Announce) -> bool:
+        """Announces a lowered program.
 
         The hash covers the program's text, its interface and the compiler options. None is announced for a program
         that calls back into Python, because its text holds only the index of the function in a table; nor where
@@ -367,7 +369,9 @@ class Bench:
         if not calls_back and not self._options.check_grad and interface is not None:
             _, compiler_options = binding.split(self._jitted, config)
             whole = f"{interface} {text_of(compiler_options)} {text}"
-            announce(hashlib.sha256(whole.encode()).hexdigest())
+            arrays = jax.tree.leaves(lowered.out_info)
+            outputs = tuple(OutputArray(array.shape, array.dtype.name) for array in arrays)
+            announce(hashlib.sha256(whole.encode()).hexdigest(), outputs)
         return calls_back
 
     def _has_own_clock(self) -> bool:
@@ -385,7 +389,7 @@ class Bench:
         return self._flush
 
     def _compile_deviceless(
-        self, config: Config, target: CompileTarget, announce: Callable[[str], None], *, is_check: bool
+        self, config: Config, target: CompileTarget, announce: Announce, *, is_check: bool
     ) -> Callable[..., Any]:
         with abstract_device(target, is_check=is_check) as sharding:
             args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from quarantune import jax_internals
 from quarantune.measure import compare, on_device
 from quarantune.measure.gradients import gradients as gradients_of
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import BenchOptions
+from quarantune.sandbox.messages import BenchOptions, OutputArray
 from quarantune.transport import binding, inputs, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.call import Call
@@ -65,20 +65,11 @@ class Judge:
                 with contextlib.suppress(Exception):
                     self._shortcut.prepare(self._expected_in(fd).output, self._tolerance)
 
-    @contextlib.contextmanager
-    def comparison_compiled(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Compiles, beside the body, the comparison of outputs with those of the function's defaults.
-
-        Args:
-            args: the call's arguments.
-            kwargs: its keyword arguments.
-        """
-        if self._shortcut is None or self._arguments.jit is None:
-            yield
-            return
-        jitted: Any = self._call.fn
-        with self._shortcut.compiled_beside(lambda: jitted.trace(*args, **kwargs).out_info):
-            yield
+    def expect(self, outputs: Sequence[OutputArray]) -> None:
+        """Compiles the comparison of such outputs on an accelerator, ahead of the first; errors are left to `check`."""
+        if self._shortcut is not None:
+            with contextlib.suppress(Exception):
+                self._shortcut.expect(outputs)
 
     def compute_reference(self, fd: int) -> None:
         """Writes the reference's output, and its gradients where those count, for the configs to be compared with."""
@@ -211,9 +202,8 @@ class Judge:
         Raises:
             TypeError: it cannot be pickled.
         """
-        with self._shortcut.compiled_beside(lambda: own.output) if self._shortcut else contextlib.nullcontext():
-            on_host = ComparedOutput(_on_host(own.output), _on_host(own.gradients))
-            spool.write(fd, pickling.dumps(on_host))
+        on_host = ComparedOutput(_on_host(own.output), _on_host(own.gradients))
+        spool.write(fd, pickling.dumps(on_host))
         if self._shortcut is not None:
             self._shortcut.keep(own.output, on_host.output)
         self._expected[_identity(fd)] = on_host

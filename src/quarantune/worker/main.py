@@ -105,8 +105,11 @@ class Worker:
         bench = self._bench_for(task.options)
         match task:
             case messages.Prepare():
-                bench.prepare(fds, compares=task.compares)
+                bench.prepare(fds)
                 return messages.Ready(**self._heading(), modules=self._new_modules())
+            case messages.Expect():
+                bench.judge.expect(task.outputs)
+                return None
             case messages.Warm():
                 with contextlib.suppress(Exception):  # the config that comes meets it again, and reports it
                     bench.prepare()
@@ -150,7 +153,9 @@ class Worker:
             target=task.target,
             away=bool(fds) or task.is_check,
             is_check=task.is_check,
-            announce=lambda program: self._send(messages.Lowered(**self._heading(), program=program)),
+            announce=lambda program, outputs: self._send(
+                messages.Lowered(**self._heading(), program=program, outputs=outputs)
+            ),
         )
         if fds:
             with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
