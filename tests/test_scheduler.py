@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import heapq
 import itertools
@@ -21,12 +22,14 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.host import memory as memory_module
 from quarantune.measure.finals import Final
-from quarantune.sandbox import codec, messages
+from quarantune.sandbox import codec, messages, spool
 from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.messages import BenchOptions, CompileTarget, OutputArray, Raised, Task
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Leftovers, Plan
+from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.same_program import SamePrograms
 from quarantune.scheduler.side_tasks import SideTaskError
 from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.tolerance import Tolerance
@@ -1180,6 +1183,65 @@ def test_finalists_are_compared_in_one_worker() -> None:
     assert compared.rounds_ms == {index: [index + 1.0] * 5 for index in range(3)}
     assert compared.warm_ms == {index: [index + 1.0] * 5 for index in range(2)}
     assert [entry.config for entry in tasks[0].entries] == [{"id": index} for index in range(3)]
+
+
+class Writing(FakeSandbox):
+    """Compile workers leave an executable."""
+
+    def _give(self, worker: FakeWorker, frame: codec.Frame, fds: Sequence[int]) -> None:
+        super()._give(worker, frame, fds)
+        if worker.do == "Compile" and fds:
+            spool.write_parts(fds[0], [b"executable", b"", b""])
+
+
+def kept_by(*schedulers: Callable[[Clock, FakeSandbox, Race, SamePrograms], Scheduler], act: Act) -> list[bool]:
+    """Returns which of four configs' executables are loaded for the final by the last of some schedulers."""
+    clock = Clock()
+    tasks: list[Any] = []
+
+    def noting(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "Compare":
+            tasks.append(worker.task)
+        return act(worker)
+
+    sandbox, race, programs = Writing(clock, noting), Race(), SamePrograms()
+    configs: dict[int, Config] = {index: {"id": index} for index in range(4)}
+    with contextlib.closing(race):
+        for number, make in enumerate(schedulers):
+            scheduler = make(clock, sandbox, race, SamePrograms(programs.ran_as))
+            scheduler.run(configs if number == 0 else {4: {"id": 4}})
+        scheduler.compare(configs)
+    return [entry.saved for entry in tasks[0].entries]
+
+
+def one_of(route: Route) -> Callable[[Clock, FakeSandbox, Race, SamePrograms], Scheduler]:
+    def make(clock: Clock, sandbox: FakeSandbox, race: Race, programs: SamePrograms) -> Scheduler:
+        def on_trial(index: int, trial: Trial, log: str) -> None:
+            assert trial.outcome in (Outcome.OK, Outcome.SLOW)
+
+        plan = plan_for(route, target=TARGET if route is Route.APART else None)
+        return Scheduler(sandbox, plan, on_trial=on_trial, clock=clock, race=race, programs=programs)
+
+    return make
+
+
+def test_executables_are_loaded_for_the_final_after_an_error_was_confirmed() -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do != "Compile":
+            return None
+        return compiles(worker, program="the same" if worker.trial in (1, 3) else "")
+
+    assert kept_by(one_of(Route.APART), one_of(Route.TOGETHER), act=act) == [True] * 4
+
+
+def test_slow_configs_push_no_finalist_s_executable_out_where_the_clock_is_exact() -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do != "Measure":
+            return None
+        is_slow = worker.trial not in (0, 1)
+        return [(0.1, measured(worker, 1.0 if worker.trial else 1.14, is_slow=is_slow, clock="device"))]
+
+    assert kept_by(one_of(Route.APART), act=act) == [True, True, False, False]
 
 
 @pytest.mark.parametrize("status", [-int(signal.SIGSEGV), None, 0])

@@ -51,6 +51,7 @@ class Scheduler:
         reference: Reference | None = None,
         source: ConfigSource = NOTHING_MORE,
         programs: SamePrograms | None = None,
+        race: Race | None = None,
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = machine.available_memory_bytes,
         lease_on: Callable[[Device], Lease] = Lease,
@@ -66,6 +67,7 @@ class Scheduler:
             reference: the outputs to compare with, in this run and others of the sweep; None for none.
             source: gives further configs, in addition to those that `run` is given.
             programs: the programs of earlier runs, which configs of this run may share; None for none.
+            race: the times in earlier runs, and the executables of the fastest; None for none. The owner closes it.
             clock: seconds.
             available_memory: bytes of memory that are free now.
             lease_on: makes the lease on a device, or returns the one that the sweep has.
@@ -76,6 +78,7 @@ class Scheduler:
         self._clock = clock
         self._next_tick = 0.0
         self._stops = stops.Stops(clock)
+        self._owns_race = race is None
         reference = reference or Reference()
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
         workers = Workers(sandbox, clock)
@@ -84,7 +87,7 @@ class Scheduler:
             devices=devices,
             workers=workers,
             jobs=Jobs(plan, reference, devices, on_trial, workers.log, source, programs),
-            race=Race(),
+            race=race or Race(),
             reference=reference,
             memory=MemoryWatch(sandbox, plan, workers, reference, available_memory),
             clock=clock,
@@ -162,9 +165,10 @@ class Scheduler:
             self._step(TICK_S)
 
     def close(self) -> None:
-        """Lets idle workers end, and closes the executables kept for a comparison."""
+        """Lets idle workers end, and closes the executables kept for a comparison, unless they belong to others."""
         self._run.workers.finish_all()
-        self._run.race.close()
+        if self._owns_race:
+            self._run.race.close()
 
     def _start_workers(self) -> None:
         """Starts all that may start now."""

@@ -20,8 +20,13 @@ class SamePrograms:
         ran_as: the index of the config that ran instead, by the indices of those that did not run.
     """
 
-    def __init__(self) -> None:
-        self.ran_as: dict[int, int] = {}
+    def __init__(self, ran_as: dict[int, int] | None = None) -> None:
+        """Knows of no programs yet.
+
+        Args:
+            ran_as: the copies among configs that ran before, to which those of this run are added.
+        """
+        self.ran_as = {} if ran_as is None else ran_as
         self._jobs: dict[str, Job] = {}
         self._ended: dict[int, tuple[Trial, str]] = {}
 

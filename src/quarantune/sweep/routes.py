@@ -23,6 +23,7 @@ from quarantune.sandbox.template_link import LoadError
 from quarantune.sandbox.template_messages import LoadFailed
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import MEMORY_SHARE, Leftovers, Plan
+from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import UNTUNED, Reference, unlike
 from quarantune.scheduler.same_program import SamePrograms
 from quarantune.scheduler.side_tasks import SideTaskError
@@ -92,6 +93,8 @@ class Routes:
         self._has_final = request.has_final
         self._finish = finish
         self.programs = SamePrograms()
+        self._ran_as: dict[int, int] = {}
+        self._race = Race()
         self._scheduler: Scheduler | None = None
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
@@ -110,7 +113,7 @@ class Routes:
         """Runs configs to their outcomes, and compares the fastest in `measured`, to which their trials are added."""
         if not self.load(configs):
             return Swept()
-        with contextlib.ExitStack() as self._schedulers:
+        with contextlib.closing(self._race), contextlib.ExitStack() as self._schedulers:
             self._reference, configs = reference_for(self._problem, self._options, configs, self._troubled)
             self._schedulers.callback(self._reference.close)
             self._refer(configs)
@@ -314,7 +317,8 @@ class Routes:
             on_tick=self._events.on_tick,
             on_phase=self._events.on_phase,
             reference=self._reference,
-            programs=self.programs if self._compile_only else None,
+            programs=self.programs if self._compile_only else SamePrograms(self._ran_as),
+            race=None if self._compile_only else self._race,
             source=source,
             lease_on=self._lease_on,
         )
