@@ -24,8 +24,8 @@ import quarantune
 from quarantune.measure import compare, elements, on_device
 from quarantune.measure.elements import Mismatches
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import OutputArray
 from quarantune.scheduler.reference import UNTUNED, Offer, Reference
+from quarantune.values.compiling import OutputArray
 from quarantune.values.options import Options
 from quarantune.values.tolerance import Tolerance
 from quarantune.values.trial import INCOMPARABLE

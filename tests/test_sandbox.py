@@ -29,11 +29,12 @@ import quarantune
 from quarantune.host import machine
 from quarantune.sandbox import codec, spool, template, template_watch
 from quarantune.sandbox.events import Damaged, Event, Said, describe_status
-from quarantune.sandbox.messages import Compile, CompileTarget, Measure
+from quarantune.sandbox.messages import Compile, Measure
 from quarantune.sandbox.pool import Sandbox
 from quarantune.sandbox.template_link import LoadError
 from quarantune.sweep import routes
 from quarantune.transport import payload
+from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
 from quarantune.values.trial import SandboxError
 

@@ -24,7 +24,7 @@ from quarantune.host import memory as memory_module
 from quarantune.measure.finals import Final
 from quarantune.sandbox import codec, messages, spool
 from quarantune.sandbox.events import Damaged, Ended, Event, Said
-from quarantune.sandbox.messages import BenchOptions, CompileTarget, OutputArray, Raised, Task
+from quarantune.sandbox.messages import BenchOptions, Raised, Task
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Leftovers, Plan
 from quarantune.scheduler.race import Race
@@ -32,6 +32,7 @@ from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.same_program import SamePrograms
 from quarantune.scheduler.side_tasks import SideTaskError
 from quarantune.scheduler.workers import Worker, WorkerState
+from quarantune.values.compiling import CompileTarget, OutputArray
 from quarantune.values.tolerance import Tolerance
 from quarantune.values.trial import Config, Outcome, Phase, Route, SandboxError, Trial
 

@@ -55,8 +55,8 @@ class Output:
 
     @property
     def width(self) -> int:
-        """The columns of the terminal."""
-        return max(shutil.get_terminal_size().columns, 40)
+        """The columns of the terminal; 120 where there is none."""
+        return max(shutil.get_terminal_size((120, 24)).columns, 40)
 
     def line(self, text: str = "") -> None:
         """Writes text with a line end, unless JSON was asked for."""

@@ -14,7 +14,8 @@ from quarantune import jax_internals
 from quarantune.devices.device import Backend, Device, cpu_device, describe_jax_devices, grouped, visible_devices
 from quarantune.sandbox import codec, template
 from quarantune.sandbox.events import Said
-from quarantune.sandbox.messages import CompileTarget, Failed, PhaseEntered, Probe, Probed, Reply
+from quarantune.sandbox.messages import Failed, PhaseEntered, Probe, Probed, Reply
+from quarantune.values.compiling import CompileTarget
 from quarantune.values.settings import Settings
 from quarantune.values.trial import SandboxError
 

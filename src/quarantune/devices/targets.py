@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from quarantune.devices import discovery, target_texts
 from quarantune.devices.device import Device, cpu_device
-from quarantune.sandbox.messages import CompileTarget
 from quarantune.values import settings as environment
+from quarantune.values.compiling import CompileTarget
 from quarantune.values.settings import Settings
 from quarantune.values.texts import did_you_mean, shown
 from quarantune.values.trial import SandboxError

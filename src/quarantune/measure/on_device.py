@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,23 +17,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from quarantune.measure.elements import Mismatches
+from quarantune.values.compiling import OutputArray
 from quarantune.values.tolerance import Tolerance
 
 _MOST_ELEMENTS = 2**31 - 1
 """The largest 32-bit count."""
 _NARROW = frozenset({"float32", "bfloat16", "float16"})
-
-
-class HasShape(Protocol):
-    """The shape of an array, and the name of its dtype."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-
-    @property
-    def dtype(self) -> str:
-        """The name of its dtype."""
 
 
 class Comparer:
@@ -72,11 +61,11 @@ class Comparer:
                 self._there[id(wanted)] = (wanted, there)
                 self(there, wanted, tolerance)
 
-    def expect(self, outputs: Sequence[HasShape]) -> None:
+    def expect(self, outputs: Sequence[OutputArray]) -> None:
         """Compiles the comparison of arrays with others like them, which takes a GPU 0.2 s.
 
         Args:
-            outputs: their shapes, and the names of their dtypes.
+            outputs: the arrays.
         """
         sharding = SingleDeviceSharding(jax.local_devices()[0])
         limits = jax.ShapeDtypeStruct((2,), "float32")

@@ -66,7 +66,7 @@ class CompileReport:
         """Returns a table of the configs: outcome, compile time, the compiler's figures, and reason for a failure.
 
         Args:
-            width: columns; None for those of the terminal, 80 where there is none.
+            width: columns; None for those of the terminal, 120 where there is none.
         """
         known = list(_columns(self.trials))
         return report.table(self._briefly(), width=width, figures=dict(known))

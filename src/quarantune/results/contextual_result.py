@@ -53,7 +53,7 @@ class ContextualResult(TuningResult):
         """Returns a table for each kernel, with a star at its choice, and the gain of the whole function.
 
         Args:
-            width: columns; None for those of the terminal, 80 where there is none.
+            width: columns; None for those of the terminal, 120 where there is none.
             flops: floating-point operations of one call of the whole function, for a column of TFLOP/s.
             bytes: bytes that one such call must move, for a column of GB/s.
         """

@@ -39,7 +39,7 @@ def table(
     Args:
         trials: the trials.
         standing: the winner, which gets a star, its ties and the defaults.
-        width: columns; None for those of the terminal, 80 where there is none.
+        width: columns; None for those of the terminal, 120 where there is none.
         flops: floating-point operations of one call, for a column of TFLOP/s.
         moved_bytes: bytes that one call must move, for a column of GB/s.
         figures: the columns of numbers by their headings; None for the times and rates of a sweep, sorted by time.
@@ -55,8 +55,8 @@ def table(
 
 
 def terminal_width() -> int:
-    """Returns the columns of the terminal; 80 where there is none."""
-    return shutil.get_terminal_size((80, 24)).columns
+    """Returns the columns of the terminal; 120 where there is none."""
+    return shutil.get_terminal_size((120, 24)).columns
 
 
 def by_time(trials: Iterable[Trial]) -> list[Trial]:

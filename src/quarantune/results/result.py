@@ -135,7 +135,7 @@ class TuningResult:
         config: even its fastest run took so long. For a result from the cache, the text says what is cached.
 
         Args:
-            width: columns; None for those of the terminal, 80 where there is none.
+            width: columns; None for those of the terminal, 120 where there is none.
             flops: floating-point operations of one call, for a column of TFLOP/s.
             bytes: bytes that one call must move, for a column of GB/s.
         """

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from quarantune.values.compiler_figures import CompilerFigures
+from quarantune.values.compiling import CompileTarget, OutputArray
 from quarantune.values.tolerance import Tolerance
 from quarantune.values.trial import Phase
 
@@ -45,25 +46,6 @@ class BenchOptions:
     check_grad: bool = False
     time_grad: bool = False
     compilation_cache: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompileTarget:
-    """A device that programs are compiled for in a process that does not hold it.
-
-    Attributes:
-        platform: `cuda`, `rocm` or `tpu`.
-        config_text: XLA's description of the device; empty for a TPU.
-        device_kind: JAX's name of the device.
-        num_cores: the number of its cores; None where JAX does not know it.
-        topology: the name of a TPU's topology; empty for other devices.
-    """
-
-    platform: str
-    config_text: str
-    device_kind: str
-    num_cores: int | None
-    topology: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,19 +89,6 @@ class Prepare(BenchTask):
 
     Its descriptors are the outputs to compare with.
     """
-
-
-@dataclasses.dataclass(frozen=True)
-class OutputArray:
-    """An array of a program's output.
-
-    Attributes:
-        shape: its shape.
-        dtype: the name of its dtype.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from quarantune.sandbox.messages import Expect, OutputArray, Prepare
+from quarantune.sandbox.messages import Expect, Prepare
 from quarantune.scheduler.plan import KILL_DEADLINE_S
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Worker, WorkerState
+from quarantune.values.compiling import OutputArray
 
 _STANDBY_WORKERS = 6
 """Standby workers of a device where each takes one config, which takes less time than making one ready."""

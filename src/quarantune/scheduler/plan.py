@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from quarantune.devices.device import Device
-from quarantune.sandbox.messages import BenchOptions, CompileTarget
+from quarantune.sandbox.messages import BenchOptions
+from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Config, Route, Trial
 
 STARTUP_DEADLINE_S = 120.0

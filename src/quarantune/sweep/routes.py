@@ -18,7 +18,7 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.measure import finals
 from quarantune.sandbox import pool, spool
-from quarantune.sandbox.messages import BenchOptions, CompileTarget
+from quarantune.sandbox.messages import BenchOptions
 from quarantune.sandbox.template_link import LoadError
 from quarantune.sandbox.template_messages import LoadFailed
 from quarantune.scheduler.loop import Scheduler
@@ -31,6 +31,7 @@ from quarantune.scheduler.source import NOTHING_MORE, ConfigSource, only_stoppin
 from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.transport.problem import Problem
+from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 

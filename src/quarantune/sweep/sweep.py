@@ -18,7 +18,6 @@ from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery, targets
 from quarantune.devices.targets import Target
 from quarantune.sandbox import codec, shortages, spool, template, wire
-from quarantune.sandbox.messages import CompileTarget
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import SweepEvents
@@ -30,6 +29,7 @@ from quarantune.transport import payload
 from quarantune.transport.call import PackedCall
 from quarantune.transport.problem import Problem
 from quarantune.values import config_values, grid, shown
+from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import END, Config, Trial

@@ -16,9 +16,10 @@ from quarantune import jax_internals
 from quarantune.host.waits import RunTime, Watch
 from quarantune.measure import clocks, finals, sampling
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import BenchOptions, CompileTarget, OutputArray
+from quarantune.sandbox.messages import BenchOptions
 from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes
 from quarantune.transport.call import Arguments, Call
+from quarantune.values.compiling import CompileTarget, OutputArray
 from quarantune.values.config_values import restore, text_of
 from quarantune.values.trial import Config
 from quarantune.worker.arguments import CallArguments

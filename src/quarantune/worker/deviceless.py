@@ -13,7 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
 
 from quarantune import jax_internals
-from quarantune.sandbox.messages import CompileTarget
+from quarantune.values.compiling import CompileTarget
 from quarantune.worker.failures import NeedsDeviceError, UncheckableError
 
 LIBTPU_LOGS = {

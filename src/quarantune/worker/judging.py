@@ -17,10 +17,11 @@ from quarantune import jax_internals
 from quarantune.measure import compare, on_device
 from quarantune.measure.gradients import gradients as gradients_of
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import BenchOptions, OutputArray
+from quarantune.sandbox.messages import BenchOptions
 from quarantune.transport import binding, inputs, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.call import Call
+from quarantune.values.compiling import OutputArray
 from quarantune.values.trial import INCOMPARABLE, Config
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.failures import WrongResultError
