@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,6 +103,7 @@ class Bench:
             self._jitted = differentiation.with_gradient(call.fn)
         self.judge = Judge(call, self._arguments, options)
         self._flush: clocks.Flush | None = None
+        self._attaching: threading.Thread | None = None
         self._last_run: RunTime | None = None
         # XLA's threads sleep until there is work for them; those of other libraries may spin.
         self._spins = self.is_plain
@@ -117,6 +119,7 @@ class Bench:
 
     def close(self) -> None:
         """Detaches the profiler from this process, where it was attached; for a process that outlives the bench."""
+        self._await_clock()
         if self._flush is not None:
             with contextlib.suppress(Exception):  # an error of a config may have left the device unusable
                 self._flush.detach()
@@ -125,7 +128,8 @@ class Bench:
     def prepare(self, references: Sequence[int] = ()) -> None:
         """Takes the device, and makes the arguments and all that comparing outputs needs, ahead of the first config.
 
-        Nothing is traced here: this worker holds the device, and tracing may go wrong.
+        The clock is made ready meanwhile, until the first run. Nothing is traced here: this worker holds the device,
+        and tracing may go wrong.
 
         Args:
             references: descriptors of the files to compare outputs with, as for `check`.
@@ -133,8 +137,18 @@ class Bench:
         jax.block_until_ready(self._arguments.shared())
         self.judge.prepare(references)
         if self._has_own_clock():
-            with contextlib.suppress(clocks.NoDeviceClockError):  # the first config meets the same error
-                self._flusher()
+            self._attaching = threading.Thread(target=self._attach, daemon=True)
+            self._attaching.start()
+
+    def _attach(self) -> None:
+        with contextlib.suppress(clocks.NoDeviceClockError):  # the first config meets the same error
+            self._flusher()
+
+    def _await_clock(self) -> None:
+        """Waits until the clock is ready: the kernels that it times itself must be its own."""
+        if self._attaching is not None:
+            self._attaching.join()
+            self._attaching = None
 
     def compile(
         self,
@@ -232,6 +246,7 @@ class Bench:
 
     def run(self, program: Program) -> Any:
         """Runs a program once, to its end, on unmodified arguments, and returns its output."""
+        self._await_clock()
         args, kwargs = self._arguments.dynamic(self._arguments.for_run())
         with Watch(spins=self._spins) as watch:
             taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))

@@ -16,6 +16,7 @@ from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.wire import Connection
 from quarantune.sandbox.worker_program import ErrorDescription, Shared
+from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Phase
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from quarantune.worker.bench import Bench, Program
 
 # A template imports this module, so that no worker has to.
-codec.prepare(*messages.TASKS, messages.BenchOptions, messages.CompileTarget)
+codec.prepare(*messages.TASKS, messages.BenchOptions, CompileTarget)
 
 _NICENESS = 10
 _MESSAGE_CHARS = 4000
@@ -297,7 +298,7 @@ def warm_up(task: Frame) -> None:
     from quarantune import jax_internals
     from quarantune.worker import deviceless
 
-    target = codec.decode(task, messages.CompileTarget)
+    target = codec.decode(task, CompileTarget)
     jax_internals.load_plugins()
     deviceless.topology(target)
 
