@@ -6,24 +6,17 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
-import time
 
 import jax
 
 from quarantune import jax_internals
 from quarantune.devices.device import Backend, Device, cpu_device, describe_jax_devices, grouped, visible_devices
-from quarantune.sandbox import codec, template
-from quarantune.sandbox.events import Said
-from quarantune.sandbox.messages import Failed, PhaseEntered, Probe, Probed, Reply
+from quarantune.sandbox import template
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.settings import Settings
-from quarantune.values.trial import SandboxError
 
 _DEVICE = "QUARANTUNE_SANDBOX_DEVICE"
 """Environment variable with the platform and kind of the device of a worker, which may not be visible to it."""
-
-_PROBE_DEADLINE_S = 120.0
-"""The longest wait for a worker to describe the devices; a driver may hang."""
 
 
 def sandbox_environ(platform: str, kind: str) -> dict[str, str]:
@@ -122,34 +115,9 @@ def _probe(_: tuple[str | None, ...]) -> Backend:
     """Has a worker describe the devices.
 
     Raises:
-        SandboxError: the worker failed, or took too long.
+        SandboxError: as for `probing.probe`.
     """
     # Not needed where JAX's backends are initialised, as they usually are.
-    from quarantune.sandbox import pool
+    from quarantune.devices import probing
 
-    with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
-        sandbox.open(load_timeout_s=None)
-        number = sandbox.start(codec.encode(Probe(platforms=_platforms(), last=True)))
-        deadline = time.monotonic() + _PROBE_DEADLINE_S
-        reply: Reply | None = None
-        while (left_s := deadline - time.monotonic()) > 0:
-            for event in sandbox.poll(left_s):
-                if isinstance(event, Said):
-                    reply = _decode(event.message)
-                elif event.number == number:
-                    if isinstance(reply, Probed):
-                        return Backend(reply.devices, reply.config_text)
-                    detail = (isinstance(reply, Failed) and reply.text) or sandbox.log(number)[-2000:]
-                    raise SandboxError(f"the device probe failed: {detail}")
-    raise SandboxError(
-        f"the device probe did not end within {_PROBE_DEADLINE_S:g} s: a device's driver or a JAX plugin hangs; "
-        "to tune without it, name the platforms to use, as in JAX_PLATFORMS=cpu"
-    )
-
-
-def _decode(frame: codec.Frame) -> Reply | None:
-    """Returns the probe's reply; None where it is damaged."""
-    try:
-        return codec.decode(frame, PhaseEntered, Probed, Failed)
-    except codec.DamageError:
-        return None
+    return probing.probe(_platforms())

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 
 from quarantune import cache
 from quarantune.devices import discovery
-from quarantune.devices.targets import Target
 from quarantune.jax_internals import state as jax_state
 from quarantune.resolve import suitable
 from quarantune.resolve.bound_call import BoundCall
@@ -21,6 +21,9 @@ from quarantune.values.describe import describe_static
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_array
 from quarantune.values.texts import printable
+
+if TYPE_CHECKING:
+    from quarantune.devices.targets import Target
 
 _MOST_KINDS = 3
 _STATE = "jax settings"

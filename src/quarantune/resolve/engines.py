@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quarantune.devices.targets import Target
 from quarantune.host import locks
-from quarantune.sweep import sweep
+from quarantune.sandbox import template
 from quarantune.sweep.isolation import AUTO, Isolation
-from quarantune.sweep.swept import Swept
 from quarantune.values.settings import Settings
-from quarantune.values.trial import EngineError
+from quarantune.values.trial import EngineError, SandboxError
+
+if TYPE_CHECKING:
+    from quarantune.devices.targets import Target
+    from quarantune.sweep.swept import Swept
 
 _logger = logging.getLogger("quarantune")
 
@@ -29,13 +32,22 @@ _devices: weakref.WeakKeyDictionary[Executor, Target] = weakref.WeakKeyDictionar
 _lock = locks.new()
 
 
-def runner(settings: Settings) -> Callable[..., Swept]:
-    """Returns the function that runs a sweep: `sweep.run`, or the like on the machines of an engine.
+def runner(settings: Settings, isolation: Isolation) -> Callable[..., Swept]:
+    """Returns the function that runs a sweep, which begins at once: `sweep.run`, or the like on an engine's machines.
+
+    Args:
+        settings: the operator's settings.
+        isolation: the isolation of a sweep on this machine.
 
     Raises:
         ValueError: there is an engine, and the settings want trials in this process.
     """
     if settings.executor is None:
+        if isolation is not Isolation.NONE:
+            with contextlib.suppress(SandboxError):  # the sweep meets it again
+                template.shared()  # takes longer to start than the modules of a sweep take to import
+        from quarantune.sweep import sweep
+
         return sweep.run
     if settings.isolation not in (AUTO, Isolation.PROCESS.value):
         raise ValueError(
@@ -93,4 +105,6 @@ def _ask(executor: Executor) -> Target:
             f"the executor {type(executor).__name__} could not run a first task: {type(error).__name__}: {error}"
         ) from error
     replies.check_description(found)
+    from quarantune.devices.targets import Target
+
     return Target(name=found["kind"], platform=found["platform"], device_kind=found["kind"], origin=found["host"])

@@ -6,10 +6,9 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from quarantune import cache
-from quarantune.devices.targets import Target
 from quarantune.jax_internals import Coordination
 from quarantune.resolve import engines
 from quarantune.resolve.bound_call import BoundCall
@@ -27,13 +26,16 @@ from quarantune.results.compile_report import CompileReport
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sandbox import template
-from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.isolation import Isolation
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport import assignment as assignments
 from quarantune.values import settings as environment
 from quarantune.values.settings import Settings
 from quarantune.values.trial import CacheMissError, Config, Trial, TuningFailedError, pruned_trial
+
+if TYPE_CHECKING:
+    from quarantune.devices.targets import Target
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +171,8 @@ class Resolver:
         Returns:
             For each config its trial, and its executable where there is one that can leave its worker.
         """
+        from quarantune.sweep import sweep  # which a cached call needs no more than the rest of a sweep
+
         self._check_outside()
         described = keyed_to_tune(call)
         settings, options = environment.current(), self.function.options
@@ -219,7 +223,7 @@ class Resolver:
                 progress.step(trial)
 
             if left:
-                engines.runner(settings)(
+                engines.runner(settings, Isolation.PROCESS)(
                     described.problem(),
                     left,
                     options=options,

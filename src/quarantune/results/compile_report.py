@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-from quarantune.devices.targets import Target
 from quarantune.results import report
 from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError, count_outcomes
+
+if TYPE_CHECKING:
+    from quarantune.devices.targets import Target
 
 _AMOUNT = r"(\d+|[\d.]+[KMG])"
 _OVERFLOWS = (

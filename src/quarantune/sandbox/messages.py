@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.compiling import CompileTarget, OutputArray
+from quarantune.values.probed_device import ProbedDevice
 from quarantune.values.tolerance import Tolerance
 from quarantune.values.trial import Phase
 
@@ -270,23 +271,6 @@ class Probed(Reply):
 
     devices: tuple[ProbedDevice, ...]
     config_text: str | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProbedDevice:
-    """One device.
-
-    Attributes:
-        platform: `cpu`, `cuda`, `rocm` or `tpu`.
-        kind: JAX's name of it.
-        index: its position among JAX's devices.
-        num_cores: the number of its cores; None where JAX does not know it.
-    """
-
-    platform: str
-    kind: str
-    index: int
-    num_cores: int | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
