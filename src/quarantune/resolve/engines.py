@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import functools
 import logging
 import weakref
@@ -12,10 +11,9 @@ from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 from quarantune.host import locks
-from quarantune.sandbox import template
 from quarantune.sweep.isolation import AUTO, Isolation
 from quarantune.values.settings import Settings
-from quarantune.values.trial import EngineError, SandboxError
+from quarantune.values.trial import EngineError
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target
@@ -32,21 +30,14 @@ _devices: weakref.WeakKeyDictionary[Executor, Target] = weakref.WeakKeyDictionar
 _lock = locks.new()
 
 
-def runner(settings: Settings, isolation: Isolation) -> Callable[..., Swept]:
-    """Returns the function that runs a sweep, which begins at once: `sweep.run`, or the like on an engine's machines.
-
-    Args:
-        settings: the operator's settings.
-        isolation: the isolation of a sweep on this machine.
+def runner(settings: Settings) -> Callable[..., Swept]:
+    """Returns the function that runs a sweep: `sweep.run`, or the like on the machines of an engine.
 
     Raises:
         ValueError: there is an engine, and the settings want trials in this process.
     """
     if settings.executor is None:
-        if isolation is not Isolation.NONE:
-            with contextlib.suppress(SandboxError):  # the sweep meets it again
-                template.shared()  # takes longer to start than the modules of a sweep take to import
-        from quarantune.sweep import sweep
+        from quarantune.sweep import sweep  # which cached calls do not need
 
         return sweep.run
     if settings.isolation not in (AUTO, Isolation.PROCESS.value):

@@ -27,7 +27,6 @@ from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sandbox import template
 from quarantune.sweep.events import SweepEvents
-from quarantune.sweep.isolation import Isolation
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport import assignment as assignments
 from quarantune.values import settings as environment
@@ -171,7 +170,7 @@ class Resolver:
         Returns:
             For each config its trial, and its executable where there is one that can leave its worker.
         """
-        from quarantune.sweep import sweep  # which a cached call needs no more than the rest of a sweep
+        from quarantune.sweep import sweep  # which cached calls do not need
 
         self._check_outside()
         described = keyed_to_tune(call)
@@ -223,7 +222,7 @@ class Resolver:
                 progress.step(trial)
 
             if left:
-                engines.runner(settings, Isolation.PROCESS)(
+                engines.runner(settings)(
                     described.problem(),
                     left,
                     options=options,

@@ -279,7 +279,7 @@ class TuningJob:
         problem = self._keyed.problem()
         if self._call.default_index in self._not_compiling:
             problem = dataclasses.replace(problem, untuned=None)  # the defaults are not compiled again either
-        return engines.runner(self._settings, isolation_of(self._settings, problem))(
+        return engines.runner(self._settings)(
             problem,
             configs,
             options=self._options,
