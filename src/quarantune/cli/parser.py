@@ -165,7 +165,9 @@ def _add_tune(commands: Any) -> None:
     _calls(command)
     command.add_argument("--force", action="store_true", help="tune calls again that are tuned already")
     command.add_argument(
-        "--search", metavar="NAME", help="auto, exhaustive, random, surrogate, or optuna:<sampler> (see docs/searching.md)"
+        "--search",
+        metavar="NAME",
+        help="auto, exhaustive, random, surrogate or optuna:<sampler>: see docs/searching.md",
     )
     command.add_argument("--max-trials", metavar="N", type=_COUNT, help="try at most N configs for each call")
     command.add_argument("--time-budget", metavar="S", type=_SECONDS, help="try configs for at most S seconds per call")
