@@ -326,8 +326,8 @@ DISTURBANCES = (
 )
 
 
-def settled_screens(recording: Recording, columns: int) -> list[tuple[bytes, list[str]]]:
-    """Returns each piece that was followed by a pause, the last one too, with the screen after it."""
+def settled_screens(recording: Recording, columns: int) -> list[tuple[float, list[str]]]:
+    """Returns the screen after each piece that was followed by a pause, and in the end, and the seconds until then."""
     pyte = pytest.importorskip("pyte")
     screen = pyte.Screen(columns, 100)
     stream = pyte.ByteStream(screen)
@@ -336,7 +336,7 @@ def settled_screens(recording: Recording, columns: int) -> list[tuple[bytes, lis
     for (at, piece), following in zip(recording.pieces, [*times[1:], times[-1] + 1], strict=True):
         stream.feed(piece)
         if following - at > 0.1:
-            screens.append((piece, [line.rstrip() for line in screen.display if line.strip()]))
+            screens.append((at, [line.rstrip() for line in screen.display if line.strip()]))
     return screens
 
 
@@ -348,13 +348,16 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(program: str,
     recording = record(python(program, "48", "0.3", "noisy"), columns=columns, lines=100, environ=environ())
     assert recording.status == 0, recording.text
     screens = settled_screens(recording, columns)
-    live = [(piece, lines) for piece, lines in screens if any(" of 48 done" in line for line in lines)]
-    assert len(live) > 10
-    redrawn = [lines for piece, lines in live if not re.search(rb"careful|logged|printed|torn", piece)]
-    firsts = [next(line for line in lines if " of 48 done" in line) for lines in redrawn]
-    assert len(set(firsts)) > 0.9 * len(firsts) > 9  # the time gone is in the first line
-    pauses = np.diff([at for at, piece in recording.pieces if b"of 48 done" in piece])
+    live = [(at, lines) for at, lines in screens if any(" of 48 done" in line for line in lines)]
+    # The time gone is in the first line, so that each redrawing makes a new one. What other threads write only repeats
+    # the lines.
+    news: dict[str, float] = {}
+    for at, lines in live:
+        news.setdefault(next(line for line in lines if " of 48 done" in line), at)
+    assert len(news) > 10
+    pauses = np.diff(list(news.values()))
     assert np.median(pauses) < 1.0
+    assert max(pauses) < 10.0  # a busy machine draws late
     parts = (
         r"matmul f32\[8,8\]: \d+ of 48 done( \([^)]*\))?, .* gone.*",
         r"[━╸╺]+",
