@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -243,6 +244,29 @@ def test_a_broken_pool_is_named_and_its_trials_are_kept(tmp_path: Any) -> None:
         result = noted.run(X, str(tmp_path), executor=pool)
     assert sorted(ended) == list(range(8))
     assert len(result.trials) == 8
+
+
+class NeverCancelled(Future[Any]):
+    def cancel(self) -> bool:
+        raise NotImplementedError("Cancel not implemented")
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+def test_futures_that_cannot_be_cancelled_do_no_harm() -> None:
+    """Parsl's cannot."""
+
+    class Parsl(ThreadPoolExecutor):
+        def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+            told = NeverCancelled()
+            done = super().submit(fn, *args, **kwargs)
+            done.add_done_callback(lambda done: told.set_result(done.result()))
+            return told
+
+    with Parsl(2) as pool:
+        tuned = quarantune.AutoTuner(engine_kernels.noted, {"n": list(range(8))}, rep=2, ref_fn=None, name="parsl")
+        with tempfile.TemporaryDirectory() as notes:
+            assert len(tuned.run(X, notes, executor=pool).trials) == 8
 
 
 def one_thread() -> None:
