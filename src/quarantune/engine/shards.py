@@ -268,9 +268,8 @@ class Shards:
         self._shards.pop(shard.number, None)
         self._contacts.stop(shard.number)
         if shard.future is not None:
-            with contextlib.suppress(
-                NotImplementedError
-            ):  # as of Parsl; the shard learns of its stop by its connection
+            # Parsl's futures cannot be cancelled; the shard learns by its connection that it is over.
+            with contextlib.suppress(NotImplementedError):
                 shard.future.cancel()
             shard.future = None
 
