@@ -10,7 +10,8 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -340,12 +341,29 @@ def settled_screens(recording: Recording, columns: int) -> list[tuple[float, lis
     return screens
 
 
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[Recording]]]:
+    """Records the sweep in terminals of two widths at once: each sleeps most of the time."""
+    place = tmp_path_factory.mktemp("terminals")
+    file = place / "program.py"
+    file.write_text(PROGRAM, encoding="utf-8")
+
+    def run(columns: int) -> Recording:
+        about = environ(QUARANTUNE_CACHE_DIR=str(place / str(columns)))
+        return record(python(str(file), "48", "0.3", "noisy"), columns=columns, lines=100, environ=about)
+
+    with ThreadPoolExecutor(2) as pool:
+        yield {columns: pool.submit(run, columns) for columns in (60, 200)}
+
+
 @pytest.mark.slow
 @pytest.mark.clients
 @pytest.mark.parametrize("columns", [60, 200])
-def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(program: str, columns: int) -> None:
+def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
+    recordings: dict[int, Future[Recording]], columns: int
+) -> None:
     pytest.importorskip("pyte")
-    recording = record(python(program, "48", "0.3", "noisy"), columns=columns, lines=100, environ=environ())
+    recording = recordings[columns].result()
     assert recording.status == 0, recording.text
     screens = settled_screens(recording, columns)
     live = [(at, lines) for at, lines in screens if any(" of 48 done" in line for line in lines)]
