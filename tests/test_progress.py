@@ -349,7 +349,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, F
     file.write_text(PROGRAM, encoding="utf-8")
 
     def run(columns: int) -> Recording:
-        about = environ(QUARANTUNE_CACHE_DIR=str(place / str(columns)))
+        about = environ(QUARANTUNE_CACHE_DIR=str(place / str(columns)), COLUMNS="80")  # as left by a resized terminal
         return record(python(str(file), "48", "0.3", "noisy"), columns=columns, lines=100, environ=about)
 
     with ThreadPoolExecutor(2) as pool:
@@ -390,7 +390,8 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
     if columns == 200:
         assert [line for _, lines in screens for line in lines if not allowed.fullmatch(line)] == []
     for _, lines in live:
-        (at,) = [number for number, line in enumerate(lines) if " of 48 done" in line]
+        (at, *others) = [number for number, line in enumerate(lines) if " of 48 done" in line]
+        assert not others, lines
         assert lines[at].startswith("matmul f32[8,8]: ")
         assert not any(re.search("careful|logged|printed|torn", line) for line in lines[at:])
     _, end = screens[-1]

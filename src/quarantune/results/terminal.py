@@ -41,6 +41,7 @@ class Terminal:
             if self._live is None:
                 self._open()
             assert self._live is not None
+            self._fit()
             self._live.update(rendered, refresh=True)
 
     def end(self, last_line: str) -> None:
@@ -55,6 +56,13 @@ class Terminal:
         """Writes a line above those that are redrawn."""
         self._stream.write(f"{last_line}\n")
         self._stream.flush()
+
+    def _fit(self) -> None:
+        """Draws as wide as the terminal is now; rich alone would trust `COLUMNS`, and wider lines would wrap."""
+        with contextlib.suppress(OSError, ValueError):
+            size = os.get_terminal_size(self._stream.fileno())
+            if self._console is not None and size.columns > 0:
+                self._console.width, self._console.height = size
 
     def _open(self) -> None:
         from rich.console import Console
