@@ -133,8 +133,11 @@ def descriptors() -> dict[str, int]:
 
 
 def shared_memory() -> list[str]:
-    """Returns the names in /dev/shm, except for semaphores of `multiprocessing`."""
-    return [name for name in _names(Path("/dev/shm")) if not name.startswith("sem.mp-")]
+    """Returns the names in /dev/shm, except for semaphores of `multiprocessing` and files of browsers.
+
+    The whole machine shares it: the tests of reports in a browser may run at the same time.
+    """
+    return [name for name in _names(Path("/dev/shm")) if not name.startswith(("sem.mp-", ".org.chromium."))]
 
 
 def _names(directory: Path) -> list[str]:
