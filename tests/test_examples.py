@@ -40,6 +40,7 @@ def run(example: str, place: Path, *, timeout_s: float = 110) -> str:
     tmpdir.mkdir()
     before = set(shared_memory())
     about = {"TMPDIR": str(tmpdir), "QUARANTUNE_CACHE_DIR": str(place / "cache"), "QUARANTUNE_PROGRESS": "0"}
+    about["COLUMNS"] = "120"  # pytest-xdist sets 80
     done = subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLES / example)],
         env={**os.environ, "PYTHONPATH": str(SOURCE), MARK: mark, **about},
