@@ -1152,9 +1152,8 @@ def test_a_worker_retired_for_a_known_program_may_die_slowly() -> None:
     assert "same program" in result.trials[1].message
 
 
-def compare(act: Act, count: int = 3, **changes: Any) -> tuple[Final, FakeSandbox, list[Any]]:
-    """Runs configs and then compares them, as a sweep does."""
-    clock = Clock()
+def noting_comparisons(act: Act) -> tuple[list[Any], Act]:
+    """Returns a list that receives the tasks to compare finalists, and the act that fills it."""
     tasks: list[Any] = []
 
     def noting(worker: FakeWorker) -> Sequence[Step] | None:
@@ -1162,6 +1161,13 @@ def compare(act: Act, count: int = 3, **changes: Any) -> tuple[Final, FakeSandbo
             tasks.append(worker.task)
         return act(worker)
 
+    return tasks, noting
+
+
+def compare(act: Act, count: int = 3, **changes: Any) -> tuple[Final, FakeSandbox, list[Any]]:
+    """Runs configs and then compares them, as a sweep does."""
+    clock = Clock()
+    tasks, noting = noting_comparisons(act)
     sandbox = FakeSandbox(clock, noting)
     plan = plan_for(Route.APART, **changes)
     scheduler = Scheduler(sandbox, plan, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB)
@@ -1198,13 +1204,7 @@ class Writing(FakeSandbox):
 def kept_by(*schedulers: Callable[[Clock, FakeSandbox, Race, SamePrograms], Scheduler], act: Act) -> list[bool]:
     """Returns which of four configs' executables are loaded for the final by the last of some schedulers."""
     clock = Clock()
-    tasks: list[Any] = []
-
-    def noting(worker: FakeWorker) -> Sequence[Step] | None:
-        if worker.do == "Compare":
-            tasks.append(worker.task)
-        return act(worker)
-
+    tasks, noting = noting_comparisons(act)
     sandbox, race, programs = Writing(clock, noting), Race(), SamePrograms()
     configs: dict[int, Config] = {index: {"id": index} for index in range(4)}
     with contextlib.closing(race):

@@ -15,10 +15,8 @@ from quarantune.values.options import Options
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target
-    from quarantune.results.compile_report import CompileReport
-
-if TYPE_CHECKING:
     from quarantune.resolve.tuned_function import TunedFunction
+    from quarantune.results.compile_report import CompileReport
 
 
 def compile_check(
