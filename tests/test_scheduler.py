@@ -1235,6 +1235,35 @@ def test_executables_are_loaded_for_the_final_after_an_error_was_confirmed() -> 
     assert kept_by(one_of(Route.APART), one_of(Route.TOGETHER), act=act) == [True] * 4
 
 
+def test_the_final_needs_no_new_worker_after_an_error_was_confirmed() -> None:
+    clock = Clock()
+    tasks, noting = noting_comparisons(lambda worker: None)
+    sandbox, race, programs = Writing(clock, noting), Race(), SamePrograms()
+    configs: dict[int, Config] = {index: {"id": index} for index in range(3)}
+    with contextlib.closing(race):
+        first = one_of(Route.APART)(clock, sandbox, race, programs)
+        first.run(configs)
+        last = one_of(Route.TOGETHER)(clock, sandbox, race, SamePrograms(programs.ran_as))
+        last.run({4: {"id": 4}})
+        assert first.has_idle_worker
+        before = set(sandbox.workers)
+        assert first.compare(configs).rounds_ms.keys() == configs.keys()
+        assert set(sandbox.workers) <= before
+        assert len(tasks) == 1
+
+
+def test_a_worker_that_died_while_another_scheduler_ran_is_not_idle() -> None:
+    clock = Clock()
+    sandbox, race, programs = Writing(clock, lambda worker: None), Race(), SamePrograms()
+    with contextlib.closing(race):
+        first = one_of(Route.APART)(clock, sandbox, race, programs)
+        first.run({index: {"id": index} for index in range(3)})
+        assert first.has_idle_worker
+        for number in list(sandbox.workers):
+            sandbox.forget(number)
+        assert not first.has_idle_worker
+
+
 def test_slow_configs_push_no_finalist_s_executable_out_where_the_clock_is_exact() -> None:
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do != "Measure":

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import itertools
+import subprocess
 import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import quarantune
 from quarantune import Outcome, Trial, search
 from quarantune.host import blas
-from quarantune.search import Space, optuna_search
+from quarantune.search import Space, models, optuna_search
+from quarantune.search.densities import Densities
+from quarantune.search.fields import Fields
 from quarantune.values.search_choice import check_search
 from quarantune.values.trial import Config
 
@@ -118,7 +123,7 @@ def test_a_huge_grid_takes_no_memory_until_it_is_asked() -> None:
 
 
 def test_the_surrogate_begins_in_a_large_grid_at_once_and_without_listing_it() -> None:
-    import quarantune.search.surrogate  # noqa: F401  its imports are not in question
+    import quarantune.search.models  # noqa: F401  its imports are not in question
 
     tracemalloc.start()
     try:
@@ -153,6 +158,104 @@ def test_the_surrogate_takes_every_kind_of_value(space: Any) -> None:
             fails = len(asked) % 2
             made.tell(config, Trial(config=config, outcome=Outcome.CRASHED) if fails else ok(config, len(asked)))
     assert sorted(map(str, asked)) == sorted(map(str, Space(space)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """A config as JAX's own kernels have them."""
+
+    shape: tuple[int, ...]
+    steps: int = 2
+    minor: Outcome = Outcome.OK
+
+
+def test_values_that_hold_several_are_taken_apart() -> None:
+    tiles = [Tiles((m, n), steps) for m in (64, 128) for n in (64, 128, 256) for steps in (2, 4) if m * n < 2**15]
+    space = Space([{"tiles": each, "BK": size, "block": (8,)} for each in tiles for size in (32, 64)])
+    fields = Fields(space)
+    assert fields.names == ["tiles.shape[0]", "tiles.shape[1]", "tiles.steps", "tiles.minor", "BK", "block[0]"]
+    assert fields.values == [[64, 128], [64, 128, 256], [2, 4], [Outcome.OK], [32, 64], [8]]
+    codes = fields.codes(range(space.whole()))
+    assert codes[[0, 3, 19]].tolist() == [[0, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 0], [1, 1, 1, 0, 1, 0]]
+    assert fields.positions_of(codes) == list(range(20))
+    assert fields.positions_of(np.array([[1, 2, 0, 0, 0, 0], [0, 1, 0, 0, 1, 0]])) == [5]  # the first is no config
+
+
+def test_values_of_different_shapes_are_taken_apart_where_they_stay_different() -> None:
+    def fields_of(*values: Any) -> list[tuple[str, list[Any]]]:
+        fields = Fields(Space([{"x": value} for value in values]))
+        assert fields.positions_of(fields.codes(range(len(values)))) == list(range(len(values)))
+        return list(zip(fields.names, fields.values, strict=True))
+
+    assert fields_of((1,), (1, 2)) == [("x[0]", [1]), ("x[1]", [None, 2])]
+    assert fields_of(None, (1, 2)) == [("x", [None]), ("x[0]", [None, 1]), ("x[1]", [None, 2])]
+    assert fields_of({"flag": True}, {"flag": False, "level": 1}) == [
+        ("x['flag']", [True, False]),
+        ("x['level']", [None, 1]),
+    ]
+    assert fields_of((), (None,)) == [("x", [(), (None,)])]  # both would be None
+    assert fields_of(3, 1, "a") == [("x", [3, 1, "a"])]
+
+
+@pytest.mark.parametrize("name", ["surrogate", "optuna:tpe"])
+def test_what_is_known_of_a_config_helps_with_those_that_share_a_part_of_it(name: str) -> None:
+    if name != "surrogate":
+        pytest.importorskip("optuna")
+    shapes, steps = list(itertools.product([16, 32, 64, 128], repeat=2)), [1, 2, 3, 4]
+    flat = Space([{"m": m, "n": n, "steps": count} for m, n in shapes for count in steps])
+    whole = Space([{"tiles": Tiles((m, n), count)} for m, n in shapes for count in steps])
+    asked: list[list[int]] = []
+    for space in (flat, whole):
+        made, positions = search.make(name, space, seed=5), []
+        while len(positions) < 40:
+            for config in made.ask(4):
+                positions.append(space.find(config))
+                m, n = shapes[positions[-1] // 4]
+                made.tell(config, ok(config, 1 + abs(m - 64) + abs(n - 32) + positions[-1] % 4))
+        asked.append(positions)
+    assert asked[0] == asked[1]
+
+
+def test_the_densities_prefer_what_the_good_have_more_often() -> None:
+    space = Space({"size": [8, 64, 1, 512], "word": ["a", "b"], "many": list(range(1000)), "one": [1]})
+    densities = Densities(Fields(space))
+    known = np.array([[0, 0, 500, 0], [0, 0, 510, 0], [3, 1, 100, 0], [2, 1, 900, 0]])
+    asked = np.array([[0, 0, 505, 0], [1, 0, 505, 0], [3, 0, 505, 0], [0, 1, 505, 0], [0, 0, 905, 0]])
+    good, others = densities.logs(known, np.array([True, True, False, False]), asked)
+    ratio = (good - others).tolist()
+    assert max(ratio) == ratio[0]
+    assert ratio[0] > ratio[1] > ratio[2]  # 64 is next to 8
+    assert min(ratio[0] - ratio[3], ratio[0] - ratio[4]) > 1
+
+
+@pytest.mark.parametrize("others", [0, 1, 2, 3])
+def test_both_models_choose_however_many_configs_are_under_way(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"densities": 0, "process": 0}
+
+    def counting(owner: Any, name: str, label: str) -> None:
+        real = getattr(owner, name)
+
+        def counted(*given: Any, **options: Any) -> Any:
+            chosen[label] += 1
+            return real(*given, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting(models.Models, "_densest", "densities")
+    counting(models, "_improvement", "process")
+    made = search.make("surrogate", Space({"a": list(range(20)), "b": list(range(20))}))
+    pending = made.ask(others)
+    for number in range(16 + 30):
+        pending += made.ask(1)
+        config = pending.pop(0)
+        made.tell(config, ok(config, 1.0 + number))
+    assert chosen["densities"] >= 9
+    assert chosen["process"] >= 18
+
+
+def test_a_search_begins_before_scipy_is_imported() -> None:
+    script = "import sys, quarantune.search.surrogate; sys.exit('scipy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["exhaustive", "random", "surrogate"])

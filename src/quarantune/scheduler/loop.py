@@ -132,6 +132,11 @@ class Scheduler:
                 worker.close_output()
         return run.jobs.leftovers
 
+    @property
+    def has_idle_worker(self) -> bool:
+        """Whether a worker that has its device already waits for a task."""
+        return self._side_tasks.has_idle_worker
+
     def compare(self, configs: Mapping[int, Config]) -> finals.Final:
         """Times configs in turn in one worker; see `SideTasks.compare`."""
         return self._side_tasks.compare(configs)

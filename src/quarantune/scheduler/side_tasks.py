@@ -80,6 +80,12 @@ class SideTasks:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
             return finals.Final()
 
+    @property
+    def has_idle_worker(self) -> bool:
+        """Whether a side task finds a worker that is ready."""
+        idle = filter(None, map(_idle, self._run.devices))
+        return any(self._run.workers.pid(worker) is not None for worker in idle)
+
     def check_shapes(self) -> str:
         """Returns how the shapes of the function's output differ from the reference.
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quarantune.search.space import Codes, Space
+from quarantune.search.fields import Fields
+from quarantune.search.space import Codes
 from quarantune.values.trial import ConfigValue
 
 Floats = NDArray[np.float64]
@@ -20,10 +21,9 @@ _LARGEST = 1e100
 class Features:
     """Turns codes into points; each name has one or two groups of coordinates, which share a length scale each."""
 
-    def __init__(self, space: Space) -> None:
+    def __init__(self, fields: Fields) -> None:
         """Looks at the values of all configs."""
-        space.whole()
-        tables = [(column, table) for column, values in enumerate(space.values) for table in _tables(values)]
+        tables = [(column, table) for column, values in enumerate(fields.values) for table in _tables(values)]
         self._columns = [column for column, _ in tables]
         self._tables = [table for _, table in tables]
         self.groups = np.repeat(np.arange(len(tables)), [table.shape[1] for table in self._tables])
@@ -39,7 +39,7 @@ def _tables(values: Sequence[ConfigValue]) -> list[Floats]:
     """Returns the coordinates of each value of a name, in one or two groups; none where there is one value only."""
     if len(values) == 1:
         return []
-    numbers = np.array(values if all(map(_is_number, values)) else [0.0], np.float64)
+    numbers = np.array(values if all(map(is_number, values)) else [0.0], np.float64)
     if np.ptp(numbers) == 0:  # words, or numbers that are not far enough apart to be told from each other
         # Two words are two ends of one axis; more are the corners of a simplex with edges of length 1.
         words = np.array([[0.0], [1.0]]) if len(values) == 2 else np.eye(len(values)) * math.sqrt(0.5)
@@ -55,7 +55,8 @@ def _tables(values: Sequence[ConfigValue]) -> list[Floats]:
     return [table[:, None] for table in tables]
 
 
-def _is_number(value: ConfigValue) -> bool:
+def is_number(value: ConfigValue) -> bool:
+    """Whether a value has an order and a distance to others; flags have neither."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from quarantune.search.fields import Fields
 from quarantune.search.space import Space
 from quarantune.search.strategy import Strategy
 from quarantune.search.unguided import shuffled
@@ -44,14 +45,14 @@ class OptunaSearch(Strategy):
         """
         self._optuna = _import()
         made = _make_sampler(self._optuna, sampler, seed)
-        space.whole()
         super().__init__(space, starts)
-        self._orders = [_order(values) for values in space.values]
+        self._fields = Fields(space)
+        self._orders = [_order(values) for values in self._fields.values]
         self._distributions = {
             name: self._optuna.distributions.CategoricalDistribution(list(range(len(values))))
             if order is None
             else self._optuna.distributions.IntDistribution(0, len(values) - 1)
-            for name, values, order in zip(space.names, space.values, self._orders, strict=True)
+            for name, values, order in zip(self._fields.names, self._fields.values, self._orders, strict=True)
         }
         verbosity = self._optuna.logging.get_verbosity()
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
@@ -98,7 +99,7 @@ class OptunaSearch(Strategy):
             params = {
                 name: code if order is None else order.index(code)
                 for name, code, order in zip(
-                    self.space.names, self.space.codes([position])[0].tolist(), self._orders, strict=True
+                    self._fields.names, self._fields.codes([position])[0].tolist(), self._orders, strict=True
                 )
             }
             self._study.add_trial(
@@ -108,9 +109,9 @@ class OptunaSearch(Strategy):
     def _position(self, params: dict[str, int]) -> int | None:
         codes = [
             params[name] if order is None else order[params[name]]
-            for name, order in zip(self.space.names, self._orders, strict=True)
+            for name, order in zip(self._fields.names, self._orders, strict=True)
         ]
-        return next(iter(self.space.positions_of(np.array([codes], np.int64))), None)
+        return next(iter(self._fields.positions_of(np.array([codes], np.int64))), None)
 
     def _value(self, trial: Trial | None) -> float | None:
         """Returns what the study is told: a failure counts as the slowest config, and as failed while there is none."""

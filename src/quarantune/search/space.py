@@ -25,7 +25,7 @@ Codes = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 _PLAIN = (int, str, bool, type(None))
 
 
-class _Values:
+class Values:
     """The different values of one name, in the order of their first use."""
 
     def __init__(self, values: Iterable[ConfigValue] = ()) -> None:
@@ -35,9 +35,11 @@ class _Values:
             self.add(value)
 
     def find(self, value: ConfigValue) -> int | None:
+        """Returns the position of a value; None where it is not known."""
         return self._codes.get(_identity(value))
 
     def add(self, value: ConfigValue) -> int:
+        """Returns the position of a value, which is added where it is not known."""
         code = self._codes.setdefault(_identity(value), len(self.listed))
         if code == len(self.listed):
             self.listed.append(value)
@@ -48,7 +50,7 @@ class _Source(Protocol):
     """The configs of a space by their positions."""
 
     names: list[str]
-    values: list[_Values]
+    values: list[Values]
 
     def reach(self, count: int) -> int:
         """Makes sure that so many configs are known, if there are as many; returns how many are."""
@@ -68,7 +70,7 @@ class _Grid:
     def __init__(self, lists: Mapping[str, Iterable[Any]], fn_name: str) -> None:
         axes = config_space.axes(lists, fn_name=fn_name)
         self.names = list(axes)
-        self.values = [_Values(values) for values in axes.values()]
+        self.values = [Values(values) for values in axes.values()]
         sizes = [len(values) for values in axes.values()]
         self.size: int = math.prod(sizes)
         if self.size > MOST_IN_GRID:
@@ -101,7 +103,7 @@ class _Listed:
         self._pulled = len(known)
         self._example = known[0]
         self.names = list(known[0])
-        self.values = [_Values() for _ in self.names]
+        self.values = [Values() for _ in self.names]
         for config in known:
             self._add(config)
         self._listed = list(self._rows)

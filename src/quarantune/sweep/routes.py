@@ -96,7 +96,7 @@ class Routes:
         self.programs = SamePrograms()
         self._ran_as: dict[int, int] = {}
         self._race = Race()
-        self._scheduler: Scheduler | None = None
+        self._made: list[Scheduler] = []
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
         self._lease_on = functools.cache(functools.partial(Lease, thread=threading.get_ident()))
@@ -123,9 +123,11 @@ class Routes:
             self._reference.settle(finish)
             chosen = finals.finalists(measured) if self._has_final else []
             contenders = {index: measured[index].config for index in chosen}
-            scheduler = self._scheduler or self._new_scheduler(Route.TOGETHER, self._finish)
-            final = scheduler.compare(contenders) if len(contenders) > 1 else finals.Final()
-            executables, for_cache = scheduler.compiled()
+            last = self._made[-1] if self._made else self._new_scheduler(Route.TOGETHER, self._finish)
+            # The last route may have run nothing but the config that confirms an error.
+            comparing = next((scheduler for scheduler in self._made if scheduler.has_idle_worker), last)
+            final = comparing.compare(contenders) if len(contenders) > 1 else finals.Final()
+            executables, for_cache = last.compiled()
             reference = self._reference
             return Swept(final, for_cache, executables, reference.default_time_ms, reference.complaint())
 
@@ -309,9 +311,9 @@ class Routes:
             compile_only=self._compile_only,
             is_check=self._is_check,
         )
-        if self._scheduler is not None:
-            self._scheduler.free_devices()
-        self._scheduler = Scheduler(
+        if self._made:
+            self._made[-1].free_devices()
+        scheduler = Scheduler(
             self._sandbox,
             plan,
             on_trial=finish,
@@ -323,9 +325,11 @@ class Routes:
             source=source,
             lease_on=self._lease_on,
         )
-        self._schedulers.callback(self._scheduler.close)
-        self._schedulers.callback(self._scheduler.free_devices)
-        return self._scheduler
+        self._made.append(scheduler)
+        self._schedulers.callback(self._made.remove, scheduler)
+        self._schedulers.callback(scheduler.close)
+        self._schedulers.callback(scheduler.free_devices)
+        return scheduler
 
     def _compiles_per_worker(self) -> int:
         return 1 if self._on_cpu or self._is_check else min(_COMPILES_PER_WORKER, self._configs_per_worker())
