@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Any
 
@@ -80,6 +81,26 @@ def test_an_executor_that_takes_no_work_is_named() -> None:
     executor = Refusing(pickle.PicklingError("cannot pickle this"))
     with pytest.raises(EngineError, match="executor Refusing could not run a first task: PicklingError: cannot pickle"):
         tuner().run(X, executor=executor)
+
+
+class Breaking(ThreadPoolExecutor):
+    """A pool that breaks after its first task, and takes more before it knows."""
+
+    is_broken = False
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if not self.is_broken:
+            self.is_broken = True
+            return super().submit(fn, *args, **kwargs)
+        future: Future[Any] = Future()
+        future.set_exception(BrokenProcessPool("a child process terminated abruptly"))
+        return future
+
+
+def test_no_config_is_blamed_for_a_pool_that_broke_before_its_shard_began() -> None:
+    advice = r"Breaking takes no further work: BrokenProcessPool: a child process terminated abruptly"
+    with Breaking(1) as pool, pytest.raises(EngineError, match=advice):
+        tuner().run(X, executor=pool)
 
 
 def test_trials_in_this_process_and_an_executor_exclude_each_other() -> None:

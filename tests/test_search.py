@@ -197,10 +197,8 @@ def test_values_of_different_shapes_are_taken_apart_where_they_stay_different() 
     assert fields_of(3, 1, "a") == [("x", [3, 1, "a"])]
 
 
-@pytest.mark.parametrize("name", ["surrogate", "optuna:tpe"])
+@pytest.mark.parametrize("name", ["surrogate", pytest.param("optuna:tpe", marks=pytest.mark.clients)])
 def test_what_is_known_of_a_config_helps_with_those_that_share_a_part_of_it(name: str) -> None:
-    if name != "surrogate":
-        pytest.importorskip("optuna")
     shapes, steps = list(itertools.product([16, 32, 64, 128], repeat=2)), [1, 2, 3, 4]
     flat = Space([{"m": m, "n": n, "steps": count} for m, n in shapes for count in steps])
     whole = Space([{"tiles": Tiles((m, n), count)} for m, n in shapes for count in steps])

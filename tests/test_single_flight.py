@@ -215,8 +215,11 @@ def entry_of(cache_dir: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_eight_processes_that_start_together_sweep_once(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     members = fleet.hand_out(8)
+    (place / "shut").touch()  # so that the sweep is not over before all others have looked
     for member in members:
         member.order(cache_dir, place, [True] * 6)
+    assert eventually(lambda: sum("waiting for process" in member.log for member in members) == 7, timeout_s=60)
+    (place / "shut").unlink()
     answers = [member.answer() for member in members]
     assert sorted(recorded(cache_dir)) == [0, 1, 2, 3, 4, 5]
     # The finalists are traced once more, to be compared side by side.

@@ -145,12 +145,15 @@ class Shards:
             try:
                 shard.future = self._executor.submit(remote.run, task)
             except Exception as error:
-                raise EngineError(
-                    f"{self._name}: {_shown(self._executor)} takes no further work: {type(error).__name__}: {error}; "
-                    f"call again with one that does: the trials so far are kept"
-                ) from error
+                raise self._exhausted(error) from error
             self._shards[shard.number] = shard
             shard.future.add_done_callback(lambda _: self._contacts.wake())
+
+    def _exhausted(self, error: Exception) -> EngineError:
+        return EngineError(
+            f"{self._name}: {_shown(self._executor)} takes no further work: {type(error).__name__}: {error}; "
+            f"call again with one that does: the trials so far are kept"
+        )
 
     def _may_submit(self) -> bool:
         if len(self._shards) >= self._most:
@@ -317,6 +320,9 @@ class Shards:
     def _fail(self, shard: Shard, error: BaseException) -> None:
         """Ends a shard for which the engine reports an error: a dead worker, or that it cannot run it at all."""
         self._release(shard)
+        if shard.began is None and isinstance(error, concurrent.futures.BrokenExecutor):
+            # A broken pool stays broken, and may take work for a moment before it knows; no config is to blame for it.
+            raise self._exhausted(error) from error
         if shard.began is not None or replies.means_death(error):
             self._bury(shard)
         elif (text := replies.cannot_import(error)) is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import threading
@@ -59,7 +60,8 @@ class Surrogate(Strategy):
         self._sizes = np.array([len(values) for values in self._fields.values], np.int64)
         self._models: Models | None = None
         # SciPy takes a second to import, and is not needed before the starts have been tried.
-        threading.Thread(target=importlib.import_module, args=(_MODELS,), name="quarantune-import", daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no further thread can start: it is imported when it is needed
+            threading.Thread(target=importlib.import_module, args=(_MODELS,), daemon=True).start()
 
     def pick(self, n: int) -> list[int]:
         """Returns the configs that promise most, given all trials so far."""
