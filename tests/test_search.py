@@ -7,6 +7,7 @@ import importlib.util
 import itertools
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -254,6 +255,15 @@ def test_both_models_choose_however_many_configs_are_under_way(others: int, monk
 def test_a_search_begins_before_scipy_is_imported() -> None:
     script = "import sys, quarantune.search.surrogate; sys.exit('scipy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_search_goes_on_where_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    made = search.make("surrogate", Space({"a": list(range(6)), "b": list(range(6))}))
+    assert len(drained(made)) == 36
 
 
 @pytest.mark.parametrize("name", ["exhaustive", "random", "surrogate"])

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quarantune.search.features import Floats, is_number
-from quarantune.search.fields import Fields
+from quarantune.search.features import Floats
+from quarantune.search.fields import Fields, by_size
 from quarantune.search.space import Codes
 from quarantune.values.trial import ConfigValue
 
@@ -27,11 +27,7 @@ class Densities:
 
     def __init__(self, fields: Fields) -> None:
         """Looks at the values of all configs."""
-        self._levels = [_levels(values) for values in fields.values]
-        self._nearness = [
-            _nearness(int(levels.max()) + 1) if all(map(is_number, values)) else None
-            for levels, values in zip(self._levels, fields.values, strict=True)
-        ]
+        self._columns = [_levels(values) for values in fields.values]
 
     def logs(self, known: Codes, good: NDArray[np.bool_], asked: Codes) -> tuple[Floats, Floats]:
         """Returns the logarithms of the density of some configs among the good ones, and of that among the others.
@@ -42,21 +38,20 @@ class Densities:
             asked: the configs to estimate.
         """
         among_good, among_others = np.zeros(len(asked)), np.zeros(len(asked))
-        for column, (levels, nearness) in enumerate(zip(self._levels, self._nearness, strict=True)):
+        for column, (levels, nearness) in enumerate(self._columns):
             seen, wanted, count = levels[known[:, column]], levels[asked[:, column]], int(levels.max()) + 1
             among_good += _log_density(seen[good], count, nearness)[wanted]
             among_others += _log_density(seen[~good], count, nearness)[wanted]
         return among_good, among_others
 
 
-def _levels(values: Sequence[ConfigValue]) -> NDArray[np.int64]:
-    """Returns the level of each value: numbers are ordered by size, each word is a level of its own."""
-    if not all(map(is_number, values)):
-        return np.arange(len(values))
-    ranks = np.argsort(np.argsort(np.array(values, np.float64), kind="stable"), kind="stable")
-    if len(values) <= _MOST_LEVELS:
-        return ranks
-    return ranks * _MOST_LEVELS // len(values)
+def _levels(values: Sequence[ConfigValue]) -> tuple[NDArray[np.int64], Floats | None]:
+    """Returns the level of each value, and how near levels are: numbers by size; None for words, each by itself."""
+    order = by_size(values)
+    if order is None:
+        return np.arange(len(values)), None
+    count = min(len(values), _MOST_LEVELS)
+    return np.argsort(order) * count // len(values), _nearness(count)
 
 
 def _nearness(count: int) -> Floats:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from quarantune.search.fields import Fields
+from quarantune.search.fields import Fields, by_size
 from quarantune.search.space import Codes
 from quarantune.values.trial import ConfigValue
 
@@ -39,7 +39,8 @@ def _tables(values: Sequence[ConfigValue]) -> list[Floats]:
     """Returns the coordinates of each value of a name, in one or two groups; none where there is one value only."""
     if len(values) == 1:
         return []
-    numbers = np.array(values if all(map(is_number, values)) else [0.0], np.float64)
+    is_moderate = by_size(values) is not None and all(abs(value) < _LARGEST for value in values)
+    numbers = np.array(values if is_moderate else [0.0], np.float64)
     if np.ptp(numbers) == 0:  # words, or numbers that are not far enough apart to be told from each other
         # Two words are two ends of one axis; more are the corners of a simplex with edges of length 1.
         words = np.array([[0.0], [1.0]]) if len(values) == 2 else np.eye(len(values)) * math.sqrt(0.5)
@@ -53,11 +54,6 @@ def _tables(values: Sequence[ConfigValue]) -> list[Floats]:
         # Among many whole numbers, those that powers of two divide are special to hardware.
         tables.append(_scaled(halvings))
     return [table[:, None] for table in tables]
-
-
-def is_number(value: ConfigValue) -> bool:
-    """Whether a value has an order and a distance to others; flags have neither."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _halvings(value: float) -> int:

@@ -45,6 +45,13 @@ class Fields:
         return self._space.positions_of(whole[(whole >= 0).all(axis=1)])
 
 
+def by_size(values: Sequence[ConfigValue]) -> list[int] | None:
+    """Returns the positions of numbers in the order of their size; None where some value is a word or a flag."""
+    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
+        return None
+    return sorted(range(len(values)), key=values.__getitem__)
+
+
 class _Column:
     """The fields of one name's values."""
 

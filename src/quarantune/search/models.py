@@ -49,9 +49,9 @@ _DRAWN = 24
 class Models:
     """Learns from all trials so far, and chooses among candidates."""
 
-    def __init__(self, fields: Fields, rng: np.random.Generator) -> None:
+    def __init__(self, fields: Fields, features: Features, rng: np.random.Generator) -> None:
         """Looks at the values of all configs."""
-        self._features = Features(fields)
+        self._features = features
         self._densities = Densities(fields)
         self._process = GaussianProcess(self._features.groups)
         self._adapted = -_ADAPT_AFTER

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from quarantune.search.fields import Fields
+from quarantune.search.fields import Fields, by_size
 from quarantune.search.space import Space
 from quarantune.search.strategy import Strategy
 from quarantune.search.unguided import shuffled
@@ -47,7 +47,7 @@ class OptunaSearch(Strategy):
         made = _make_sampler(self._optuna, sampler, seed)
         super().__init__(space, starts)
         self._fields = Fields(space)
-        self._orders = [_order(values) for values in self._fields.values]
+        self._orders = [by_size(values) for values in self._fields.values]
         self._distributions = {
             name: self._optuna.distributions.CategoricalDistribution(list(range(len(values))))
             if order is None
@@ -163,10 +163,3 @@ def _make_sampler(optuna: ModuleType, name: str, seed: int) -> Any:
         if name == "tpe":
             return classes[name](seed=seed, constant_liar=True)
         return classes[name](seed=seed)
-
-
-def _order(values: list[Any]) -> list[int] | None:
-    """Returns the codes of numbers by size; None for values that have no order."""
-    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
-        return None
-    return sorted(range(len(values)), key=values.__getitem__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import itertools
 import threading
 from collections.abc import Iterable, Sequence
@@ -38,8 +37,6 @@ _DRAWS = 50
 _MOST_LOOKED_AT = 1_000_000
 """Where nearly all configs are dropped or were asked already, so many are looked at in order."""
 
-_MODELS = "quarantune.search.models"
-
 
 class Surrogate(Strategy):
     """Asks first for configs that are far from each other, then for those that may improve on the best."""
@@ -59,9 +56,8 @@ class Surrogate(Strategy):
         self._features = Features(self._fields)
         self._sizes = np.array([len(values) for values in self._fields.values], np.int64)
         self._models: Models | None = None
-        # SciPy takes a second to import, and is not needed before the starts have been tried.
-        with contextlib.suppress(RuntimeError):  # no further thread can start: it is imported when it is needed
-            threading.Thread(target=importlib.import_module, args=(_MODELS,), daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # no further thread can start: they are imported when they are needed
+            threading.Thread(target=_import_models, daemon=True).start()
 
     def pick(self, n: int) -> list[int]:
         """Returns the configs that promise most, given all trials so far."""
@@ -103,9 +99,7 @@ class Surrogate(Strategy):
     def _promising(self, told: Sequence[int], logs: Floats, n: int, picked: Sequence[int]) -> list[int]:
         """Returns the candidates that the models choose."""
         if self._models is None:
-            from quarantune.search.models import Models
-
-            self._models = Models(self._fields, self._rng)
+            self._models = _import_models()(self._fields, self._features, self._rng)
         best_first = np.argsort(np.where(np.isfinite(logs), logs, np.inf), kind="stable")
         parents = [told[index] for index in best_first[: min(_PARENTS, int(np.isfinite(logs).sum()))]]
         candidates = self._candidates(parents, picked)
@@ -150,3 +144,10 @@ class Surrogate(Strategy):
 
     def _points(self, positions: Sequence[int]) -> Floats:
         return self._features.points(self._fields.codes(positions))
+
+
+def _import_models() -> type[Models]:
+    """Imports the models and SciPy, which takes a second and is not needed before the starts have been tried."""
+    from quarantune.search.models import Models
+
+    return Models
