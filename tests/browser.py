@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import os
 import re
 import shutil
 import subprocess
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -108,12 +110,8 @@ class Browser:
 @contextlib.contextmanager
 def browser(directory: Path) -> Iterator[Browser]:
     """Starts a browser with a profile of its own, and ends it and its driver."""
-    assert CHROMEDRIVER is not None
-    driver = subprocess.Popen([CHROMEDRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert driver.stdout is not None
-        ports = (re.search(r"successfully on port (\d+)", line) for line in driver.stdout)
-        address = f"http://127.0.0.1:{next(port[1] for port in ports if port)}"
+    # A browser may leave temporary files; their paths must be short, because sockets are among them.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as place, _driver(place) as address:
         options = {"binary": CHROMIUM, "args": [*_FLAGS, f"--user-data-dir={directory / 'profile'}"]}
         wanted = {"browserName": "chrome", "goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         answer = _request(f"{address}/session", "POST", {"capabilities": {"alwaysMatch": wanted}})
@@ -122,6 +120,23 @@ def browser(directory: Path) -> Iterator[Browser]:
             yield window
         finally:
             window.close()
+
+
+@contextlib.contextmanager
+def _driver(place: str) -> Iterator[str]:
+    """Runs a driver with its temporary files in a place of its own, and gives its address."""
+    assert CHROMEDRIVER is not None
+    driver = subprocess.Popen(
+        [CHROMEDRIVER, "--port=0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": place},
+    )
+    try:
+        assert driver.stdout is not None
+        ports = (re.search(r"successfully on port (\d+)", line) for line in driver.stdout)
+        yield f"http://127.0.0.1:{next(port[1] for port in ports if port)}"
     finally:
         driver.terminate()
         driver.communicate()
