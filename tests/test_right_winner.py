@@ -351,9 +351,12 @@ def test_samples_are_kept_raw_with_the_clock_that_took_them() -> None:
 
 @everywhere
 def test_finalists_are_compared_again_and_what_the_final_says_counts(isolation: str, sweeps: list[Swept]) -> None:
-    with isolated(isolation):
-        result = tuned(lambda x, do: after(do, x), [300, 301, 302, 303, 304], rep=3).tune(X)
-    (swept,) = sweeps
+    # A busy machine may rule out all but one of them, and one needs no final.
+    for _ in range(5):
+        with isolated(isolation):
+            result = tuned(lambda x, do: after(do, x), [300, 301, 302, 303, 304], rep=3).tune(X)
+        if (swept := sweeps[-1]).final.rounds_ms:
+            break
     assert 2 <= len(swept.final.rounds_ms) <= finals.MOST_FINALISTS
     for index, rounds_ms in swept.final.rounds_ms.items():
         assert len(rounds_ms) >= 3

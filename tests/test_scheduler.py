@@ -239,8 +239,9 @@ class FakeSandbox:
         self.given.append(dataclasses.replace(worker))
         if worker.do == "Compile":
             worker.config = worker.task.config
-            self._compiling.add(worker.number)
-            self.turns.append("compile")
+            if worker.trial is not None:  # else it only confirms the error of a config that was compiled before
+                self._compiling.add(worker.number)
+                self.turns.append("compile")
         elif worker.do == "Measure":
             self._measuring.add(worker.number)
             self.turns.append("measure")
@@ -1805,6 +1806,96 @@ def test_an_error_raised_on_the_device_needs_no_confirmation() -> None:
     assert result.outcomes == ["ok", "error", "ok"]
 
 
+def confirming(on_device: Callable[[FakeWorker], Sequence[Step]], *failing: int) -> Act:
+    """Has some configs fail where there is no device, and the worker that confirms the first of them do `on_device`."""
+
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "Compile" and worker.trial is None:
+            return on_device(worker)
+        if worker.do == "Compile" and worker.trial in failing:
+            return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.raises("compile"))]
+        return None
+
+    return act
+
+
+def confirming_plan(**changes: Any) -> Plan:
+    return plan_for(
+        Route.APART, **{"target": TARGET, "confirms": True, "slots": 2, "configs_per_worker": 32, **changes}
+    )
+
+
+def raises_on_the_device(worker: FakeWorker) -> list[Step]:
+    return [
+        (1.0, worker.says("PhaseEntered", "compile")),
+        (0.2, worker.raises("compile", message="bad on the device")),
+    ]
+
+
+def test_the_first_error_is_confirmed_on_the_device_while_other_configs_go_on() -> None:
+    plan = confirming_plan()
+    result = run(plan, 8, confirming(raises_on_the_device, 1, 3))
+    assert result.leftovers.is_confirmed
+    (only,) = [worker for worker in result.given("Compile") if worker.trial is None]
+    assert only.device
+    assert only.task.target is None
+    begun = [worker.trial for worker in result.given("Compile")]
+    assert 0 < begun.index(None) < len(begun) - 1
+    first, second = (result.leftovers.unconfirmed[index][0] for index in begun if index in (1, 3))
+    assert (first.route, first.device, first.message) == (
+        Route.TOGETHER,
+        plan.devices[0].name,
+        "ValueError: bad on the device",
+    )
+    assert (second.route, second.device, second.message) == (Route.APART, "", "ValueError: bad")
+
+
+def test_an_error_that_is_raised_last_is_confirmed_before_the_run_ends() -> None:
+    result = run(confirming_plan(), 3, confirming(raises_on_the_device, 2))
+    assert result.leftovers.is_confirmed
+
+
+@pytest.mark.parametrize(
+    "on_device",
+    [
+        pytest.param(compiles, id="it compiles there"),
+        pytest.param(lambda worker: [(0.1, worker.ends(-11))], id="it crashes there"),
+        pytest.param(lambda worker: [(0.1, worker.says("PhaseEntered", "compile"))], id="it hangs there"),
+        pytest.param(lambda worker: [(0.1, worker.raises("load"))], id="it cannot be loaded there"),
+        pytest.param(lambda worker: [(0.1, worker.raises("load", outcome="device_oom"))], id="there is no memory"),
+        pytest.param(lambda worker: [(0.1, worker.raises("compile", outcome="unfit"))], id="it says nonsense there"),
+    ],
+)
+def test_an_error_that_is_not_raised_on_the_device_is_not_confirmed(
+    on_device: Callable[[FakeWorker], Sequence[Step]],
+) -> None:
+    result = run(confirming_plan(), 5, confirming(on_device, 1, 3))
+    assert not result.leftovers.is_confirmed
+    assert {trial.route for trial, _ in result.leftovers.unconfirmed.values()} == {Route.APART}
+    assert set(result.leftovers.unconfirmed) == {1, 3}
+    assert result.outcomes == ["ok"] * 3
+
+
+def test_a_config_that_lacks_device_memory_beside_the_worker_that_confirms_is_run_again() -> None:
+    def lacks_memory(worker: FakeWorker) -> list[Step]:
+        return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
+
+    hangs = confirming(lambda worker: [(0.1, worker.says("PhaseEntered", "compile"))], 0)
+    starved = for_config(1, lacks_memory, behaves)
+    plan = confirming_plan(slots=1, compile_timeout_s=1000.0)
+    result = run(plan, 3, lambda worker: hangs(worker) or (starved(worker) if worker.do == "Measure" else None))
+    assert [result.trials[index].outcome for index in (1, 2)] == [Outcome.OK] * 2
+    assert not result.leftovers.is_confirmed
+    assert result.seconds < 100
+
+
+@pytest.mark.parametrize("changes", [{"confirms": False}, {"target": None}], ids=str)
+def test_nothing_is_confirmed_where_that_is_not_planned_or_errors_need_it_not(changes: dict[str, Any]) -> None:
+    result = run(confirming_plan(**changes), 3, confirming(raises_on_the_device, 1))
+    assert all(worker.trial is not None for worker in result.given("Compile"))
+    assert not result.leftovers.is_confirmed
+
+
 # --- anything at all ----------------------------------------------------------------------------------------
 
 
@@ -1871,6 +1962,7 @@ def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, me
         devices=fake_devices(generator.randrange(1, 4)),
         configs_per_worker=generator.choice([1, 2, 32]),
         target=generator.choice([None, TARGET]) if route is Route.APART else None,
+        confirms=generator.random() < 0.5,
     )
     clock = Clock()
     scripted = anything(generator)

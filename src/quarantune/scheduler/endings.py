@@ -90,12 +90,13 @@ class Endings:
         return any(other is not job for other in self._run.workers.jobs())
 
     def _make_room(self, device: DeviceState) -> bool:
-        """Retires standby workers, whose memory a config may have lacked; returns whether there were any."""
-        standby = list(device.standby)
-        for worker in standby:
+        """Retires the other workers on a device, whose memory a config lacked; returns whether there were any."""
+        beside = [worker for worker in self._run.workers if worker.state is WorkerState.SIDE_TASK]
+        others = [*device.standby, *(worker for worker in beside if worker.device is device)]
+        for worker in others:
             self._run.workers.retire(worker)
-        device.is_cramped = device.is_cramped or bool(standby)
-        return bool(standby)
+        device.is_cramped = device.is_cramped or bool(others)
+        return bool(others)
 
     def _blame_device(self, device: DeviceState, worker: Worker, verdict: Verdict) -> None:
         """Counts a standby worker that failed before it had a config; its device is withdrawn the second time."""

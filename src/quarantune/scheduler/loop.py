@@ -123,6 +123,8 @@ class Scheduler:
                     if not run.jobs.unfinished and not run.jobs.may_grow:
                         break
                 is_news = self._step()
+            while isinstance(self._route, Apart) and self._route.is_confirming:
+                self._step()
         finally:
             for device in run.devices:
                 device.lease.release()
@@ -130,7 +132,7 @@ class Scheduler:
                 job.close_executable()
             for worker in run.workers:  # a retired one may take its time to die
                 worker.close_output()
-        return run.jobs.leftovers
+        return self._route.leftovers() if isinstance(self._route, Apart) else run.jobs.leftovers
 
     @property
     def has_idle_worker(self) -> bool:
@@ -186,6 +188,7 @@ class Scheduler:
             route.start_compiling(run.jobs.pending.popleft())
         if isinstance(route, Apart):
             route.retire_compilers()
+            route.confirm_error()
         if isinstance(route, Together):
             route.warm_spare(bursts.has_room)
         for device in run.devices:

@@ -41,6 +41,7 @@ class Plan:
             alone, with nearly all of it.
         compile_only: whether configs are compiled and not run.
         is_check: whether they are compiled only to find out if they compile; their executables are not kept.
+        confirms: whether the first error raised without the device is repeated on it while other configs go on.
     """
 
     route: Route
@@ -59,6 +60,7 @@ class Plan:
     may_exceed_alone: bool = False
     compile_only: bool = False
     is_check: bool = False
+    confirms: bool = False
 
     @property
     def is_together(self) -> bool:
@@ -74,8 +76,10 @@ class Leftovers:
         unfit: why a config's program must be compiled on its device, by the config's index.
         unfit_configs: those configs.
         unconfirmed: errors raised where there was no device, each with the worker's output, by the config's index.
+        is_confirmed: whether the first of those errors was raised on the device as well.
     """
 
     unfit: dict[int, str]
     unconfirmed: dict[int, tuple[Trial, str]]
     unfit_configs: dict[int, Config] = dataclasses.field(default_factory=dict)
+    is_confirmed: bool = False

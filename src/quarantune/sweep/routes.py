@@ -228,6 +228,7 @@ class Routes:
             source = NOTHING_MORE if len(configs) == 1 else only_stopping(self._source)
             return self._run_route(route, configs, finish, source)
 
+        self._errors_stand = self._errors_stand or leftovers.is_confirmed
         self._confirm(leftovers.unconfirmed, self._finish, run_again)
 
     @property
@@ -310,6 +311,7 @@ class Routes:
             may_exceed_alone=limit_bytes is None,
             compile_only=self._compile_only,
             is_check=self._is_check,
+            confirms=not (self._errors_stand or self._compile_only or self._is_check),
         )
         if self._made:
             self._made[-1].free_devices()
