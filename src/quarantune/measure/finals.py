@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quarantune.host.waits import RunTime, fastest
-from quarantune.measure.sampling import standard_error
+from quarantune.measure.sampling import ALL_DISTURBED, standard_error
 from quarantune.values.trial import Outcome, Trial, is_plausible_ms
 
 FINALISTS = 4
@@ -276,6 +276,8 @@ def play(
             rounds[index].append(statistics.median(cpu_ms) if is_exact else taken[index][-1].cpu)
         if not is_exact and any(map(_is_disturbed, taken.values())):
             passed_s = clock() - started
+            if played >= _MIN_ROUNDS and _is_won(taken):
+                return [_fastest_rounds(taken[index]) for index in range(len(contenders))]
             folded = _folded(taken)
             is_settled = played >= _BUSY_ROUNDS and is_clear(folded, floor=floor)
             if played >= _MIN_ROUNDS and (is_settled or passed_s > _BUSY_BUDGET_S):
@@ -305,6 +307,31 @@ def _folded(rounds: Mapping[int, Sequence[RunTime]]) -> dict[int, list[float]]:
         index: [fastest(taken[first::_FOLDED]).cpu for first in range(min(_FOLDED, len(taken)))]
         for index, taken in rounds.items()
     }
+
+
+def _is_won(rounds: Mapping[int, Sequence[RunTime]]) -> bool:
+    """Returns whether one contender is so far ahead that disturbances do not explain it.
+
+    For another one to be as fast, each of its rounds must have been disturbed, by more than the factor between the
+    fastest rounds of the two. The rounds of all contenders tell how often that happens.
+    """
+    quick = {index: _fastest_rounds(taken) for index, taken in rounds.items()}
+    leader = min(quick, key=lambda index: quick[index])
+    lengthened = [taken.cpu / quick[index][0] for index in rounds for taken in rounds[index]]
+    for index in rounds.keys() - {leader}:
+        factor = quick[index][0] / quick[leader][0]
+        # With few rounds, a low share of disturbed ones may be chance.
+        share = (sum(each > factor for each in lengthened) + 1) / (len(lengthened) + 4)
+        if quick[index][0] <= _FAR * quick[leader][-1] or share ** len(rounds[index]) > ALL_DISTURBED:
+            return False
+    return True
+
+
+def _fastest_rounds(rounds: Sequence[RunTime]) -> list[float]:
+    """Returns the fastest rounds, which were disturbed least, in the order of their times."""
+    clean = [taken for taken in rounds if taken.is_clean]
+    chosen = clean if len(clean) >= _FEWEST_ROUNDS else rounds
+    return sorted(taken.cpu for taken in chosen)[:_FEWEST_ROUNDS]
 
 
 def _is_far(rounds: Mapping[int, Sequence[float]]) -> bool:

@@ -33,7 +33,7 @@ _ALONE_MS = 30.0
 _STRAY = 1.25
 """A sample this many times longer than the same config's fastest was disturbed."""
 _FEWEST_RUNS = 2
-_ALL_DISTURBED = 0.0025
+ALL_DISTURBED = 0.0025
 """The highest acceptable probability that all runs that rule a config out were disturbed."""
 _NOISE_MARGIN = 1.25
 """How many times slower than any first run seen before a first run may be because of noise alone."""
@@ -121,7 +121,7 @@ class Noise:
         share = (self.disturbed + 1) / (self.samples + 4)
         if disturbed := _disturbed(cpu_ms):
             share = max(share, (disturbed + 1) / (len(cpu_ms) + 4))
-        return max(_FEWEST_RUNS, round(math.log(_ALL_DISTURBED) / math.log(share)))
+        return max(_FEWEST_RUNS, round(math.log(ALL_DISTURBED) / math.log(share)))
 
 
 def measure(
