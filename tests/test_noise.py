@@ -69,7 +69,7 @@ def sweep(machine: Machine, times_ms: Sequence[float]) -> tuple[dict[int, Trial]
             noise=noise,
             clock=machine,
         )
-        noise.add(len(samples.samples_ms), samples.disturbed(is_exact=False))
+        noise.add(samples.cpu_ms, min(samples.cpu_ms))
         level_ms = samples.level_ms(is_exact=False)
         trials[index] = Trial(
             config={"index": index},
@@ -111,6 +111,18 @@ def test_the_fastest_config_is_chosen_however_busy_the_machine(machine: str, tim
         wrong += winner != best
         ruled_out += trials[best].outcome is Outcome.SLOW
     assert wrong <= SWEEPS // 100, f"{wrong} of {SWEEPS} chose wrong, {ruled_out} ruled out the best"
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_configs_that_are_far_behind_are_ruled_out_soon_on_a_busy_machine_too(machine: str) -> None:
+    def seconds(machine: str, times_ms: Sequence[float], seed: int) -> float:
+        simulated = Machine(random.Random(seed), *MACHINES[machine])
+        assert sweep(simulated, times_ms)[1] == 0
+        return simulated.now
+
+    behind = [600.0, 300.0, 150.0, 600.0, 80.0, 400.0]
+    for seed in range(20):
+        assert seconds(machine, (26.0, *behind), seed) - seconds(machine, (26.0, 27.0), seed) < 4.5e-3 * sum(behind)
 
 
 def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
@@ -207,15 +219,16 @@ def test_a_first_run_is_judged_by_how_far_off_first_runs_were_here() -> None:
     def is_hopeless(first_ms: float, noise: sampling.Noise) -> bool:
         return sampling.is_hopeless(first_ms, fastest_ms=50.0, fastest_first_ms=60.0, noise=noise)
 
-    noise = sampling.Noise(samples=9)
+    noise = sampling.Noise([(50.0, 50.0)] * 9)
     noise.add_first_run(60.0, 50.0)
     noise.add_first_run(7.0, 0.5)  # of a short first run the cold may be the greater part
     assert is_hopeless(101.0, noise)
     noise.add_first_run(100.0, 50.0)
     assert not is_hopeless(101.0, noise)
     assert is_hopeless(126.0, noise)
-    noise.add(9, 5)
-    assert not is_hopeless(1e6, noise), "where half of all samples are disturbed, one run says nothing"
+    noise.add([50.0] * 4 + [1000.0] * 5, 50.0)
+    assert not is_hopeless(3000.0, noise), "where half of all samples are disturbed as much, one run says nothing"
+    assert is_hopeless(5000.0, noise), "where none was disturbed nearly as much, it does"
     assert not is_hopeless(1e6, sampling.Noise()), "nor where nobody knows"
 
 
@@ -224,8 +237,9 @@ def test_a_first_run_is_judged_by_how_far_off_first_runs_were_here() -> None:
 )
 def test_so_many_runs_must_agree_that_all_are_hardly_ever_disturbed(samples: int, disturbed: int, needed: int) -> None:
     noise = sampling.Noise()
-    noise.add(samples, disturbed)
-    assert noise.runs_needed() == needed
+    noise.add([1.0] * (samples - disturbed) + [3.0] * disturbed, 1.0)
+    assert noise.runs_needed(9.0, 1.0) == needed
+    assert noise.runs_needed(9.1, 1.0) == 2, "none was disturbed nearly as much"
     take = [RunTime.exactly(9.0)] * 30
     ruled_out = sampling.measure(lambda count: take[:count], rep=20, best_median_ms=1.0, margin=1.5, noise=noise)
     assert ruled_out.is_ruled_out
@@ -234,7 +248,7 @@ def test_so_many_runs_must_agree_that_all_are_hardly_ever_disturbed(samples: int
 
 def test_a_config_whose_own_samples_scatter_is_not_ruled_out_by_a_few() -> None:
     scattered = [9.0, 2.6, 4.7, 2.8, 17.0, 30.0, 3.9, 0.14, 0.14]
-    noise = sampling.Noise(samples=12)
+    noise = sampling.Noise([(1.0, 1.0)] * 12)
     samples = sampling.measure(
         lambda count: [RunTime.exactly(scattered.pop(0)) for _ in range(count)],
         rep=8,

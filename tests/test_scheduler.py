@@ -109,7 +109,7 @@ def measured(worker: FakeWorker, *samples_ms: object, **more: object) -> Said:
     return worker.says(
         "Measured",
         "measure",
-        **{"samples_ms": samples, "cpu_ms": cpu_ms, "disturbed": 0, "is_slow": False, "clock": "wall", **more},
+        **{"samples_ms": samples, "cpu_ms": cpu_ms, "own_ms": samples, "is_slow": False, "clock": "wall", **more},
     )
 
 
@@ -742,7 +742,9 @@ def test_an_informative_first_run_rules_configs_out_on_a_quiet_machine_only(dist
         if worker.do != "Measure":
             return None
         if not worker.task.checked:
-            about = {"run_ms": run_ms, "cpu_ms": run_ms, "is_disturbed": 0 < (worker.trial or 0) <= disturbed}
+            is_disturbed = 0 < (worker.trial or 0) <= disturbed
+            cpu_ms = 0.5 * run_ms if is_disturbed else run_ms
+            about = {"run_ms": run_ms, "cpu_ms": cpu_ms, "is_disturbed": is_disturbed}
             return [(0.2, worker.says("Checked", "check", **about))]
         return [(0.2, measured(worker, run_ms, run_ms))]
 
@@ -750,12 +752,8 @@ def test_an_informative_first_run_rules_configs_out_on_a_quiet_machine_only(dist
     assert result.outcomes == ["ok", *["slow" if not disturbed else "ok"] * 7]
     measured_again = [worker.trial for worker in result.given("Measure") if worker.task.checked]
     assert measured_again == ([0] if not disturbed else list(range(8)))
-    noises = [
-        (worker.task.noise_samples, worker.task.noise_disturbed)
-        for worker in result.given("Measure")
-        if worker.task.checked
-    ]
-    assert noises[0] == (8, disturbed), "every first run tells whether the machine is busy"
+    noise = next(worker.task.noise for worker in result.given("Measure") if worker.task.checked)
+    assert sorted(noise) == sorted([(40.0, 40.0), *[(100.0, 50.0)] * disturbed, *[(100.0, 100.0)] * (7 - disturbed)])
 
 
 class Stopping(FakeSandbox):
@@ -893,7 +891,7 @@ def test_no_forged_frame_takes_the_deadline_from_a_measurement(
 
 
 GOOD: dict[str, dict[str, Any]] = {
-    "Measured": {"samples_ms": [1.0], "cpu_ms": 1.0, "disturbed": 0, "is_slow": False, "clock": "wall"},
+    "Measured": {"samples_ms": [1.0], "cpu_ms": 1.0, "own_ms": [1.0], "is_slow": False, "clock": "wall"},
     "Failed": {"outcome": "error", "error": "E", "text": ""},
     "PhaseEntered": {},
 }
@@ -913,8 +911,8 @@ IMPLAUSIBLE: list[tuple[object, dict[str, Any]]] = [
     ("Measured", {"samples_ms": [True]}),
     ("Measured", {"cpu_ms": 0.0}),
     ("Measured", {"cpu_ms": None}),
-    ("Measured", {"disturbed": 2}),
-    ("Measured", {"disturbed": -1}),
+    ("Measured", {"own_ms": [0.0]}),
+    ("Measured", {"own_ms": None}),
     ("Measured", {"samples_ms": [10**400]}),
     ("Measured", {"samples_ms": [[1.0]]}),
     ("Measured", {"modules": []}),
@@ -1914,7 +1912,7 @@ def anything(generator: random.Random) -> Act:
             "Measured": {
                 **GOOD["Measured"],
                 "samples_ms": generator.choice([[1.0], [], [float("nan")]]),
-                "disturbed": generator.choice([0, 0, 1, 2, "many"]),
+                "own_ms": generator.choice([[1.0], [], [0.5, 2.0], ["many"]]),
             },
             "Compared": {"rounds_ms": [], "warm_ms": []},
             "Failed": {**GOOD["Failed"], "outcome": generator.choice(outcomes), "text": "m"},

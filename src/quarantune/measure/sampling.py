@@ -30,11 +30,14 @@ _LONG_MS = 50.0
 """A single sample shorter than this may be an interruption, and three more cost little: on a 2-core machine with other
 work, one 0.1 ms run in sixty took over three times the median."""
 _ALONE_MS = 30.0
-_STRAY = 1.25
-"""A sample this many times longer than the same config's fastest was disturbed."""
+_STRAY = 0.25
+"""A sample was disturbed if it took this share longer than it should: of the time of the fastest config, or of what
+another config takes longer than that, as its shortest run may have been disturbed less than most."""
 _FEWEST_RUNS = 2
 ALL_DISTURBED = 0.0025
 """The highest acceptable probability that all runs that rule a config out were disturbed."""
+_MOST_RUNS = 200
+"""How many of the latest samples describe the noise."""
 _NOISE_MARGIN = 1.25
 """How many times slower than any first run seen before a first run may be because of noise alone."""
 _FIRSTS = 1.5
@@ -80,47 +83,51 @@ class Samples:
         """
         return statistics.median(self.cpu_ms) if is_exact else fastest(self.taken).cpu
 
-    def disturbed(self, *, is_exact: bool) -> int:
-        """Returns how many samples other processes made much longer than the fastest."""
-        return 0 if is_exact else _disturbed(self.cpu_ms)
-
 
 @dataclasses.dataclass
 class Noise:
-    """How much other processes disturb runs here, by all samples taken until now.
+    """How much other processes disturb runs here, by the latest samples.
 
     Every config is its own reference: its samples should be equal, and where they are not, the machine was busy.
 
     Attributes:
-        samples: how many were taken.
-        disturbed: how many of them took much longer than the same config's fastest.
+        runs: the latest samples, each with the fastest of the same config, in milliseconds.
         first_run: the largest ratio of a config's long first run to its later ones.
     """
 
-    samples: int = 0
-    disturbed: int = 0
+    runs: list[tuple[float, ...]] = dataclasses.field(default_factory=list)
     first_run: float = 1.0
 
-    def add(self, samples: int, disturbed: int) -> None:
-        """Counts one config's samples."""
-        self.samples += samples
-        self.disturbed += disturbed
+    def add(self, cpu_ms: Sequence[float], fastest_ms: float) -> None:
+        """Records samples of one config, and the fastest."""
+        self.runs += [(each, fastest_ms) for each in cpu_ms]
+        del self.runs[:-_MOST_RUNS]
 
     def add_first_run(self, first_ms: float, later_ms: float) -> None:
         """Compares a config's first run with its later ones, where it was long enough to be informative."""
         if first_ms > _ALONE_MS:
             self.first_run = max(self.first_run, first_ms / later_ms)
 
-    def runs_needed(self, cpu_ms: Sequence[float] = ()) -> int:
+    def runs_needed(self, least_ms: float, best_ms: float, cpu_ms: Sequence[float] = ()) -> int:
         """Returns how many runs must agree that a config is slow, so that hardly ever all of them are disturbed.
 
+        A config of which every run took so long may be as fast as the best one only if each of them was disturbed, by
+        all that it took longer. The more rarely runs are disturbed nearly as much, the fewer must agree.
+
         Args:
+            least_ms: the shortest run.
+            best_ms: the time of the fastest config.
             cpu_ms: the config's own samples; where they scatter, they describe the current state of the machine.
         """
+        stray_ms = _STRAY * max(least_ms - best_ms, best_ms)
+        # A longer run is interrupted as often as it is longer, and a shorter one shows at least one interruption.
+        disturbed = sum(
+            run_ms - fastest_ms >= stray_ms * max(1.0, fastest_ms / best_ms) for run_ms, fastest_ms in self.runs
+        )
         # With few samples, a low share of disturbed ones may be chance.
-        share = (self.disturbed + 1) / (self.samples + 4)
-        if disturbed := _disturbed(cpu_ms):
-            share = max(share, (disturbed + 1) / (len(cpu_ms) + 4))
+        share = (disturbed + 1) / (len(self.runs) + 4)
+        if own := sum(each - min(cpu_ms) >= stray_ms for each in cpu_ms):
+            share = max(share, (own + 1) / (len(cpu_ms) + 4))
         return max(_FEWEST_RUNS, round(math.log(ALL_DISTURBED) / math.log(share)))
 
 
@@ -169,7 +176,7 @@ def measure(
         take=take,
         rep=rep,
         limit_ms=limit_ms,
-        behind_ms=math.inf if best_median_ms is None else _BEHIND * best_median_ms,
+        best_ms=best_median_ms or math.inf,
         noise=None if is_exact else noise,
         clock=clock,
         started_s=clock(),
@@ -194,7 +201,7 @@ class _Sampler:
         take: takes samples.
         rep: the largest number of samples.
         limit_ms: a config whose shortest run takes longer is slow.
-        behind_ms: a config whose shortest run takes longer gets no more samples than necessary.
+        best_ms: the time of the fastest config so far; infinite for none.
         noise: how much other processes disturb runs; None where they do not.
         clock: seconds.
         started_s: the time at which sampling began.
@@ -206,7 +213,7 @@ class _Sampler:
     take: Callable[[int], Sequence[RunTime]]
     rep: int
     limit_ms: float
-    behind_ms: float
+    best_ms: float
     noise: Noise | None
     clock: Callable[[], float]
     started_s: float
@@ -255,7 +262,7 @@ class _Sampler:
         if len(self.samples) < (2 if self.is_informed else _FIRST_LOOK):
             return False
         budget_s = _DISTURBED_BUDGET_S if self._all_disturbed else _SOFT_BUDGET_S
-        return self.least_ms > self.behind_ms or self.clock() - self.started_s > budget_s
+        return self.least_ms > _BEHIND * self.best_ms or self.clock() - self.started_s > budget_s
 
     def extend(self) -> bool:
         """Takes more samples; returns whether any was plausible.
@@ -280,7 +287,9 @@ class _Sampler:
         return samples
 
     def _runs_needed(self) -> int:
-        return 1 if self.noise is None else self.noise.runs_needed([sample.cpu for sample in self.samples])
+        if self.noise is None:
+            return 1
+        return self.noise.runs_needed(self.least_ms, self.best_ms, [sample.cpu for sample in self.samples])
 
     @property
     def _is_slow(self) -> bool:
@@ -301,15 +310,11 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, 
         fastest_first_ms: the time of the fastest first run, most of which may be the cold start where it is short.
         noise: how much other processes disturb runs here.
     """
-    if noise.runs_needed() > _FEWEST_RUNS:
+    if noise.runs_needed(first_ms, fastest_ms) > _FEWEST_RUNS:
         return False
     doubt = max(_COLD, _NOISE_MARGIN * noise.first_run)
     is_long = first_ms > _ALONE_MS and first_ms > _FIRSTS * fastest_first_ms
     return first_ms > (doubt * fastest_ms if is_long else 2 * doubt * fastest_first_ms)
-
-
-def _disturbed(cpu_ms: Sequence[float]) -> int:
-    return sum(each > _STRAY * min(cpu_ms) for each in cpu_ms)
 
 
 def typical_spread(trials: Sequence[Trial]) -> float:

@@ -142,8 +142,7 @@ class Measure(Task):
         checked: whether the config has been checked before.
         pause: whether the worker stops after an informative first run, with `Checked`.
         best_median_ms: the time of the fastest config so far; None where there is none.
-        noise_samples: the number of samples taken in the sweep so far.
-        noise_disturbed: how many of them were disturbed.
+        noise: the latest samples of the sweep, each with the fastest of its config, in milliseconds.
         references: the number of outputs to compare with.
         standard: the position of the output that is right; None where that is not known.
         keeps: whether an output that differs from all of them is kept.
@@ -154,8 +153,7 @@ class Measure(Task):
     checked: bool = False
     pause: bool = False
     best_median_ms: float | None = None
-    noise_samples: int = 0
-    noise_disturbed: int = 0
+    noise: tuple[tuple[float, ...], ...] = ()
     references: int = 0
     standard: int | None = None
     keeps: bool = False
@@ -331,14 +329,14 @@ class Measured(Judged):
     Attributes:
         samples_ms: milliseconds of each run.
         cpu_ms: the time that finalists are chosen by.
-        disturbed: how many samples were disturbed.
+        own_ms: the samples without waits for a CPU; empty where the clock is free of the effects of other processes.
         is_slow: whether sampling stopped because another config is faster beyond doubt.
         clock: `device`, `queued` or `wall`.
     """
 
     samples_ms: tuple[float, ...]
     cpu_ms: float
-    disturbed: int
+    own_ms: tuple[float, ...]
     is_slow: bool
     clock: str
 

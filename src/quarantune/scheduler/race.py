@@ -27,9 +27,9 @@ class Race:
         self._executables: dict[int, bytes] = {}
         self._kept: dict[int, tuple[float, int]] = {}
 
-    def note_first_run(self, index: int, run_ms: float, *, is_disturbed: bool) -> None:
-        """Records the informative first run of a config."""
-        self.noise.add(1, int(is_disturbed))
+    def note_first_run(self, index: int, run_ms: float, cpu_ms: float) -> None:
+        """Records the informative first run of a config, in all and without the time that it waited for a CPU."""
+        self.noise.add([run_ms], cpu_ms)
         if index != UNTUNED:
             self._fastest_first_ms = min(self._fastest_first_ms, run_ms)
 

@@ -25,7 +25,6 @@ from quarantune.scheduler.jobs import Timing
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.together import Together
 from quarantune.scheduler.verdicts import (
-    checked_count,
     checked_duration,
     checked_ms,
     checked_samples,
@@ -127,7 +126,8 @@ class Replies:
         run, race = self._run, self._run.race
         samples_ms, cpu_ms = checked_samples(reply.samples_ms), checked_ms(reply.cpu_ms)
         worker.keep_peak()
-        race.noise.add(len(samples_ms), checked_count(reply.disturbed, most=len(samples_ms)))
+        if reply.own_ms:
+            race.noise.add(checked_samples(reply.own_ms), min(reply.own_ms))
         if worker.run_ms is not None and not worker.was_disturbed:
             race.noise.add_first_run(worker.cpu_ms, cpu_ms)
         verdict = Verdict(Outcome.OK, "")

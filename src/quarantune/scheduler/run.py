@@ -118,8 +118,7 @@ class Run:
             pause=is_together,
             # The fastest of those that are wrong must not rule out the right ones.
             best_median_ms=None if self.reference.is_open else self.race.best_median_ms,
-            noise_samples=self.race.noise.samples,
-            noise_disturbed=self.race.noise.disturbed,
+            noise=tuple(self.race.noise.runs),
             references=offer.references,
             standard=offer.standard,
             keeps=offer.keeps,

@@ -65,7 +65,7 @@ class Together:
         worker.run_ms, worker.cpu_ms = checked_ms(reply.run_ms), checked_duration(reply.cpu_ms)
         worker.was_disturbed = worker.was_disturbed or reply.is_disturbed
         if worker.job is not None:
-            self._run.race.note_first_run(worker.job.index, worker.run_ms, is_disturbed=reply.is_disturbed)
+            self._run.race.note_first_run(worker.job.index, worker.run_ms, worker.cpu_ms)
         worker.held_s += self._run.clock() - worker.assigned_at
         worker.transition(WorkerState.PARKED)
         worker.deadline, device.measuring = NEVER, None

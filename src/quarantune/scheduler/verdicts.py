@@ -76,17 +76,6 @@ def checked_duration(duration: float) -> float:
     return duration
 
 
-def checked_count(count: int, *, most: int) -> int:
-    """Returns a count, if it can be one.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if not 0 <= count <= most:
-        raise ValueError(f"{count!r} is no count of up to {most}")
-    return count
-
-
 def checked_ms(run_ms: float) -> float:
     """Returns the milliseconds of a run, if a run can take so long.
 

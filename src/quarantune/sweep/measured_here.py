@@ -200,7 +200,7 @@ class MeasuredHere:
             self._measure(attempt)
             return
         attempt.run_ms, attempt.cpu_ms, attempt.is_disturbed = run.whole, run.least, run.is_disturbed
-        self._race.note_first_run(attempt.index, run.whole, is_disturbed=run.is_disturbed)
+        self._race.note_first_run(attempt.index, run.whole, run.least)
         self._pause(attempt, "it waits for its further runs")
 
     def _rule_out(self, attempt: Attempt) -> None:
@@ -227,7 +227,8 @@ class MeasuredHere:
         # The fastest of those that are wrong must not rule out the right ones.
         best_median_ms = None if self._reference.is_open else race.best_median_ms
         measured = self._bench_here().measure(attempt.program, best_median_ms=best_median_ms, noise=race.noise)
-        race.noise.add(len(measured.samples_ms), measured.disturbed)
+        if measured.own_ms:
+            race.noise.add(measured.own_ms, min(measured.own_ms))
         if attempt.run_ms is not None and not attempt.is_disturbed:
             race.noise.add_first_run(attempt.cpu_ms, measured.cpu_ms)
         attempt.trial = in_process.timed(attempt.trial, measured)

@@ -67,14 +67,14 @@ class Measurement:
     Attributes:
         samples_ms: the samples by the clock, in milliseconds.
         cpu_ms: the time by which finalists are chosen, without waits for a CPU.
-        disturbed: how many of the samples other processes disturbed.
+        own_ms: the samples without waits for a CPU; empty where the clock is free of the effects of other processes.
         clock: the name of the clock.
         is_slow: whether sampling stopped because the config cannot win any more.
     """
 
     samples_ms: tuple[float, ...]
     cpu_ms: float
-    disturbed: int
+    own_ms: tuple[float, ...]
     clock: str
     is_slow: bool
 
@@ -333,7 +333,7 @@ class Bench:
         return Measurement(
             samples_ms=samples.samples_ms,
             cpu_ms=samples.level_ms(is_exact=clock.is_exact),
-            disturbed=samples.disturbed(is_exact=clock.is_exact),
+            own_ms=() if clock.is_exact else samples.cpu_ms,
             clock=clock.name,
             is_slow=samples.is_ruled_out,
         )

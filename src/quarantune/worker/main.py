@@ -190,7 +190,7 @@ class Worker:
                     agreement=agreement,
                 )
         self._enter(Phase.MEASURE)
-        noise = sampling.Noise(task.noise_samples, task.noise_disturbed)
+        noise = sampling.Noise(list(task.noise))
         measured = bench.measure(program, best_median_ms=task.best_median_ms, noise=noise)
         if not task.load and (not measured.is_slow or bench.is_plain):
             self._save_finalist(bench, program, fds[0])
@@ -198,7 +198,7 @@ class Worker:
             **self._heading(),
             samples_ms=measured.samples_ms,
             cpu_ms=measured.cpu_ms,
-            disturbed=measured.disturbed,
+            own_ms=measured.own_ms,
             is_slow=measured.is_slow,
             clock=measured.clock,
             agreement=agreement,
