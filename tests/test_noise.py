@@ -117,7 +117,7 @@ def test_the_fastest_config_is_chosen_however_busy_the_machine(machine: str, tim
 def test_configs_that_are_far_behind_are_ruled_out_soon_on_a_busy_machine_too(machine: str) -> None:
     def seconds(machine: str, times_ms: Sequence[float], seed: int) -> float:
         simulated = Machine(random.Random(seed), *MACHINES[machine])
-        assert sweep(simulated, times_ms)[1] == 0
+        assert times_ms[sweep(simulated, times_ms)[1]] < 28.0
         return simulated.now
 
     behind = [600.0, 300.0, 150.0, 600.0, 80.0, 400.0]
