@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
 from quarantune import jax_internals
 from quarantune.api.call_memo import Memo, MemoKeys, read_context
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from quarantune.resolve.resolver import Resolver
 
 
-_NOTHING: tuple[Any, dict[Any, tuple[list[Any], Callable[..., Any]]]] = (None, {})
+_Known: TypeAlias = dict[Any, tuple[list[Any], Callable[..., Any]]]
+_NOTHING: tuple[Any, tuple[Any, ...], list[Any], Callable[..., Any], _Known] = (None, (), [], print, {})
+"""For a state of JAX's settings: the types and places of the arrays of one call, and its choice; and those of all."""
 
 _aval, _sharding = jax_internals.aval_of, jax_internals.raw_sharding_of
 
@@ -136,11 +138,18 @@ class Autotuned:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with the best config for these arguments."""
         # Every call of a training step takes this path: are JAX's settings, the arrays' types and places as last time?
-        context, last = self._last
+        # Or as at another time? Arrays of one type usually share the object that describes it.
+        context, avals, shardings, bound, known = self._last
         if kwargs or read_context() != context:
             return self._call_any(args, kwargs)
         try:
-            shardings, bound = last[tuple(map(_aval, args))]
+            if len(args) == len(avals):
+                for arg, aval, sharding in zip(args, avals, shardings):  # noqa: B905 - naming `strict` takes time
+                    if _aval(arg) is not aval or _sharding(arg) is not sharding:
+                        break
+                else:
+                    return bound(*args)
+            shardings, bound = known[tuple(map(_aval, args))]
             if list(map(_sharding, args)) != shardings:
                 return self._call_any(args, kwargs)
         except (AttributeError, KeyError, TypeError):
@@ -268,11 +277,12 @@ class Autotuned:
         """Prepares the short path of `__call__` for calls like this one, if JAX's arrays are its only arguments."""
         if kwargs or any(type(arg) is not self._array_type for arg in args):
             return
-        before, last = self._last
+        before, *_, known = self._last
         if before != context:
-            last = {}
-        last[tuple(map(_aval, args))] = list(map(_sharding, args)), bound
-        self._last = context, last
+            known = {}
+        avals, shardings = tuple(map(_aval, args)), list(map(_sharding, args))
+        known[avals] = shardings, bound
+        self._last = context, avals, shardings, bound, known
 
 
 class BoundMethod:
