@@ -61,7 +61,7 @@ class WorkerState(enum.Enum):
     MEASURING = enum.auto()
     """It checks and measures its config, and holds its device."""
     SIDE_TASK = enum.auto()
-    """It does something that is no trial, and holds its device."""
+    """It does something that is no trial, and holds its device unless it only compiles."""
     DYING = enum.auto()
     """It was told to end; its verdict is known."""
 
