@@ -855,6 +855,26 @@ def test_a_log_that_grows_too_large_keeps_only_its_end(load: Callable[..., Modul
         assert log.endswith("drivel the end\n")
 
 
+def test_shortening_a_log_loses_nothing_that_is_written_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = spool.create_log()
+    os.write(fd, b"blah\n" * 1_000_000)
+    read = os.pread
+
+    def read_while_it_grows(fd: int, count: int, position: int) -> bytes:
+        lines = read(fd, count, position)
+        os.write(fd, b"the last word\n")
+        return lines
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", read_while_it_grows)
+        spool.trim_log(fd)
+    assert spool.read_log(fd).endswith("the last word\n")
+    spool.trim_log(fd)
+    assert spool.read_log(fd).startswith("[...]\n")
+    assert spool.read_log(fd).endswith("the last word\n")
+    os.close(fd)
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_no_worker_can_change_the_payload_or_the_arrays(method: str, load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act, np.ones(100_000), method=method) as sandbox:

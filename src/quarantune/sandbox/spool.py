@@ -15,6 +15,7 @@ _MEMORY_SHARE = 4
 """A file lies in memory where it takes less than this fraction of the free memory (1 / n), and else on the disk."""
 _LOG_CAP_BYTES = 1 << 20
 _LOG_KEPT_BYTES = 16 << 10
+_LOG_HUGE_BYTES = 64 << 20
 _BLOCK_BYTES = 16 << 20
 
 
@@ -121,10 +122,16 @@ def create_log() -> int:
 
 
 def trim_log(fd: int) -> None:
-    """Shortens a log that has grown over its size cap to its last lines."""
+    """Shortens a log that has grown over its size cap to its last lines.
+
+    What is written after these were read would be lost, so a log that grows just now is shortened later, unless it is
+    huge.
+    """
     size = os.fstat(fd).st_size
     if size > _LOG_CAP_BYTES:
         kept = os.pread(fd, _LOG_KEPT_BYTES, size - _LOG_KEPT_BYTES)
+        if os.fstat(fd).st_size != size and size < _LOG_HUGE_BYTES:
+            return
         os.ftruncate(fd, 0)
         os.write(fd, b"[...]\n" + kept)
 
