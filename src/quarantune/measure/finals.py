@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quarantune.host.waits import RunTime, fastest
-from quarantune.measure.sampling import ALL_DISTURBED, standard_error
+from quarantune.measure.sampling import ALL_DISTURBED, cautious_share, standard_error
 from quarantune.values.trial import Outcome, Trial, is_plausible_ms
 
 FINALISTS = 4
@@ -320,8 +320,7 @@ def _is_won(rounds: Mapping[int, Sequence[RunTime]]) -> bool:
     lengthened = [taken.cpu / quick[index][0] for index in rounds for taken in rounds[index]]
     for index in rounds.keys() - {leader}:
         factor = quick[index][0] / quick[leader][0]
-        # With few rounds, a low share of disturbed ones may be chance.
-        share = (sum(each > factor for each in lengthened) + 1) / (len(lengthened) + 4)
+        share = cautious_share(sum(each > factor for each in lengthened), len(lengthened))
         if quick[index][0] <= _FAR * quick[leader][-1] or share ** len(rounds[index]) > ALL_DISTURBED:
             return False
     return True

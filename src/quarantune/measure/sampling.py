@@ -124,11 +124,15 @@ class Noise:
         disturbed = sum(
             run_ms - fastest_ms >= stray_ms * max(1.0, fastest_ms / best_ms) for run_ms, fastest_ms in self.runs
         )
-        # With few samples, a low share of disturbed ones may be chance.
-        share = (disturbed + 1) / (len(self.runs) + 4)
+        share = cautious_share(disturbed, len(self.runs))
         if own := sum(each - min(cpu_ms) >= stray_ms for each in cpu_ms):
-            share = max(share, (own + 1) / (len(cpu_ms) + 4))
+            share = max(share, cautious_share(own, len(cpu_ms)))
         return max(_FEWEST_RUNS, round(math.log(ALL_DISTURBED) / math.log(share)))
+
+
+def cautious_share(disturbed: int, samples: int) -> float:
+    """Returns the share of disturbed samples to reckon with: with few samples, a low share may be chance."""
+    return (disturbed + 1) / (samples + 4)
 
 
 def measure(
