@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import struct
 import tempfile
@@ -15,7 +16,6 @@ _MEMORY_SHARE = 4
 """A file lies in memory where it takes less than this fraction of the free memory (1 / n), and else on the disk."""
 _LOG_CAP_BYTES = 1 << 20
 _LOG_KEPT_BYTES = 16 << 10
-_LOG_HUGE_BYTES = 64 << 20
 _BLOCK_BYTES = 16 << 20
 
 
@@ -122,16 +122,19 @@ def create_log() -> int:
 
 
 def trim_log(fd: int) -> None:
-    """Shortens a log that has grown over its size cap to its last lines.
+    """Frees the memory of all but the last lines of a log that has grown over its size cap.
 
-    What is written after these were read would be lost, so a log that grows just now is shortened later, unless it is
-    huge.
+    The file keeps its length, with a hole at its begin: cutting it would lose what is written meanwhile.
     """
-    size = os.fstat(fd).st_size
-    if size > _LOG_CAP_BYTES:
-        kept = os.pread(fd, _LOG_KEPT_BYTES, size - _LOG_KEPT_BYTES)
-        if os.fstat(fd).st_size != size and size < _LOG_HUGE_BYTES:
-            return
+    stat = os.fstat(fd)
+    if min(stat.st_size, stat.st_blocks * 512) <= _LOG_CAP_BYTES:
+        return
+    hole_bytes = (stat.st_size - _LOG_KEPT_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
+    try:
+        with mmap.mmap(fd, hole_bytes) as hole:
+            hole.madvise(mmap.MADV_REMOVE)
+    except (OSError, AttributeError):  # a system without holes: a few lines may be lost, but no memory
+        kept = os.pread(fd, _LOG_KEPT_BYTES, stat.st_size - _LOG_KEPT_BYTES)
         os.ftruncate(fd, 0)
         os.write(fd, b"[...]\n" + kept)
 
@@ -139,4 +142,6 @@ def trim_log(fd: int) -> None:
 def read_log(fd: int, *, last_bytes: int = _LOG_CAP_BYTES) -> str:
     """Returns the end of a log as text."""
     size = os.fstat(fd).st_size
-    return os.pread(fd, last_bytes, max(0, size - last_bytes)).decode("utf-8", "backslashreplace")
+    end = os.pread(fd, last_bytes, max(0, size - last_bytes))
+    kept = end.lstrip(b"\0")  # a hole reads as zeros
+    return ("[...]\n" if len(kept) < len(end) else "") + kept.decode("utf-8", "backslashreplace")
