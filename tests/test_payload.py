@@ -676,8 +676,38 @@ def test_plain_callables_get_the_callers_memory_order() -> None:
         assert tuner.run(given).best_config == {"do": 1}
 
 
-def test_jax_arguments_own_their_buffers_every_time() -> None:
-    packed = payload.pack_call(_plain, (jnp.arange(4096.0),), {})
+def test_arrays_that_are_bound_to_their_device_arrive_bound_to_one() -> None:
+    device = jax.local_devices()[0]
+    placed = jax.sharding.SingleDeviceSharding(device)
+    free = {
+        "array": jnp.arange(3.0),
+        "key": jax.random.key(1),
+        "numpy": np.arange(3.0),
+        "struct": jax.ShapeDtypeStruct((3,), jnp.float32),
+    }
+    bound = {
+        "array": jax.device_put(free["array"], device),
+        "key": jax.device_put(free["key"], device),
+        "struct": jax.ShapeDtypeStruct((3,), jnp.float32, sharding=placed),
+    }
+    packed = payload.pack_call(_plain, (free, bound), {})
+    call = payload.unpack_call(packed.blob)
+    with tempfile.TemporaryFile() as spool:
+        payload.write_arrays(packed, spool.fileno())
+        (free_made, bound_made), _ = inputs.materialize(call, spool.fileno(), seed=0)
+    assert {name: made.committed for name, made in free_made.items() if name != "numpy"} == dict.fromkeys(
+        ("array", "key", "struct"), False
+    )
+    assert {name: made.committed for name, made in bound_made.items()} == dict.fromkeys(bound, True)
+    (free_structs, bound_structs), _ = inputs.call_as_structs(call)
+    assert {struct.sharding for struct in free_structs.values()} == {None}
+    assert {struct.sharding for struct in bound_structs.values()} == {placed}
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_jax_arguments_own_their_buffers_every_time(is_bound: bool) -> None:
+    given = jnp.arange(4096.0)
+    packed = payload.pack_call(_plain, (jax.device_put(given, given.device) if is_bound else given,), {})
     call = payload.unpack_call(packed.blob)
     overwrite = jax.jit(lambda a: a + 1, donate_argnums=0)
     with tempfile.TemporaryFile() as spool:

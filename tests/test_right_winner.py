@@ -475,19 +475,23 @@ def cache_events() -> Iterator[list[str]]:
 
 
 # The default wins a tie, whichever of the three ran for all.
-@pytest.mark.parametrize(("default", "has_own_cache"), [(1, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(
+    ("default", "has_own_cache", "is_committed"),
+    [(1, False, True), (2, True, True), (3, False, False), (3, True, False)],
+)
 def test_the_first_call_after_a_sweep_compiles_nothing(
-    default: int, has_own_cache: bool, cache_events: list[str], tmp_path: Path
+    default: int, has_own_cache: bool, is_committed: bool, cache_events: list[str], tmp_path: Path
 ) -> None:
+    x = jax.device_put(X, jax.local_devices()[0]) if is_committed else X
     directory = tmp_path / "compiled"
     if has_own_cache:
         jax.config.update("jax_compilation_cache_dir", str(directory))
     try:
         kernel = tuned(lambda x, do: x + do // 10, [1, 2, 3], default=default)
-        result = kernel.tune(X)
+        result = kernel.tune(x)
         assert result.best_config == {"do": default}
         assert not cache_events, "the sweep itself compiles nothing here"
-        np.testing.assert_array_equal(kernel(X), X)
+        np.testing.assert_array_equal(kernel(x), x)
         assert cache_events == ["cache_hits"]
         assert len(list(directory.glob("jit_kernel-*"))) == has_own_cache
     finally:

@@ -317,6 +317,7 @@ def plan_for(route: Route, **changes: Any) -> Plan:
         compile_timeout_s=5.0,
         timeout_s=2.0,
         memory_limit_bytes=GB,
+        errors_stand=True,
     )
     return dataclasses.replace(plan, **changes)
 
@@ -1819,7 +1820,7 @@ def confirming(on_device: Callable[[FakeWorker], Sequence[Step]], *failing: int)
 
 def confirming_plan(**changes: Any) -> Plan:
     return plan_for(
-        Route.APART, **{"target": TARGET, "confirms": True, "slots": 2, "configs_per_worker": 32, **changes}
+        Route.APART, **{"target": TARGET, "errors_stand": False, "slots": 2, "configs_per_worker": 32, **changes}
     )
 
 
@@ -1887,7 +1888,7 @@ def test_a_config_that_lacks_device_memory_beside_the_worker_that_confirms_is_ru
     assert result.seconds < 100
 
 
-@pytest.mark.parametrize("changes", [{"confirms": False}, {"target": None}], ids=str)
+@pytest.mark.parametrize("changes", [{"errors_stand": True}, {"target": None}], ids=str)
 def test_nothing_is_confirmed_where_that_is_not_planned_or_errors_need_it_not(changes: dict[str, Any]) -> None:
     result = run(confirming_plan(**changes), 3, confirming(raises_on_the_device, 1))
     assert all(worker.trial is not None for worker in result.given("Compile"))
@@ -1960,7 +1961,7 @@ def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, me
         devices=fake_devices(generator.randrange(1, 4)),
         configs_per_worker=generator.choice([1, 2, 32]),
         target=generator.choice([None, TARGET]) if route is Route.APART else None,
-        confirms=generator.random() < 0.5,
+        errors_stand=generator.random() < 0.5,
     )
     clock = Clock()
     scripted = anything(generator)

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
 
-from quarantune.sandbox.messages import Compile, Expect, Prepare
-from quarantune.scheduler.plan import KILL_DEADLINE_S, Leftovers
+from quarantune.sandbox.messages import Expect, Prepare
+from quarantune.scheduler.plan import KILL_DEADLINE_S
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Worker, WorkerState
 from quarantune.values.compiling import OutputArray
-from quarantune.values.config_values import encode
-from quarantune.values.trial import Outcome, Phase, Route
 
 _STANDBY_WORKERS = 6
 """Standby workers of a device where each takes one config, which takes less time than making one ready."""
-
-
 _MOST_FAILING = 10
 """Where more than one in so many configs cannot be compiled, each gets a compile worker of its own."""
 
@@ -27,7 +22,6 @@ class Apart:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._outputs: tuple[OutputArray, ...] = ()
-        self._confirming: Worker | None = None
 
     def waiting(self) -> Collection[Job]:
         """Returns the jobs that wait, compiled, for a measuring worker."""
@@ -119,37 +113,6 @@ class Apart:
             worker.job = ready.popleft()
             device.standby.remove(worker)
             run.assign_device(device, worker)
-
-    def confirm_error(self) -> None:
-        """Has a worker with the device compile what failed first without it, while other configs go on."""
-        run, unconfirmed = self._run, self._run.jobs.leftovers.unconfirmed
-        if not run.plan.confirms or self._confirming is not None or not unconfirmed or not run.devices:
-            return
-        device = run.least_used_device()
-        if device.is_cramped or not run.may_start_on(device):
-            return
-        trial, _ = next(iter(unconfirmed.values()))
-        task = Compile(config=encode(trial.config), options=run.plan.options, is_check=True, last=True)
-        self._confirming = run.workers.start(task, WorkerState.SIDE_TASK, device=device)
-
-    @property
-    def is_confirming(self) -> bool:
-        """Whether a worker is about to confirm an error."""
-        return self._confirming is not None and self._confirming.verdict is None
-
-    def leftovers(self) -> Leftovers:
-        """Returns the configs that another route must settle, the first error as it was raised on the device."""
-        left, worker = self._run.jobs.leftovers, self._confirming
-        if worker is None or worker.verdict is None or worker.device is None:
-            return left
-        if (worker.verdict.outcome, worker.phase) != (Outcome.ERROR, Phase.COMPILE):
-            return left
-        index, (trial, log) = next(iter(left.unconfirmed.items()))
-        raised = dataclasses.replace(
-            trial, message=worker.verdict.message, route=Route.TOGETHER, device=worker.device.device.name
-        )
-        unconfirmed = {**left.unconfirmed, index: (raised, log)}
-        return dataclasses.replace(left, unconfirmed=unconfirmed, is_confirmed=True)
 
     def _unmeasured(self) -> int:
         """Returns how many jobs have yet to be given to a measuring worker."""

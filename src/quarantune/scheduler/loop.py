@@ -18,6 +18,7 @@ from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.messages import PhaseEntered
 from quarantune.scheduler.apart import Apart
 from quarantune.scheduler.bursts import Bursts
+from quarantune.scheduler.confirmation import Confirmation
 from quarantune.scheduler.endings import Endings
 from quarantune.scheduler.jobs import Jobs
 from quarantune.scheduler.memory_watch import MemoryWatch
@@ -95,6 +96,7 @@ class Scheduler:
             on_phase=on_phase,
         )
         self._route = Together(run) if plan.is_together else Apart(run)
+        self._confirmation = Confirmation(run)
         self._bursts = Bursts(run, self._route)
         self._replies = Replies(run, self._route)
         self._exits = Exits(workers, run.memory)
@@ -123,7 +125,7 @@ class Scheduler:
                     if not run.jobs.unfinished and not run.jobs.may_grow:
                         break
                 is_news = self._step()
-            while isinstance(self._route, Apart) and self._route.is_confirming:
+            while self._confirmation.is_under_way:
                 self._step()
         finally:
             for device in run.devices:
@@ -132,7 +134,7 @@ class Scheduler:
                 job.close_executable()
             for worker in run.workers:  # a retired one may take its time to die
                 worker.close_output()
-        return self._route.leftovers() if isinstance(self._route, Apart) else run.jobs.leftovers
+        return self._confirmation.leftovers()
 
     @property
     def has_idle_worker(self) -> bool:
@@ -188,7 +190,7 @@ class Scheduler:
             route.start_compiling(run.jobs.pending.popleft())
         if isinstance(route, Apart):
             route.retire_compilers()
-            route.confirm_error()
+            self._confirmation.start()
         if isinstance(route, Together):
             route.warm_spare(bursts.has_room)
         for device in run.devices:

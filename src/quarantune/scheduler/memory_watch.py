@@ -12,6 +12,7 @@ from quarantune.values.trial import Outcome
 
 _LOOK_S = 0.1
 _CLOSE_LOOK_S = 0.25
+_WAITING_LOOK_S = 1.0
 _FREE_LOOK_S = 1.0
 _FAST_BYTES = 64 << 20
 _FLOOR_BYTES = 256 << 20
@@ -36,6 +37,7 @@ class MemoryWatch:
         self._available_memory = available_memory
         self._next_look = 0.0
         self._next_close_look = 0.0
+        self._next_waiting_look = 0.0
         self._next_free_look = 0.0
         self._total_bytes = 0
         self._free_bytes = available_memory()
@@ -49,9 +51,9 @@ class MemoryWatch:
     def over(self, now: float) -> list[tuple[Worker, Verdict]]:
         """Returns the workers that hold too much, each with the verdict that it deserves.
 
-        Workers that are active are looked at each time. Looking at those that wait, for descendants of the others, and
-        at the machine's free memory costs a hundred times more, so it is done less often, and as soon as memory is
-        being taken fast.
+        Workers that are active are looked at each time. Looking for their descendants and at the machine's free memory
+        costs a hundred times more, so it is done less often, and as soon as memory is being taken fast. Workers that
+        wait are looked at as they begin to, and then seldom: many may wait, and nothing runs in them.
 
         Args:
             now: the time in seconds.
@@ -100,9 +102,17 @@ class MemoryWatch:
             for worker in busy:
                 pid = self._sandbox.pid(worker.number)
                 worker.descendants = [] if pid is None else machine.descendants(pid)
-            self._weigh(watched, baseline, exactly=True)
+            self._weigh([*busy, *self._due(watched, now)], baseline, exactly=True)
             self._total_bytes = sum(worker.used_bytes for worker in watched)
         return is_fast
+
+    def _due(self, watched: Sequence[Worker], now: float) -> list[Worker]:
+        """Returns the waiting workers to look at: all of them now and then, else those that have just begun to wait."""
+        is_all = now >= self._next_waiting_look
+        if is_all:
+            self._next_waiting_look = now + _WAITING_LOOK_S
+        waiting = [worker for worker in watched if worker.state in _WAITING]
+        return [worker for worker in waiting if is_all or worker.weighed_in is not worker.state]
 
     def _weigh(self, workers: Sequence[Worker], baseline: int, *, exactly: bool = False) -> None:
         """Records the memory that the process tree of each worker holds now."""
@@ -115,6 +125,7 @@ class MemoryWatch:
                 foreign=self._foreign_files,
                 exactly=exactly,
             )
+            worker.weighed_in = worker.state
             worker.peak_bytes = max(worker.peak_bytes, worker.used_bytes)
 
     def _foreign_files(self) -> set[memory.FileId]:

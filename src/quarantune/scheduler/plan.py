@@ -41,7 +41,7 @@ class Plan:
             alone, with nearly all of it.
         compile_only: whether configs are compiled and not run.
         is_check: whether they are compiled only to find out if they compile; their executables are not kept.
-        confirms: whether the first error raised without the device is repeated on it while other configs go on.
+        errors_stand: whether a config that cannot be compiled without the device cannot be compiled on it either.
     """
 
     route: Route
@@ -60,12 +60,17 @@ class Plan:
     may_exceed_alone: bool = False
     compile_only: bool = False
     is_check: bool = False
-    confirms: bool = False
+    errors_stand: bool = False
 
     @property
     def is_together(self) -> bool:
         """Whether one worker does both halves of a trial."""
         return self.route is not Route.APART
+
+    @property
+    def confirms(self) -> bool:
+        """Whether the first error raised without the device is repeated on it while other configs go on."""
+        return not (self.errors_stand or self.compile_only or self.is_check)
 
 
 @dataclasses.dataclass(frozen=True)

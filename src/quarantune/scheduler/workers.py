@@ -161,6 +161,7 @@ class Worker:
         used: how many configs it has compiled for other workers, or measured.
         peak_bytes: the most memory that it held.
         used_bytes: the memory that it holds.
+        weighed_in: its state when its memory was last measured.
         memory_meter: measures the memory of its processes.
         descendants: process ids below its own.
         offered: the number of outputs that its own was to be compared with.
@@ -190,6 +191,7 @@ class Worker:
     used: int = 0
     peak_bytes: int = 0
     used_bytes: int = 0
+    weighed_in: WorkerState | None = None
     memory_meter: memory.MemoryMeter = dataclasses.field(default_factory=memory.MemoryMeter)
     descendants: list[int] = dataclasses.field(default_factory=list)
     offered: int = 0

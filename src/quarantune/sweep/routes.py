@@ -311,7 +311,7 @@ class Routes:
             may_exceed_alone=limit_bytes is None,
             compile_only=self._compile_only,
             is_check=self._is_check,
-            confirms=not (self._errors_stand or self._compile_only or self._is_check),
+            errors_stand=self._errors_stand,
         )
         if self._made:
             self._made[-1].free_devices()

@@ -24,6 +24,7 @@ class ArraySpec:
         shape: its shape.
         dtype: the name of its dtype; for a PRNG key array, the dtype of its key data.
         weak_type: whether it is weakly typed.
+        is_committed: whether it is on one device and bound to that, which makes another program of a call.
         kind: `jax` or `numpy` array, or PRNG `key` array.
         key_impl: the PRNG implementation of a key array, else None.
         offset: where its bytes start in the spool.
@@ -38,6 +39,7 @@ class ArraySpec:
     shape: tuple[int, ...]
     dtype: str
     weak_type: bool = False
+    is_committed: bool = False
     kind: Literal["jax", "numpy", "key"] = "jax"
     key_impl: str | None = None
     offset: int = 0

@@ -56,11 +56,12 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Argume
                 seed=seed,
                 index=spec.index,
                 sharding=_sharding(call, spec),
+                is_committed=spec.is_committed,
             )
         data = _view(spool, spec)
         if spec.kind == "numpy":
             return data.copy(order="K")
-        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec))
+        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec), is_committed=spec.is_committed)
 
     # The mapping is closed with the last view of it.
     return _replace_refs(call, array)
@@ -71,7 +72,7 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
 
     Args:
         call: the call, from `payload.unpack_call`.
-        sharding: the sharding of every array; None for the call's own, which leaves arrays on one device unplaced.
+        sharding: the sharding of every array; None for the call's own.
 
     Raises:
         ValueError: there are fewer devices than the call needs.
@@ -81,11 +82,18 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
         dtype = dtype_from_name(spec.dtype) if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
         if spec.kind == "numpy":
             dtype = jax.dtypes.canonicalize_dtype(dtype)
-        return jax.ShapeDtypeStruct(
-            spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding or _sharding(call, spec)
-        )
+        placed = sharding
+        if placed is None:
+            placed = _default_place() if spec.is_committed else _sharding(call, spec)
+        return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=spec.weak_type, sharding=placed)
 
     return _replace_refs(call, struct)
+
+
+def _default_place() -> Sharding:
+    """Returns the place of an array that nobody has placed."""
+    sharding: Sharding = jax.device_put(np.zeros(())).sharding
+    return sharding
 
 
 def mesh_like(spec: MeshSpec) -> Mesh:
@@ -122,6 +130,7 @@ def make(
     seed: int,
     index: int = 0,
     sharding: Sharding | None = None,
+    is_committed: bool = False,
 ) -> jax.Array:
     """Generates an array of a shape and dtype, without compiling anything.
 
@@ -139,6 +148,7 @@ def make(
         seed: the seed of the sweep.
         index: the number of the argument, so that arguments of one shape differ.
         sharding: where it goes; None for the default device.
+        is_committed: whether it is bound to the default device.
 
     Raises:
         ValueError: `kind` is not one of `KINDS`.
@@ -147,9 +157,11 @@ def make(
         generator = np.random.default_rng((seed, index))
         impl = jax_internals.key_impl(dtype)
         data_shape = shape + jax_internals.key_data_shape(impl)
-        return restore_array(generator.integers(0, 2**32, data_shape, dtype=np.uint32), False, impl, sharding)
+        words = generator.integers(0, 2**32, data_shape, dtype=np.uint32)
+        return restore_array(words, False, impl, sharding, is_committed=is_committed)
     dtype = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
-    return restore_array(elements(shape, dtype, kind=kind, seed=seed, index=index), weak_type, None, sharding)
+    data = elements(shape, dtype, kind=kind, seed=seed, index=index)
+    return restore_array(data, weak_type, None, sharding, is_committed=is_committed)
 
 
 def elements(shape: tuple[int, ...], dtype: np.dtype[Any], *, kind: str, seed: int, index: int) -> np.ndarray[Any, Any]:

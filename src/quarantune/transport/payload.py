@@ -276,15 +276,17 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> Array
     impl = jax_internals.key_impl(array.dtype) if is_key_dtype(array.dtype) else None
     has_value = _has_value(array)
     made = not (has_value and with_value)
+    sharding = sharding_of(array) if _is_abstract(array) or has_value else None
     spec = ArraySpec(
         index=index,
         shape=tuple(array.shape),
         dtype="uint32" if impl else _dtype_name(array.dtype, made=made),
         weak_type=bool(getattr(array, "weak_type", False)),
+        is_committed=sharding is None and _is_committed(array),
         kind="key" if impl else "jax",
         key_impl=impl,
         made=made,
-        sharding=sharding_of(array) if _is_abstract(array) or has_value else None,
+        sharding=sharding,
     )
     if spec.made:
         return spec
@@ -295,6 +297,13 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> Array
 def _dtype_name(dtype: np.dtype[Any], *, made: bool) -> str:
     # A concrete array has the dtype it has; a struct's float64 is float32 unless x64 is on.
     return str((jax.dtypes.canonicalize_dtype(dtype) if made else dtype).name)
+
+
+def _is_committed(array: Any) -> bool:
+    """Returns whether an array, or the one that a struct describes, is bound to its devices."""
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return array.sharding is not None
+    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed
 
 
 def _is_abstract(array: Any) -> bool:
