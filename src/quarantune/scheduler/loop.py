@@ -74,8 +74,7 @@ class Scheduler:
             lease_on: makes the lease on a device, or returns the one that the sweep has.
         """
         self._sandbox = sandbox
-        self._on_tick = on_tick
-        self._source = source
+        self._on_tick, self._source = on_tick, source
         self._clock = clock
         self._next_tick = 0.0
         self._stops = stops.Stops(clock)
