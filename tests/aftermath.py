@@ -20,7 +20,7 @@ from quarantune.sandbox import template
 
 MARK = "AFTERMATH_MARK"
 """Environment variable that marks a program started by a test, so that all of its descendants can be found."""
-_PATIENCE_S = 5.0
+_PATIENCE_S = 20.0
 
 
 def eventually(condition: Callable[[], object], *, timeout_s: float = _PATIENCE_S) -> bool:

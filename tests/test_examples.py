@@ -49,7 +49,7 @@ def run(example: str, place: Path, *, timeout_s: float = 110) -> str:
         timeout=timeout_s,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert eventually(lambda: not carriers(MARK, mark), timeout_s=2)
+    assert eventually(lambda: not carriers(MARK, mark))
     assert os.listdir(tmpdir) == []
     assert eventually(lambda: set(shared_memory()) <= before)
     return done.stdout

@@ -121,7 +121,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
 def test_nothing_outlives_a_caller_that_is_killed(program: Program, number: signal.Signals) -> None:
     with program.start() as process:
         process.send_signal(number)
-        assert eventually(program.is_gone, timeout_s=2)
+        assert eventually(program.is_gone)
         assert process.wait() == -number
 
 
@@ -171,7 +171,7 @@ def _check_the_interrupt(program: Program, process: subprocess.Popen[bytes]) -> 
     assert process.returncode == 0, errors.decode()
     assert float((program.here / "interrupted_at").read_text()) - sent_at < 1
     assert (program.here / "left").read_text() == "1", "only the template may be left"
-    assert eventually(program.is_gone, timeout_s=2)
+    assert eventually(program.is_gone)
     assert json.loads((program.here / "cache" / "kernel.json").read_text())
     assert sorted(program.measured()) == list(range(20))
 

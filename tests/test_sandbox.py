@@ -461,7 +461,7 @@ def test_leaving_the_sandbox_kills_hanging_workers(
         pids = [sandbox.pid(worker.number) for worker in workers]
         assert all(pid is not None and is_running(pid) for pid in pids)
         leaves = time.monotonic()
-    assert time.monotonic() - leaves < 2.0
+    assert time.monotonic() - leaves < 20.0, "nobody waits for the workers to end by themselves"
     assert not any(pid is not None and is_running(pid) for pid in pids)
 
 
@@ -831,7 +831,7 @@ def test_a_killed_owners_workers_die_though_its_fork_holds_connections(owner_scr
         owner.wait(PATIENCE_S)
         killed = time.monotonic()
         wait_for(lambda: not any(is_running(process.pid) for process in family), "all its processes end")
-        assert time.monotonic() - killed < 5.0
+        assert time.monotonic() - killed < 20.0
         assert is_running(child)
         os.kill(child, signal.SIGKILL)
     wait_for(lambda: not is_running(child), "the fork ends")

@@ -339,7 +339,7 @@ def test_a_peer_that_does_not_read_never_blocks_the_sender(ends: tuple[Connectio
         send_much()
     with pytest.raises(WireClosedError, match="cannot send"):
         ours.send({"text": "x" * (1 << 20)})
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
 
 
 def test_receiving_nothing_never_waits(ends: tuple[Connection, socket.socket]) -> None:
