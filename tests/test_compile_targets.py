@@ -9,6 +9,9 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -156,20 +159,70 @@ def test_compile_configs_for_a_target_tells_which_ones_compile() -> None:
 
 
 @functools.partial(jax.jit, static_argnames=["asks"])
-def asking(x: Any, asks: str = "backend") -> Any:
-    if asks == "devices":
-        return x * len(jax.devices())
-    assert jax.default_backend() == asks, jax.default_backend()
+def asking(x: Any, asks: str = "memory") -> Any:
+    if asks == "memory":
+        return x * jax.devices()[0].memory_stats()["bytes_limit"]
+    name, _, wanted = asks.partition("=")
+    told = {
+        "backend": jax.default_backend(),
+        "kind": jax.devices()[0].device_kind,
+        "local": jax.local_devices()[0].platform,
+        "named": jax.devices(jax.default_backend())[0].platform,
+        "count": f"{jax.device_count()} {jax.local_device_count()}",
+        "cpu": jax.devices("cpu")[0].platform,
+    }[name]
+    assert told == wanted
     return x @ x
 
 
 @needs_libtpu
 @needs_cuda
-@pytest.mark.parametrize(("target", "backend"), [("v5e", "tpu"), ("H100", "gpu")])
-def test_code_that_asks_for_its_device_is_answered_for_the_target(target: str, backend: str) -> None:
-    report = quarantune.compile_check(asking, {"asks": [backend, "devices"]}, struct(256, 256), target=target)
+@pytest.mark.parametrize(
+    ("target", "backend", "kind"), [("v5e", "tpu", "TPU v5 lite"), ("H100", "gpu", "NVIDIA H100 80GB HBM3")]
+)
+def test_code_that_asks_for_its_device_is_answered_for_the_target(target: str, backend: str, kind: str) -> None:
+    asks = [f"backend={backend}", f"kind={kind}", f"local={backend}", f"named={backend}", "count=1 1", "cpu=cpu"]
+    report = quarantune.compile_check(asking, {"asks": [*asks, "memory"]}, struct(256, 256), target=target)
+    assert ends(report) == ["ok"] * 6 + ["error"], report.table()
+    assert "MemoryStats" in report.trials[-1].message
+
+
+@needs_cuda
+def test_outside_of_a_check_an_error_after_asking_for_the_device_means_that_the_device_is_needed() -> None:
+    code = """
+        import jax
+        from quarantune.devices import targets
+        from quarantune.worker import deviceless
+        from quarantune.worker.failures import NeedsDeviceError
+
+        target = targets.find("H100").for_compiling
+
+        def end_of(asks, is_check):
+            try:
+                with deviceless.abstract_device(target, is_check=is_check):
+                    assert not asks or jax.local_devices()[0].platform == "gpu"
+                    raise ValueError("it fails")
+            except Exception as error:
+                return type(error).__name__
+
+        print(end_of(True, False), end_of(False, False), end_of(True, True), jax.local_devices()[0].platform)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["NeedsDeviceError", "ValueError", "ValueError", "cpu"], done.stderr
+
+
+@functools.partial(jax.jit, static_argnames=["version"])
+def for_version(x: Any, version: int = 0) -> Any:
+    from jax.experimental.pallas.ops.tpu.ragged_paged_attention import tuned_block_sizes
+
+    assert tuned_block_sizes.get_tpu_version() == version
+    return x + version
+
+
+@needs_libtpu
+def test_kernels_that_come_with_jax_get_the_answers_too() -> None:
+    report = quarantune.compile_check(for_version, {"version": [6, 5]}, struct(8, 8), target="v6e")
     assert ends(report) == ["ok", "error"], report.table()
-    assert "it calls jax.devices() while it is traced" in report.trials[1].message
 
 
 def matmul_body(a_ref: Any, b_ref: Any, o_ref: Any, *, step: int) -> None:

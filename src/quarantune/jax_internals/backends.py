@@ -9,6 +9,14 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
+_ASKING = frozenset({"default_backend", "devices", "device_count", "local_device_count"})
+"""The functions of JAX that say what `get_backend` returned."""
+_PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}
+"""The other names under which a platform's devices can be asked for."""
+_KERNELS_OF_JAX = "jax.experimental.pallas.ops."
+
 
 def backends_initialized() -> bool:
     """Returns whether this process has initialised a JAX backend.
@@ -51,44 +59,57 @@ def load_plugins() -> None:
 
 
 @contextlib.contextmanager
-def answer_for_device(platform: str, refuse: Callable[[str], None]) -> Iterator[None]:
-    """Makes JAX answer for a device that this process does not have, while a program is traced for that device.
+def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[None]:
+    """Makes JAX answer for one device that this process does not have, while a program is traced for that device.
 
-    A kernel may choose its code by `jax.default_backend()`, which names the CPU in a process without the device, but
-    must name the device that the kernel is compiled for. Functions that return the devices themselves have no answer.
-    Calls from JAX's own code are unaffected.
+    A kernel may choose its code by `jax.default_backend()` or by the kind of `jax.devices()[0]`, which are the CPU's in
+    a process without the device, but must be those of the device that the kernel is compiled for. Calls from JAX's own
+    code are unaffected, apart from the kernels that come with it.
 
-    Private (`xla_bridge.get_backend`) because all the public functions get their answer from it, however a module has
-    imported them. The calling frames tell which function was called, and whether by the user's code or by JAX's.
+    Private (`xla_bridge.get_backend`) because nearly all the public functions get their answer from it, however a
+    module has imported them. The calling frames tell which function was called, and by whose code.
 
     Args:
-        platform: the result of `jax.default_backend()` meanwhile.
-        refuse: called with the function's name when the user's code calls another function about devices; must raise.
+        device: JAX's description of the device.
+        asked: called with the name of a function that returned the device, or how many there are.
     """
     from jax._src import xla_bridge
 
-    real = xla_bridge.get_backend
-    asking = {"default_backend", "devices", "local_devices", "device_count", "local_device_count"}
+    real, real_local_devices = xla_bridge.get_backend, jax.local_devices
+    names = {device.platform, *_PLATFORM_NAMES.get(device.platform, ())}
+    backend = types.SimpleNamespace(
+        platform=device.platform,
+        devices=lambda: [device],
+        device_count=lambda: 1,
+        local_device_count=lambda: 1,
+    )
 
-    def get_backend(*args: Any, **kwargs: Any) -> Any:
-        asked = sys._getframe(1)
-        name = asked.f_code.co_name
-        asker = asked.f_back
-        if name in asking and asker is not None and not _is_jax(asker):
-            if name == "default_backend":
-                return types.SimpleNamespace(platform=platform)
-            refuse(name)
-        return real(*args, **kwargs)
+    def get_backend(platform: Any = None) -> Any:
+        function = sys._getframe(1)
+        name, asker = function.f_code.co_name, function.f_back
+        if platform not in (None, *names) or name not in _ASKING or asker is None or _is_jax(asker):
+            return real(platform)
+        if name != "default_backend":
+            asked(name)
+        return backend
 
-    xla_bridge.get_backend = get_backend
+    def local_devices(process_index: int | None = None, backend: Any = None, host_id: int | None = None) -> Any:
+        # JAX remembers its own answer, whoever asked.
+        if backend not in (None, *names) or _is_jax(sys._getframe(1)):
+            return real_local_devices(process_index, backend, host_id)
+        asked("local_devices")
+        return [device]
+
+    xla_bridge.get_backend, jax.local_devices = get_backend, local_devices
     try:
         yield
     finally:
-        xla_bridge.get_backend = real
+        xla_bridge.get_backend, jax.local_devices = real, real_local_devices
 
 
 def _is_jax(frame: types.FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in ("jax", "jaxlib")
+    module = f"{frame.f_globals.get('__name__', '')}."
+    return module.startswith(("jax.", "jaxlib.")) and not module.startswith(_KERNELS_OF_JAX)
 
 
 def target_config(devices: Sequence[Any]) -> str | None:

@@ -414,6 +414,6 @@ class Bench:
             if not is_check and (reason := why_device_is_needed(traced.jaxpr.jaxpr, target.platform)):
                 raise NeedsDeviceError(reason)
             lowered = traced.lower(lowering_platforms=(target.platform,))
-            self._announce(lowered, config, announce)
-            compiled: Callable[..., Any] = lowered.compile()
-            return compiled
+        self._announce(lowered, config, announce)
+        compiled: Callable[..., Any] = lowered.compile()
+        return compiled

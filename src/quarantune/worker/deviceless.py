@@ -33,7 +33,10 @@ _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug
 
 @contextlib.contextmanager
 def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterator[SingleDeviceSharding]:
-    """Stands in for the accelerator while a program is compiled for it.
+    """Stands in for the accelerator while a program is traced and lowered for it.
+
+    The description of the device answers what a function asks of `jax.devices()`: its kind and its number of cores, but
+    not its free memory. Outside of a check, an error after such a question means that the device itself is needed.
 
     The abstract device keeps Pallas's lowering from asking for the local device, which would make a context on it: a
     quarter of a second for each worker, one after another.
@@ -46,13 +49,19 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
         The sharding that the program's arguments have on the accelerator.
     """
     jax.config.update("jax_platforms", "cpu")
-    described = topology(target)
+    described = topology(target).devices[0]
     device = AbstractDevice(device_kind=target.device_kind, num_cores=target.num_cores, platform=target.platform)
     mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
-    refuse = _refuse_devices_in_check if is_check else _refuse_devices
-    backend = "tpu" if target.platform == "tpu" else "gpu"
-    with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device(backend, refuse):
-        yield SingleDeviceSharding(described.devices[0])
+    asked: list[str] = []
+    try:
+        with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device(described, asked.append):
+            yield SingleDeviceSharding(described)
+    except Exception as error:
+        if asked and not is_check and not isinstance(error, NeedsDeviceError):
+            raise NeedsDeviceError(
+                f"it calls jax.{asked[0]}() while it is traced, and fails without the device: {error}"
+            ) from error
+        raise
 
 
 @functools.cache
@@ -75,17 +84,6 @@ def topology(target: CompileTarget) -> Any:
         raise UncheckableError(
             f"JAX {jax.__version__} cannot compile for {target.device_kind} here: {error}"
         ) from error
-
-
-def _refuse_devices(function: str) -> None:
-    raise NeedsDeviceError(f"it calls jax.{function}() while it is traced")
-
-
-def _refuse_devices_in_check(function: str) -> None:
-    raise UncheckableError(
-        f"it calls jax.{function}() while it is traced, which has no answer where the device is not: pass the values "
-        f"that it needs as static arguments, or ask jax.default_backend() only"
-    )
 
 
 def why_device_is_needed(jaxpr: Any, platform: str) -> str | None:
