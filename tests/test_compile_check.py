@@ -117,6 +117,12 @@ def test_shared_memory_overflows_state_their_amounts_first() -> None:
     assert briefly("TypeError: no") == "TypeError: no"
 
 
+def test_one_allocation_that_exceeds_the_vmem_by_itself_states_its_amount() -> None:
+    v4 = "RESOURCE_EXHAUSTED: Allocation (size={}) would exceed memory (size=16777216) :: #a [space=vmem, scoped]"
+    assert briefly(v4.format(64 << 20)).startswith("over VMEM: 64.00 of 16.00 MiB; RESOURCE")
+    assert briefly(v4.format(8 << 20)).startswith("RESOURCE"), "it does not fit beside others: their sum is not told"
+
+
 def test_a_report_raises_only_where_every_config_failed() -> None:
     failed = Trial(config={"BM": 8}, outcome=Outcome.TIMEOUT, message="compiling took longer than 5 s")
     with pytest.raises(TuningFailedError, match=r"All 1 configs failed for matmul on TPU v5e:\n.*longer than 5 s"):
@@ -127,7 +133,7 @@ def test_a_report_raises_only_where_every_config_failed() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"fn": lambda x, n=1: x}, TypeError, "is not jitted"),
+        ({"fn": lambda x, n=1: x}, TypeError, "is not jitted: wrap it, with the tunables among its static_argnames"),
         ({"num_workers": 0}, ValueError, "num_workers=0 is not valid: give a whole number of at least 1"),
         ({"num_workers": 1.5}, ValueError, "num_workers=1.5 is not valid"),
         ({"num_workers": "2"}, ValueError, "num_workers='2' is not valid"),

@@ -18,10 +18,12 @@ _AMOUNT = r"(\d+|[\d.]+[KMG])"
 _OVERFLOWS = (
     (re.compile(f"Scoped allocation with size {_AMOUNT} and limit {_AMOUNT} exceeded scoped vmem"), "VMEM"),
     (re.compile(f"memory space vmem.*?Used {_AMOUNT} of {_AMOUNT} vmem", re.DOTALL), "VMEM"),
+    (re.compile(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*?space=vmem", re.DOTALL), "VMEM"),
     (re.compile(r"Shared memory size limit exceeded: requested (\d+), available: (\d+)"), "shared memory"),
     (re.compile(r"exceeds available shared memory: smem_bytes=(\d+) > max_smem_bytes=(\d+)"), "shared memory"),
 )
 """The complaints of compilers about memory on the chip, with the amounts that were needed and there."""
+_LARGE_BYTES = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,15 +89,24 @@ def briefly(message: str) -> str:
 def _overflow(message: str) -> str:
     """Returns the memory that a config needs more of than there is, as `VMEM: 73.39 of 16.00 MiB`; empty for others."""
     for pattern, memory in _OVERFLOWS:
-        if (found := pattern.search(message)) is not None:
+        if (found := pattern.search(message)) is not None and not _fits(*found.groups()):
             (wanted, unit), (there, other) = (_readable(amount) for amount in found.groups())
             return f"{memory}: {wanted}{'' if unit == other else f' {unit}'} of {there} {other}"
     return ""
 
 
+def _fits(wanted: str, there: str) -> bool:
+    """Returns whether an amount is no more than there is: it was one of several that do not fit together."""
+    return wanted.isdigit() and there.isdigit() and int(wanted) <= int(there)
+
+
 def _readable(amount: str) -> tuple[str, str]:
     """Returns the number and unit of an amount in a compiler's message, which is in bytes or has a unit as `16.00M`."""
-    return (f"{int(amount) / 1024:.4g}", "KiB") if amount.isdigit() else (amount[:-1], f"{amount[-1]}iB")
+    if not amount.isdigit():
+        return amount[:-1], f"{amount[-1]}iB"
+    return (
+        (f"{int(amount) / 2**20:.2f}", "MiB") if int(amount) >= _LARGE_BYTES else (f"{int(amount) / 1024:.4g}", "KiB")
+    )
 
 
 def _columns(trials: tuple[Trial, ...]) -> Iterator[tuple[str, Callable[[Trial], str]]]:
