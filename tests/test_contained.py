@@ -28,7 +28,8 @@ from quarantune.values.trial import Trial
 
 pytestmark = pytest.mark.usefixtures("quiet_place")
 X = np.ones(8, np.float32)
-HASTE = {"timeout": 0.7, "compile_timeout": 0.7}
+HASTE = {"timeout": 1.5, "compile_timeout": 1.5}
+"""What a hanging config gets; a busy machine may take several times as long as usual for the others."""
 
 # For each misdeed, the outcome and words of the message: while tracing, and while running, where XLA wraps exceptions.
 ENDS = {
@@ -45,10 +46,10 @@ ENDS = {
     "kill_its_group": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
     "kill_its_parent": (("lost", "started it died"), ("lost", "started it died")),
     "stop_its_template": (("ok", ""), ("ok", "")),
-    "stop_itself": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
-    "hang": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
-    "hang_holding_the_gil": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
-    "hang_deaf_to_signals": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
+    "stop_itself": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
+    "hang": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
+    "hang_holding_the_gil": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
+    "hang_deaf_to_signals": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
     "starve": (("oom", r"held 0.\d+ GB.*limit of 0.20 GB"), ("oom", r"held 0.\d+ GB.*limit of 0.20 GB")),
     "starve_in_a_child": (("oom", r"held 0.\d+ GB.*limit"), ("oom", r"held 0.\d+ GB.*limit")),
     "starve_in_shared_memory": (("oom", r"held \d.\d+ GB.*limit"), ("oom", r"held \d.\d+ GB.*limit")),
@@ -62,7 +63,7 @@ ENDS = {
     "leave_a_child": (("ok", ""), ("ok", "")),
     "leave_a_daemon": (("ok", ""), ("ok", "")),
     "flood": (("ok", ""), ("ok", "")),
-    "flood_forever": (("timeout", "compiling.*0.7 s"), ("timeout", "measuring.*0.7 s")),
+    "flood_forever": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),
     "scribble": (("crashed", "damaged its own connection"), ("crashed", "damaged its own connection")),
     "close_everything": (("crashed", "without a result"), ("crashed", "without a result")),
     "replace_stdout": (("ok", ""), ("ok", "")),
@@ -144,7 +145,7 @@ def test_a_standby_worker_that_dies_costs_no_config_its_result(
     spares.mkdir()
     monkeypatch.setenv("SPARES", str(spares))
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
-    monkeypatch.setattr(workers, "STARTUP_DEADLINE_S", 2.0)
+    monkeypatch.setattr(workers, "STARTUP_DEADLINE_S", 5.0)
 
     @quarantune.autotune({"n": [1, 2, 3, 4]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])

@@ -230,14 +230,14 @@ def noting(notes: Notes) -> Callable[[Any, int], Any]:
         (boom, "error: ArithmeticError: there is no reference today"),
         (crash, "crashed: .*SIGSEGV"),
         (vanish, "crashed: .*code 0 without a result"),
-        (hang, "timeout: it took longer than 0.4 s"),
+        (hang, "timeout: it took longer than 3 s"),
     ],
 )
 def test_a_failing_reference_is_the_callers_error_and_nothing_runs(ref_fn: Any, told: str, notes: Notes) -> None:
     kernel = tuned(noting(notes), [1, 2], ref_fn=ref_fn)
     template.shared()
     started = time.monotonic()
-    haste = {"timeout": 0.2, "compile_timeout": 0.2} if ref_fn is hang else {}
+    haste = {"timeout": 1.5, "compile_timeout": 1.5} if ref_fn is hang else {}
     with nothing_is_left(), quarantune.settings(**haste):
         with pytest.raises(quarantune.ReferenceFailedError, match=f"ref_fn failed, so no config can be judged: {told}"):
             kernel.tune(X)
