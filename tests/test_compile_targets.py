@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from jax.experimental import pallas as pl
+from jax.extend import backend
 from misdeeds import kernel as zoo
 
 import quarantune
@@ -168,6 +169,7 @@ def asking(x: Any, asks: str = "memory") -> Any:
         "kind": jax.devices()[0].device_kind,
         "local": jax.local_devices()[0].platform,
         "named": jax.devices(jax.default_backend())[0].platform,
+        "default": backend.get_default_device().platform,
         "count": f"{jax.device_count()} {jax.local_device_count()}",
         "cpu": jax.devices("cpu")[0].platform,
     }[name]
@@ -178,12 +180,13 @@ def asking(x: Any, asks: str = "memory") -> Any:
 @needs_libtpu
 @needs_cuda
 @pytest.mark.parametrize(
-    ("target", "backend", "kind"), [("v5e", "tpu", "TPU v5 lite"), ("H100", "gpu", "NVIDIA H100 80GB HBM3")]
+    ("target", "platform", "kind"), [("v5e", "tpu", "TPU v5 lite"), ("H100", "gpu", "NVIDIA H100 80GB HBM3")]
 )
-def test_code_that_asks_for_its_device_is_answered_for_the_target(target: str, backend: str, kind: str) -> None:
-    asks = [f"backend={backend}", f"kind={kind}", f"local={backend}", f"named={backend}", "count=1 1", "cpu=cpu"]
+def test_code_that_asks_for_its_device_is_answered_for_the_target(target: str, platform: str, kind: str) -> None:
+    asks = [f"backend={platform}", f"kind={kind}", f"local={platform}", f"named={platform}", f"default={platform}"]
+    asks += ["count=1 1", "cpu=cpu"]
     report = quarantune.compile_check(asking, {"asks": [*asks, "memory"]}, struct(256, 256), target=target)
-    assert ends(report) == ["ok"] * 6 + ["error"], report.table()
+    assert ends(report) == ["ok"] * 7 + ["error"], report.table()
     assert "MemoryStats" in report.trials[-1].message
 
 

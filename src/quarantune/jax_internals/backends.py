@@ -74,8 +74,9 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
         asked: called with the name of a function that returned the device, or how many there are.
     """
     from jax._src import xla_bridge
+    from jax.extend import backend as extension
 
-    real, real_local_devices = xla_bridge.get_backend, jax.local_devices
+    real, real_local_devices, real_default = xla_bridge.get_backend, jax.local_devices, extension.get_default_device
     names = {device.platform, *_PLATFORM_NAMES.get(device.platform, ())}
     backend = types.SimpleNamespace(
         platform=device.platform,
@@ -100,11 +101,18 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
         asked("local_devices")
         return [device]
 
-    xla_bridge.get_backend, jax.local_devices = get_backend, local_devices
+    def get_default_device() -> Any:
+        asked("extend.backend.get_default_device")
+        return device
+
+    def answer_with(*answers: Any) -> None:
+        xla_bridge.get_backend, jax.local_devices, extension.get_default_device = answers
+
+    answer_with(get_backend, local_devices, get_default_device)
     try:
         yield
     finally:
-        xla_bridge.get_backend, jax.local_devices = real, real_local_devices
+        answer_with(real, real_local_devices, real_default)
 
 
 def _is_jax(frame: types.FrameType) -> bool:
