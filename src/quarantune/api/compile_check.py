@@ -88,11 +88,7 @@ def _checked_function(fn: Callable[..., Any], configs: Any, options: Options) ->
 
     fn, signature, static_names = describe_function(fn)
     label = naming.cache_name(fn)
-    if static_names is None:
-        raise TypeError(
-            f"compile_check compiles what jax.jit has wrapped, and {label!r} is not jitted: "
-            "wrap it, with the tunables among its static_argnames"
-        )
+    suitable.check_is_jitted(fn, label, for_what="compile_check")
     suitable.check_jit_options(fn, label)
     listed = configs if callable(configs) else config_space.expand(configs, fn_name=label, parameters=signature)
     function = TunedFunction(

@@ -129,11 +129,7 @@ def compile_configs(
 
     fn, signature, static_names = describe_function(fn)
     label = naming.cache_name(fn)
-    if static_names is None:
-        raise TypeError(
-            f"compile_configs compiles what jax.jit has wrapped, and {label!r} is not jitted: "
-            "wrap it, with the tunables among its static_argnames"
-        )
+    suitable.check_is_jitted(fn, label, for_what="compile_configs")
     suitable.check_jit_options(fn, label)
     listed = _listed(configs, args, kwargs, label, signature)
     expanded = config_space.distinct(listed)

@@ -13,6 +13,24 @@ from quarantune import jax_internals
 from quarantune.transport import pickling
 
 
+def check_is_jitted(fn: Callable[..., Any], name: str, *, for_what: str) -> None:
+    """Raises where a function is not jitted.
+
+    Args:
+        fn: the function.
+        name: its name in messages.
+        for_what: the function of ours that compiles it.
+
+    Raises:
+        TypeError: it is not jitted.
+    """
+    if not jax_internals.is_jitted(fn):
+        raise TypeError(
+            f"{for_what} compiles what jax.jit has wrapped, and {name!r} is not jitted: "
+            "wrap it, with the tunables among its static_argnames"
+        )
+
+
 def check_jit_options(fn: Callable[..., Any], name: str) -> None:
     """Raises where a jitted function has options with which it cannot be tuned.
 
