@@ -65,7 +65,7 @@ def test_a_failure_is_known_to_later_jobs_with_its_date_and_source(tmp_path: Pat
         failed(phase=Phase.CHECK),
         failed(message="FileNotFoundError: no tables.npy"),
         failed(message="ModuleNotFoundError: no module named 'kernels'"),
-        failed(message="quarantune.worker.failures.UncheckableError: it calls jax.devices() while it is traced"),
+        failed(message="quarantune.worker.failures.UncheckableError: it calls jax.devices() and fails"),
         failed(message="jax.errors.JaxRuntimeError: INTERNAL: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"),
         failed(message="jax.errors.JaxRuntimeError: INTERNAL: ptxas: No space left on device"),
         failed(Outcome.DEVICE_OOM, "RESOURCE_EXHAUSTED: Out of memory", route=Route.TOGETHER),

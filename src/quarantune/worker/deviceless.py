@@ -36,7 +36,7 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
     """Stands in for the accelerator while a program is traced and lowered for it.
 
     The description of the device answers what a function asks of `jax.devices()`: its kind and its number of cores, but
-    not its free memory. Outside of a check, an error after such a question means that the device itself is needed.
+    not its free memory. So an error after such a question says nothing about the config on the device itself.
 
     The abstract device keeps Pallas's lowering from asking for the local device, which would make a context on it: a
     quarter of a second for each worker, one after another.
@@ -47,6 +47,10 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
 
     Yields:
         The sharding that the program's arguments have on the accelerator.
+
+    Raises:
+        NeedsDeviceError: there was an error after such a question.
+        UncheckableError: the same in a check.
     """
     jax.config.update("jax_platforms", "cpu")
     described = topology(target).devices[0]
@@ -57,11 +61,11 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
         with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device(described, asked.append):
             yield SingleDeviceSharding(described)
     except Exception as error:
-        if asked and not is_check and not isinstance(error, NeedsDeviceError):
-            raise NeedsDeviceError(
-                f"it calls jax.{asked[0]}() while it is traced, and fails without the device: {error}"
-            ) from error
-        raise
+        if not asked or isinstance(error, NeedsDeviceError):
+            raise
+        reason = f"it calls jax.{asked[0]}() while it is traced, and fails where the device is not"
+        kind = UncheckableError if is_check else NeedsDeviceError
+        raise kind(f"{reason}: {type(error).__name__}: {error}") from error
 
 
 @functools.cache
