@@ -250,6 +250,29 @@ def test_two_shardings_have_two_keys(tmp_path: Path) -> None:
     )
 
 
+def test_an_array_on_several_devices_without_a_mesh_is_bound_to_none_in_a_worker(tmp_path: Path) -> None:
+    run_script(
+        tmp_path,
+        """
+        # XLA's own layouts have no public name any more; JAX may still choose one for an output.
+        from jax._src.lib import xla_client
+        from jax._src.sharding_impls import GSPMDSharding
+
+        mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+        copied = jax.device_put(X, GSPMDSharding(jax.devices()[:2], xla_client.HloSharding.replicate()))
+
+        @quarantune.autotune({"n": [1, 2]}, devices_per_trial=2)
+        @functools.partial(jax.jit, static_argnames=["n"])
+        def add(x, y, n=1):
+            return x + n * y - n * y
+
+        assert_all_ran(add.tune(copied, place(X, mesh, "a")))
+        np.testing.assert_array_equal(add(copied, place(X, mesh, "a")), X)
+        """,
+        devices=4,
+    )
+
+
 def test_arrays_of_every_kind_arrive_unchanged_in_their_own_buffers(tmp_path: Path) -> None:
     run_script(
         tmp_path,

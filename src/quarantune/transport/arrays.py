@@ -19,12 +19,7 @@ _OFF_ALIGNMENT_BYTES = 16
 
 
 def restore_array(
-    data: np.ndarray[Any, Any],
-    weak_type: bool,
-    impl: str | None,
-    sharding: jax.sharding.Sharding | None = None,
-    *,
-    is_committed: bool = False,
+    data: np.ndarray[Any, Any], weak_type: bool, impl: str | None, sharding: jax.sharding.Sharding | None = None
 ) -> jax.Array:
     """Returns the JAX array with the given elements.
 
@@ -33,20 +28,18 @@ def restore_array(
         weak_type: whether the array is weakly typed.
         impl: the PRNG implementation of a key array; None for any other.
         sharding: its sharding; None for the default device.
-        is_committed: whether it is bound to the default device.
     """
     wide = data.dtype.itemsize == 8 or data.dtype == np.complex128
     with jax.enable_x64(True) if wide else contextlib.nullcontext():
-        array: jax.Array = _put(data, sharding, is_committed=is_committed).block_until_ready()
+        array: jax.Array = _put(data, sharding).block_until_ready()
     if impl is not None:
         return cast("jax.Array", jax.random.wrap_key_data(array, impl=impl))
     return jax_internals.as_weak(array) if weak_type else array
 
 
-def _put(data: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None, *, is_committed: bool) -> jax.Array:
+def _put(data: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> jax.Array:
     if sharding is None:
-        array: jax.Array = jax.device_put(_off_alignment(data))
-        return jax.device_put(array, array.sharding) if is_committed else array  # which copies nothing
+        return cast("jax.Array", jax.device_put(_off_alignment(data)))
 
     def shard(index: Any) -> np.ndarray[Any, Any]:
         return _off_alignment(np.asarray(data[index], order="C"))

@@ -56,12 +56,11 @@ def materialize(call: Call, fd: int, *, seed: int, kind: str = "auto") -> Argume
                 seed=seed,
                 index=spec.index,
                 sharding=_sharding(call, spec),
-                is_committed=spec.is_committed,
             )
         data = _view(spool, spec)
         if spec.kind == "numpy":
             return data.copy(order="K")
-        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec), is_committed=spec.is_committed)
+        return restore_array(data, spec.weak_type, spec.key_impl, _sharding(call, spec))
 
     # The mapping is closed with the last view of it.
     return _replace_refs(call, array)
@@ -82,18 +81,11 @@ def call_as_structs(call: Call, *, sharding: Any = None) -> Arguments:
         dtype = dtype_from_name(spec.dtype) if spec.key_impl is None else jax_internals.key_dtype(spec.key_impl)
         if spec.kind == "numpy":
             dtype = jax.dtypes.canonicalize_dtype(dtype)
-        placed = sharding
-        if placed is None:
-            placed = _default_place() if spec.is_committed else _sharding(call, spec)
-        return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=spec.weak_type, sharding=placed)
+        return jax.ShapeDtypeStruct(
+            spec.shape, dtype, weak_type=spec.weak_type, sharding=sharding or _sharding(call, spec)
+        )
 
     return _replace_refs(call, struct)
-
-
-def _default_place() -> Sharding:
-    """Returns the place of an array that nobody has placed."""
-    sharding: Sharding = jax.device_put(np.zeros(())).sharding
-    return sharding
 
 
 def mesh_like(spec: MeshSpec) -> Mesh:
@@ -113,7 +105,11 @@ def mesh_like(spec: MeshSpec) -> Mesh:
     return Mesh(np.array(devices).reshape(spec.shape), spec.axis_names, axis_types=axis_types)
 
 
-def _sharding(call: Call, spec: ArraySpec) -> NamedSharding | None:
+def _sharding(call: Call, spec: ArraySpec) -> Sharding | None:
+    """Returns the place of an array in this process; None for one that is free to be anywhere."""
+    if spec.is_committed:
+        place: Sharding = jax.device_put(np.zeros(())).sharding  # where JAX puts what nobody has placed
+        return place
     if spec.sharding is None:
         return None
     if call.own_shardings and (own := call.own_shardings[spec.index]) is not None:
@@ -130,7 +126,6 @@ def make(
     seed: int,
     index: int = 0,
     sharding: Sharding | None = None,
-    is_committed: bool = False,
 ) -> jax.Array:
     """Generates an array of a shape and dtype, without compiling anything.
 
@@ -148,7 +143,6 @@ def make(
         seed: the seed of the sweep.
         index: the number of the argument, so that arguments of one shape differ.
         sharding: where it goes; None for the default device.
-        is_committed: whether it is bound to the default device.
 
     Raises:
         ValueError: `kind` is not one of `KINDS`.
@@ -157,11 +151,9 @@ def make(
         generator = np.random.default_rng((seed, index))
         impl = jax_internals.key_impl(dtype)
         data_shape = shape + jax_internals.key_data_shape(impl)
-        words = generator.integers(0, 2**32, data_shape, dtype=np.uint32)
-        return restore_array(words, False, impl, sharding, is_committed=is_committed)
+        return restore_array(generator.integers(0, 2**32, data_shape, dtype=np.uint32), False, impl, sharding)
     dtype = dtype_from_name(dtype) if isinstance(dtype, str) else np.dtype(dtype)
-    data = elements(shape, dtype, kind=kind, seed=seed, index=index)
-    return restore_array(data, weak_type, None, sharding, is_committed=is_committed)
+    return restore_array(elements(shape, dtype, kind=kind, seed=seed, index=index), weak_type, None, sharding)
 
 
 def elements(shape: tuple[int, ...], dtype: np.dtype[Any], *, kind: str, seed: int, index: int) -> np.ndarray[Any, Any]:

@@ -276,17 +276,16 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> Array
     impl = jax_internals.key_impl(array.dtype) if is_key_dtype(array.dtype) else None
     has_value = _has_value(array)
     made = not (has_value and with_value)
-    sharding = sharding_of(array) if _is_abstract(array) or has_value else None
     spec = ArraySpec(
         index=index,
         shape=tuple(array.shape),
         dtype="uint32" if impl else _dtype_name(array.dtype, made=made),
         weak_type=bool(getattr(array, "weak_type", False)),
-        is_committed=sharding is None and _is_committed(array),
+        is_committed=_is_committed(array),
         kind="key" if impl else "jax",
         key_impl=impl,
         made=made,
-        sharding=sharding,
+        sharding=sharding_of(array) if _is_abstract(array) or has_value else None,
     )
     if spec.made:
         return spec
@@ -300,10 +299,11 @@ def _dtype_name(dtype: np.dtype[Any], *, made: bool) -> str:
 
 
 def _is_committed(array: Any) -> bool:
-    """Returns whether an array, or the one that a struct describes, is bound to its devices."""
-    if isinstance(array, jax.ShapeDtypeStruct):
-        return array.sharding is not None
-    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.committed
+    """Returns whether an array, or the one that a struct describes, is bound to the one device that it is on."""
+    if isinstance(array, jax.core.Tracer):
+        return False
+    is_on_one = isinstance(getattr(array, "sharding", None), jax.sharding.SingleDeviceSharding)
+    return is_on_one and bool(getattr(array, "committed", True))  # a struct names a device only if it is bound to it
 
 
 def _is_abstract(array: Any) -> bool:
