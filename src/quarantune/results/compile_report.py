@@ -24,6 +24,7 @@ _OVERFLOWS = (
 )
 """The complaints of compilers about memory on the chip, with the amounts that were needed and there."""
 _LARGE_BYTES = 4 << 20
+"""Amounts in bytes are told in MiB from here on, and else in KiB."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,9 +105,9 @@ def _readable(amount: str) -> tuple[str, str]:
     """Returns the number and unit of an amount in a compiler's message, which is in bytes or has a unit as `16.00M`."""
     if not amount.isdigit():
         return amount[:-1], f"{amount[-1]}iB"
-    return (
-        (f"{int(amount) / 2**20:.2f}", "MiB") if int(amount) >= _LARGE_BYTES else (f"{int(amount) / 1024:.4g}", "KiB")
-    )
+    if int(amount) < _LARGE_BYTES:
+        return f"{int(amount) / 1024:.4g}", "KiB"
+    return f"{int(amount) / 2**20:.2f}", "MiB"
 
 
 def _columns(trials: tuple[Trial, ...]) -> Iterator[tuple[str, Callable[[Trial], str]]]:
