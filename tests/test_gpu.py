@@ -105,6 +105,29 @@ def test_a_sweep_leaves_its_gpu_for_compile_checks_elsewhere(held, tmp_path, cac
     assert quarantune.compile_check(doubled, {"block": [64]}, struct, str(notes_in), target=here).ok
 
 
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_the_first_call_after_a_sweep_compiles_nothing_here(held, is_committed, tmp_path):
+    heard = []
+
+    def listen(event, **_):
+        if event.startswith("/jax/compilation_cache/cache_"):
+            heard.append(event.rpartition("/")[2])
+
+    x, notes_in = held[:4096], tmp_path / "notes"
+    x = jax.device_put(x, jax.devices()[0]) if is_committed else x
+    notes_in.mkdir()
+    tuned = quarantune.autotune({"block": [64, 128]}, rep=5)(doubled.__wrapped__)
+    jax.monitoring.register_event_listener(listen)
+    try:
+        result = tuned.tune(x, str(notes_in))
+        assert {trial.route for trial in result.trials} == {Route.APART}
+        output = tuned(x, str(notes_in))
+        assert heard == ["cache_hits"]
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    assert (output == 2 * x).all()
+
+
 def bad_kernel(x_ref, o_ref, *, mode: str):
     if mode == "spin":
         # It stores and loads each time round: a loop without effect may be compiled away, however long it is.

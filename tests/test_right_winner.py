@@ -31,14 +31,15 @@ from helpers import ends, everywhere, isolated
 from jax.experimental.compilation_cache import compilation_cache
 
 import quarantune
-from quarantune import Outcome, Trial
+from quarantune import Outcome, Trial, jax_internals
 from quarantune.measure import finals
+from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.sandbox import spool, template
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.sweep import sweep, sweep_inputs
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.swept import Swept
-from quarantune.transport import inputs, payload
+from quarantune.transport import inputs, payload, program_text
 from quarantune.values.tolerance import Tolerance
 from quarantune.worker.bench import Bench
 
@@ -498,6 +499,29 @@ def test_the_first_call_after_a_sweep_compiles_nothing(
         if has_own_cache:
             jax.config.update("jax_compilation_cache_dir", None)
             compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+@pytest.mark.parametrize("do", [1, 2])
+def test_a_program_that_was_compiled_without_its_device_is_found_by_its_text(
+    is_committed: bool, do: int, cache_events: list[str]
+) -> None:
+    def scaled(x: Any, y: Any, do: int) -> Any:
+        return {"sum": x @ y + do}
+
+    there, here = (jax.jit(scaled, static_argnames=["do"]) for _ in range(2))
+    placed = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    lowered = there.trace(placed, placed, do=1).lower()
+    identity = program_text.identity(lowered, lowered.as_text(), {})
+    assert identity is not None
+    executable = jax_internals.executable_parts(lowered.compile()).program
+    x = np.eye(4, dtype=np.float32)
+    arrays = [jax.device_put(x, jax.devices()[0]) if is_committed else jnp.asarray(x), jnp.asarray(x)]
+    seeds = CompilationSeeds()
+    seeds.add({identity: executable})
+    with seeds.in_use(here, {"do": do}, tuple(arrays), {}):
+        np.testing.assert_array_equal(here(*arrays, do=do)["sum"], x + do)
+    assert cache_events == ["cache_hits" if do == 1 else "cache_misses"], "only the same program is used"
 
 
 @pytest.mark.parametrize("default", [1, 2, 3])

@@ -253,6 +253,7 @@ class Autotuned:
             self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
         call = self._resolver.bind(args, kwargs)
+        config: Config | None = {}
         if call.gives_tunables:
             bound = self.__wrapped__
         else:
@@ -268,7 +269,7 @@ class Autotuned:
         if key is not None:
             memo[key] = bound
             self._keep_ready(context, args, kwargs, bound)
-        with self._resolver.seeding_compilation():
+        with self._resolver.seeding_compilation(config or {}, args, kwargs):
             return bound(*args, **kwargs)
 
     def _keep_ready(

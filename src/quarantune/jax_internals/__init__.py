@@ -13,7 +13,11 @@ from quarantune.jax_internals.arrays import (
     typed_ndarray,
 )
 from quarantune.jax_internals.backends import answer_for_device, backends_initialized, load_plugins, target_config
-from quarantune.jax_internals.compilation_cache import compilation_cache_in_memory, seed_compilation_cache
+from quarantune.jax_internals.compilation_cache import (
+    compilation_cache_in_memory,
+    has_compilation_cache,
+    seed_compilation_cache,
+)
 from quarantune.jax_internals.configuration import (
     CONTEXTS,
     config_values,
@@ -82,6 +86,7 @@ __all__ = [
     "custom_rules",
     "executable_from_parts",
     "executable_parts",
+    "has_compilation_cache",
     "inner_jaxprs",
     "interface",
     "is_differentiated",

@@ -31,10 +31,11 @@ def _memory_cache_type() -> type[Any]:
 
         def __init__(self, programs: Mapping[str, bytes]) -> None:
             self.programs = dict(programs)
+            self.modules: dict[str, bytes] = {}
             self.used: set[str] = set()
 
         def get(self, key: str) -> bytes | None:
-            found = self.programs.get(key)
+            found = self.programs.get(key) or self.modules.pop(key.rpartition("-")[0], None)
             if found is not None:
                 self.used.add(key)
             return found
@@ -76,7 +77,9 @@ _CACHE_OPTIONS: Mapping[str, Any] = {
 
 
 @contextlib.contextmanager
-def compilation_cache_in_memory(programs: Mapping[str, bytes], *, named: str | None = None) -> Iterator[Any]:
+def compilation_cache_in_memory(
+    programs: Mapping[str, bytes], *, modules: Mapping[str, bytes] | None = None, named: str | None = None
+) -> Iterator[Any]:
     """Replaces JAX's persistent compilation cache by one in memory while the block runs.
 
     Private because JAX's public options can only name a directory: programs would have to be written to files, which
@@ -85,6 +88,8 @@ def compilation_cache_in_memory(programs: Mapping[str, bytes], *, named: str | N
 
     Args:
         programs: compiled programs by JAX's key, to start with.
+        modules: executables as serialised by XLA, by the name of the module that JAX will look for first, whatever its
+            key.
         named: the cache directory that JAX's options name meanwhile, as some versions make it part of the key; None
             leaves the option unchanged. Nothing is read or written there.
 
@@ -107,6 +112,9 @@ def compilation_cache_in_memory(programs: Mapping[str, bytes], *, named: str | N
         _blocks.open_count += 1
         cache = _blocks.cache
         cache.programs.update(programs)
+        for name, executable in (modules or {}).items():
+            whole = compilation_cache.combine_executable_and_time(executable, 0)
+            cache.modules[name] = compilation_cache.compress_executable(whole)
     try:
         yield cache
     finally:
@@ -127,6 +135,11 @@ def _restore_compilation_cache() -> None:
     _blocks.cache = None
 
 
+def has_compilation_cache() -> bool:
+    """Returns whether the caller has configured a persistent compilation cache."""
+    return bool(jax.config.values["jax_compilation_cache_dir"] and jax.config.values["jax_enable_compilation_cache"])
+
+
 def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:
     """Seeds JAX's compilation cache with programs that workers compiled.
 
@@ -140,7 +153,7 @@ def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:
     """
     from jax._src import compilation_cache
 
-    if not jax.config.values["jax_compilation_cache_dir"] or not jax.config.values["jax_enable_compilation_cache"]:
+    if not has_compilation_cache():
         return False
     try:
         cache = compilation_cache._get_cache(jax.local_devices()[0].client)

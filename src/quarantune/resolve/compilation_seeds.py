@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from quarantune import jax_internals
+from quarantune.transport import binding, program_text
+from quarantune.values.trial import Config
+
+_MODULE = re.compile(r"^module @([\w.-]+)", re.MULTILINE)
 
 
 class CompilationSeeds:
@@ -18,17 +24,51 @@ class CompilationSeeds:
         """Seeds JAX's compilation cache with a worker's executable, now or, without such a cache, with the next call.
 
         Args:
-            compiled: the contents by JAX's own key.
+            compiled: the contents by JAX's own key; or, by the program's identity, the executable as serialised by XLA.
         """
-        if compiled and not jax_internals.seed_compilation_cache(compiled):
-            self._waiting |= compiled
+        by_program = {key: value for key, value in compiled.items() if key.startswith(program_text.PREFIX)}
+        by_key = {key: value for key, value in compiled.items() if key not in by_program}
+        if by_program and not jax_internals.has_compilation_cache():
+            self._waiting |= by_program
+        if by_key and not jax_internals.seed_compilation_cache(by_key):
+            self._waiting |= by_key
 
     @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Seeds a compilation cache in memory for one call, where the process has none of its own."""
+    def in_use(self, fn: Any, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Seeds a compilation cache in memory for one call, where the process has none of its own.
+
+        Args:
+            fn: the function, jitted or not.
+            config: its config.
+            args: the call's positional arguments.
+            kwargs: the call's keyword arguments.
+        """
         if not self._waiting or jax_internals.is_tracing():
             yield
             return
-        with jax_internals.compilation_cache_in_memory(self._waiting):
-            self._waiting = {}
+        waiting, self._waiting = self._waiting, {}
+        by_program = {key: value for key, value in waiting.items() if key.startswith(program_text.PREFIX)}
+        modules = _module_of(fn, config, args, kwargs, by_program) if by_program else {}
+        with jax_internals.compilation_cache_in_memory(waiting, modules=modules):
             yield
+
+
+def _module_of(
+    fn: Any, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any], executables: Mapping[str, bytes]
+) -> dict[str, bytes]:
+    """Returns the executable of a call, by the name of the module that JAX compiles for it; nothing if there is none.
+
+    A worker without the device compiled it, so that JAX has another key for it here. The program's text tells whether
+    it is the same.
+    """
+    try:
+        _, options = binding.split(fn, config)
+        jitted, keywords = binding.applied(fn, config)
+        lowered = jitted.trace(*args, **kwargs, **keywords).lower()
+        text = lowered.as_text()
+        identity = program_text.identity(lowered, text, options)
+    except Exception:
+        return {}  # the call meets the same error, and reports it
+    name = _MODULE.search(text)
+    executable = executables.get(identity or "")
+    return {name[1]: executable} if name and executable else {}

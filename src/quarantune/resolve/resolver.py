@@ -241,9 +241,11 @@ class Resolver:
         config_of = described.call.configs.__getitem__
         return Progress(f"{described.label}{where}", total, shown=settings.progress, config_of=config_of)
 
-    def seeding_compilation(self) -> contextlib.AbstractContextManager[None]:
+    def seeding_compilation(
+        self, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which a first call finds the worker's executable in JAX's compilation cache."""
-        return self._seeds.in_use()
+        return self._seeds.in_use(self.function.fn, config, args, kwargs)
 
     def _choice(self, described: KeyedCall) -> Choice:
         call, settings = described.call, environment.current()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +17,10 @@ from quarantune.host.waits import RunTime, Watch
 from quarantune.measure import clocks, finals, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
-from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes
+from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes, program_text
 from quarantune.transport.call import Arguments, Call
 from quarantune.values.compiling import CompileTarget, OutputArray
-from quarantune.values.config_values import restore, text_of
+from quarantune.values.config_values import restore
 from quarantune.values.trial import Config
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed
@@ -51,13 +50,15 @@ class Program:
         cache_entries: the executable as JAX's compilation cache holds it, by its key there; empty where the caller's
             process would not find it under that key, as one compiled without its device.
         calls_back: whether it is known to call back into Python.
+        identity: its hash where it was compiled without its device, as `program_text.identity` returns it.
     """
 
     config: Config
-    call: Callable[..., Any]
+    call: Any
     compile_s: float
     cache_entries: dict[str, bytes] = dataclasses.field(default_factory=dict)
     calls_back: bool = False
+    identity: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,18 +177,17 @@ class Bench:
         if self.is_plain:
             return Program(config, binding.bind(self._call.fn, config), 0.0)
         if target is not None:
-            compiled = self._compile_deviceless(config, target, announce, is_check=is_check)
-        else:
-            args, kwargs = inputs.call_as_structs(self._call) if away else self._arguments.shared()
-            jitted, keywords = binding.applied(self._jitted, config)
-            lowered = jitted.trace(*args, **kwargs, **keywords).lower()
-            calls_back = self._announce(lowered, config, announce)
-            with jax_internals.compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
-                compiled = lowered.compile()
-            # With its gradient, the caller compiles another program.
-            cache_entries = {} if self._options.time_grad else cache.programs
-            return Program(config, compiled, time.perf_counter() - start, cache_entries, calls_back)
-        return Program(config, compiled, time.perf_counter() - start)
+            compiled, identity = self._compile_deviceless(config, target, announce, is_check=is_check)
+            return Program(config, compiled, time.perf_counter() - start, identity=identity)
+        args, kwargs = inputs.call_as_structs(self._call) if away else self._arguments.shared()
+        jitted, keywords = binding.applied(self._jitted, config)
+        lowered = jitted.trace(*args, **kwargs, **keywords).lower()
+        calls_back, _ = self._announce(lowered, config, announce)
+        with jax_internals.compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
+            compiled = lowered.compile()
+        # With its gradient, the caller compiles another program.
+        cache_entries = {} if self._options.time_grad else cache.programs
+        return Program(config, compiled, time.perf_counter() - start, cache_entries, calls_back)
 
     def save(self, program: Program, fd: int, *, as_data: bool = False) -> None:
         """Writes a program where another worker can load it.
@@ -213,6 +213,8 @@ class Bench:
         except Exception as error:
             raise NeedsDeviceError(f"its executable cannot be serialised: {error}") from error
         key, value = next(iter(program.cache_entries.items()), ("", b""))
+        if program.identity is not None and not self._options.time_grad:
+            key, value = program.identity, program.call.runtime_executable().serialize()
         spool.write_parts(fd, [blob, key.encode(), value])
 
     def load(self, config: Config, fd: int) -> Program:
@@ -370,25 +372,19 @@ class Bench:
                 warm_ms[position] = samples_ms
         return rounds_ms, warm_ms
 
-    def _announce(self, lowered: Any, config: Config, announce: Announce) -> bool:
-        """Announces a lowered program.
-
-        The hash covers the program's text, its interface and the compiler options. None is announced for a program
-        that calls back into Python, because its text holds only the index of the function in a table; nor where
-        gradients are checked, which the text says nothing about.
+    def _announce(self, lowered: Any, config: Config, announce: Announce) -> tuple[bool, str | None]:
+        """Announces a lowered program by its hash, unless gradients are checked, which the program says nothing about.
 
         Returns:
-            Whether it calls back into Python.
+            Whether it calls back into Python, and its hash.
         """
-        text, interface = lowered.as_text(), jax_internals.interface(lowered)
-        calls_back = "callback" in text
-        if not calls_back and not self._options.check_grad and interface is not None:
-            _, compiler_options = binding.split(self._jitted, config)
-            whole = f"{interface} {text_of(compiler_options)} {text}"
+        text = lowered.as_text()
+        _, compiler_options = binding.split(self._jitted, config)
+        program = program_text.identity(lowered, text, compiler_options)
+        if program is not None and not self._options.check_grad:
             arrays = jax.tree.leaves(lowered.out_info)
-            outputs = tuple(OutputArray(array.shape, array.dtype.name) for array in arrays)
-            announce(hashlib.sha256(whole.encode()).hexdigest(), outputs)
-        return calls_back
+            announce(program, tuple(OutputArray(array.shape, array.dtype.name) for array in arrays))
+        return program_text.calls_back(text), program
 
     def _has_own_clock(self) -> bool:
         # Of several devices, the clock would add up the times, waits of one for another included.
@@ -406,7 +402,7 @@ class Bench:
 
     def _compile_deviceless(
         self, config: Config, target: CompileTarget, announce: Announce, *, is_check: bool
-    ) -> Callable[..., Any]:
+    ) -> tuple[Any, str | None]:
         with abstract_device(target, is_check=is_check) as sharding:
             args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
             jitted, keywords = binding.applied(self._jitted, config)
@@ -414,6 +410,5 @@ class Bench:
             if not is_check and (reason := why_device_is_needed(traced.jaxpr.jaxpr, target.platform)):
                 raise NeedsDeviceError(reason)
             lowered = traced.lower(lowering_platforms=(target.platform,))
-        self._announce(lowered, config, announce)
-        compiled: Callable[..., Any] = lowered.compile()
-        return compiled
+        _, identity = self._announce(lowered, config, announce)
+        return lowered.compile(), identity

@@ -1,0 +1,43 @@
+"""The identity of a lowered program: by its text, equal in all processes that lower it for one kind of device."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from quarantune import jax_internals
+from quarantune.values.config_values import text_of
+
+PREFIX = "program:"
+"""Begins every identity, and no key of JAX's compilation cache."""
+# JAX writes where an array is if it is bound to its device; on the only device, that changes nothing.
+_PLACE = r"sdy\.sharding = #sdy\.sharding<@empty_mesh, \[[^\]]*\]>"
+_PLACES = re.compile(rf" \{{{_PLACE}\}}|{_PLACE}, |, {_PLACE}|\n *sdy\.mesh @empty_mesh = .*")
+
+
+def calls_back(text: str) -> bool:
+    """Returns whether a program calls back into Python: it then belongs to the process that lowered it."""
+    return "callback" in text
+
+
+def identity(lowered: Any, text: str, compiler_options: Mapping[str, Any]) -> str | None:
+    """Returns a hash that two programs share only if they do the same.
+
+    It covers the program's text, its interface and the compiler options.
+
+    Args:
+        lowered: the program.
+        text: its text.
+        compiler_options: the options that it is to be compiled with, in addition to those of its function.
+
+    Returns:
+        The hash; None where the program calls back into Python, as its text holds only the index of the function in a
+        table, or where JAX does not tell its interface.
+    """
+    interface = jax_internals.interface(lowered)
+    if calls_back(text) or interface is None:
+        return None
+    whole = f"{interface} {text_of(compiler_options)} {_PLACES.sub('', text)}"
+    return PREFIX + hashlib.sha256(whole.encode()).hexdigest()
