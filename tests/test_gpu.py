@@ -193,18 +193,28 @@ def test_programs_whose_dots_xla_tunes_are_compiled_on_the_gpu(held):
     assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
 
 
-@quarantune.autotune({"mode": ["good", "raise", "raise too"]}, rep=5)
+@quarantune.autotune({"mode": ["good", "raise", "raise too", "other", "other too", "memory", "memory too"]}, rep=5)
 @functools.partial(jax.jit, static_argnames=["mode"])
 def raising(x, mode: str = "good"):
-    if mode != "good":
+    gpu = jax.devices()[0]
+    assert gpu.platform == "gpu"
+    if mode.startswith("raise"):
         raise ValueError("not this one")
+    if mode.startswith("other"):
+        raise ValueError("nor this one")
+    if mode.startswith("memory"):
+        assert gpu.memory_stats()["bytes_limit"] > 1 << 30  # which only the GPU itself can tell
     return call(functools.partial(bad_kernel, mode="good"), x)
 
 
-def test_an_error_raised_without_the_gpu_is_confirmed_on_it(held):
+def test_an_error_raised_without_the_gpu_is_confirmed_on_it_once_for_each_place(held):
     result = raising.tune(held[:1024])
-    assert result.failures == {"error": 2}
-    assert {trial.route for trial in result.trials[1:]} == {Route.APART, Route.TOGETHER}
+    table = result.table(width=160)
+    assert result.failures == {"error": 4}, table
+    assert [trial.outcome for trial in result.trials if trial.config["mode"].startswith("memory")] == [Outcome.OK] * 2
+    routes = [trial.route for trial in result.trials]
+    assert [sorted(routes[i : i + 2]) for i in (1, 3)] == [[Route.APART, Route.TOGETHER]] * 2, table
+    assert routes[5:] == [Route.TOGETHER] * 2, table
 
 
 def test_every_gpu_of_one_kind_takes_its_share(held, tmp_path):

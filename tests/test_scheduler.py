@@ -25,12 +25,14 @@ from quarantune.measure.finals import Final
 from quarantune.sandbox import codec, messages, spool
 from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.messages import BenchOptions, Raised, Task
+from quarantune.scheduler import confirmation
 from quarantune.scheduler.loop import Scheduler
-from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Leftovers, Plan
+from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.same_program import SamePrograms
 from quarantune.scheduler.side_tasks import SideTaskError
+from quarantune.scheduler.source import ConfigSource
 from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.compiling import CompileTarget, OutputArray
 from quarantune.values.tolerance import Tolerance
@@ -85,8 +87,10 @@ class FakeWorker:
     def ends(self, status: int | None = 0) -> Ended:
         return Ended(self.number, status)
 
-    def raises(self, phase: str, outcome: str = "error", error: str = "ValueError", message: str = "bad") -> Said:
-        return self.says("Failed", phase, outcome=outcome, error=error, text=message, traceback="")
+    def raises(
+        self, phase: str, outcome: str = "error", error: str = "ValueError", message: str = "bad", place: str = ""
+    ) -> Said:
+        return self.says("Failed", phase, outcome=outcome, error=error, text=message, place=place)
 
 
 Act = Callable[[FakeWorker], "Sequence[Step] | None"]
@@ -1791,9 +1795,9 @@ def test_an_error_raised_where_there_was_no_device_waits_for_confirmation() -> N
     act = for_config(1, when("Compile", lambda worker: [(0.1, worker.raises("compile"))]))
     result = run(plan_for(Route.APART, target=TARGET), 3, act)
     assert set(result.trials) == {0, 2}
-    trial, log = result.leftovers.unconfirmed[1]
-    assert trial.outcome is Outcome.ERROR
-    assert log.startswith("log of ")
+    error = result.leftovers.unconfirmed[1]
+    assert error.trial.outcome is Outcome.ERROR
+    assert error.log.startswith("log of ")
 
     without_target = run(plan_for(Route.APART), 3, act)
     assert without_target.outcomes == ["ok", "error", "ok"]
@@ -1805,14 +1809,18 @@ def test_an_error_raised_on_the_device_needs_no_confirmation() -> None:
     assert result.outcomes == ["ok", "error", "ok"]
 
 
-def confirming(on_device: Callable[[FakeWorker], Sequence[Step]], *failing: int) -> Act:
-    """Has some configs fail where there is no device, and the worker that confirms the first of them do `on_device`."""
+def confirming(
+    on_device: Callable[[FakeWorker], Sequence[Step]], *failing: int, places: Mapping[int, str] | None = None
+) -> Act:
+    """Has some configs fail where there is no device, and the workers that confirm them do `on_device`."""
+    places = places or dict.fromkeys(failing, "here")
 
     def act(worker: FakeWorker) -> Sequence[Step] | None:
         if worker.do == "Compile" and worker.trial is None:
             return on_device(worker)
         if worker.do == "Compile" and worker.trial in failing:
-            return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.raises("compile"))]
+            raises = worker.raises("compile", place=places[worker.trial])
+            return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, raises)]
         return None
 
     return act
@@ -1834,13 +1842,13 @@ def raises_on_the_device(worker: FakeWorker) -> list[Step]:
 def test_the_first_error_is_confirmed_on_the_device_while_other_configs_go_on() -> None:
     plan = confirming_plan()
     result = run(plan, 8, confirming(raises_on_the_device, 1, 3))
-    assert result.leftovers.is_confirmed
+    assert result.leftovers.confirmed == {"here"}
     (only,) = [worker for worker in result.given("Compile") if worker.trial is None]
     assert only.device
     assert only.task.target is None
     begun = [worker.trial for worker in result.given("Compile")]
     assert 0 < begun.index(None) < len(begun) - 1
-    first, second = (result.leftovers.unconfirmed[index][0] for index in begun if index in (1, 3))
+    first, second = (result.leftovers.unconfirmed[index].trial for index in begun if index in (1, 3))
     assert (first.route, first.device, first.message) == (
         Route.TOGETHER,
         plan.devices[0].name,
@@ -1851,7 +1859,36 @@ def test_the_first_error_is_confirmed_on_the_device_while_other_configs_go_on() 
 
 def test_an_error_that_is_raised_last_is_confirmed_before_the_run_ends() -> None:
     result = run(confirming_plan(), 3, confirming(raises_on_the_device, 2))
-    assert result.leftovers.is_confirmed
+    assert result.leftovers.confirmed == {"here"}
+
+
+def test_one_error_of_each_place_is_confirmed() -> None:
+    def on_device(worker: FakeWorker) -> list[Step]:
+        return compiles(worker) if worker.task.config["id"] == 1 else raises_on_the_device(worker)
+
+    places = {1: "KeyError at a.py:1", 2: "ValueError at b.py:2", 4: "KeyError at a.py:1", 5: "ValueError at b.py:2"}
+    result = run(confirming_plan(), 40, confirming(on_device, *places, places=places))
+    workers = [worker.task.config["id"] for worker in result.given("Compile") if worker.trial is None]
+    assert sorted(workers) == [1, 2]
+    left = result.leftovers
+    assert left.first_at == {places[1]: 1, places[2]: 2}
+    assert left.confirmed == {places[2]}
+    assert {index: error.place for index, error in left.unconfirmed.items()} == places
+
+
+def test_the_config_of_the_same_program_fails_at_the_same_place() -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "Compile" and worker.trial is not None:
+            lowered = worker.says("Lowered", "compile", program="the same")
+            return [
+                (0.1, worker.says("PhaseEntered", "compile")),
+                (0.1, lowered),
+                (0.5, worker.raises("compile", place="x")),
+            ]
+        return raises_on_the_device(worker) if worker.do == "Compile" else None
+
+    result = run(confirming_plan(), 4, act)
+    assert [error.place for error in result.leftovers.unconfirmed.values()] == ["x"] * 4
 
 
 @pytest.mark.parametrize(
@@ -1869,8 +1906,8 @@ def test_an_error_that_is_not_raised_on_the_device_is_not_confirmed(
     on_device: Callable[[FakeWorker], Sequence[Step]],
 ) -> None:
     result = run(confirming_plan(), 5, confirming(on_device, 1, 3))
-    assert not result.leftovers.is_confirmed
-    assert {trial.route for trial, _ in result.leftovers.unconfirmed.values()} == {Route.APART}
+    assert not result.leftovers.confirmed
+    assert {error.trial.route for error in result.leftovers.unconfirmed.values()} == {Route.APART}
     assert set(result.leftovers.unconfirmed) == {1, 3}
     assert result.outcomes == ["ok"] * 3
 
@@ -1884,7 +1921,7 @@ def test_a_config_that_lacks_device_memory_beside_the_worker_that_confirms_is_ru
     plan = confirming_plan(slots=1, compile_timeout_s=1000.0)
     result = run(plan, 3, lambda worker: hangs(worker) or (starved(worker) if worker.do == "Measure" else None))
     assert [result.trials[index].outcome for index in (1, 2)] == [Outcome.OK] * 2
-    assert not result.leftovers.is_confirmed
+    assert not result.leftovers.confirmed
     assert result.seconds < 100
 
 
@@ -1892,7 +1929,62 @@ def test_a_config_that_lacks_device_memory_beside_the_worker_that_confirms_is_ru
 def test_nothing_is_confirmed_where_that_is_not_planned_or_errors_need_it_not(changes: dict[str, Any]) -> None:
     result = run(confirming_plan(**changes), 3, confirming(raises_on_the_device, 1))
     assert all(worker.trial is not None for worker in result.given("Compile"))
-    assert not result.leftovers.is_confirmed
+    assert not result.leftovers.confirmed
+
+
+def doubted(**places: str) -> Leftovers:
+    """Returns configs that failed without the device, each at a place."""
+    left = Leftovers()
+    for name, place in places.items():
+        config = {"id": int(name[1:])}
+        trial = Trial(config=config, outcome=Outcome.ERROR, phase=Phase.COMPILE, message="without", route=Route.APART)
+        left.doubt(config["id"], Unconfirmed(trial, "log", place))
+    return left
+
+
+def settled(
+    left: Leftovers, confirmed: set[str], ends: Mapping[int, tuple[Outcome, Phase]]
+) -> tuple[dict[int, Trial], list[list[int]]]:
+    """Settles configs that end on the device as `ends` says; returns their trials and what ran there."""
+    trials: dict[int, Trial] = {}
+    runs: list[list[int]] = []
+
+    def run_there(configs: dict[int, Config], finish: Callable[[int, Trial, str], None], source: ConfigSource) -> None:
+        runs.append(sorted(configs))
+        for index, config in configs.items():
+            outcome, phase = ends[index]
+            finish(index, Trial(config=config, outcome=outcome, phase=phase, message="with", route=Route.TOGETHER), "")
+
+    confirmation.settle(left, confirmed, lambda index, trial, log: trials.setdefault(index, trial), run_there)
+    return trials, runs
+
+
+def test_errors_stand_where_one_of_their_place_is_raised_on_the_device() -> None:
+    error, ok = (Outcome.ERROR, Phase.COMPILE), (Outcome.OK, Phase.MEASURE)
+    left = doubted(c0="a", c1="b", c2="a", c3="b", c4="sure")
+    confirmed = {"sure"}
+    trials, runs = settled(left, confirmed, {0: error, 1: ok, 3: ok})
+    assert runs == [[0, 1], [3]]
+    assert confirmed == {"sure", "a"}
+    assert {index: (trial.outcome.value, trial.message) for index, trial in trials.items()} == {
+        0: ("error", "with"),
+        1: ("ok", "with"),
+        2: ("error", "without"),
+        3: ("ok", "with"),
+        4: ("error", "without"),
+    }
+
+
+def test_an_error_while_running_on_the_device_confirms_no_error_of_compiling() -> None:
+    ran = (Outcome.ERROR, Phase.CHECK)
+    trials, runs = settled(doubted(c0="a", c1="a"), set(), {0: ran, 1: ran})
+    assert runs == [[0], [1]]
+    assert all(trial.message == "with" for trial in trials.values())
+
+
+def test_nothing_runs_where_no_error_is_in_doubt() -> None:
+    assert settled(Leftovers(), set(), {}) == ({}, [])
+    assert settled(doubted(c0="a"), {"a"}, {})[1] == []
 
 
 # --- anything at all ----------------------------------------------------------------------------------------

@@ -71,7 +71,9 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
 
     Args:
         device: JAX's description of the device.
-        asked: called with the name of a function that returned the device, or how many there are.
+        asked: called with the name of a function that returned the device, or how many there are, to code that may ask
+            the device what its description cannot answer. JAX, and the kernels that come with it, ask for its kind and
+            its number of cores alone.
     """
     from jax._src import xla_bridge
     from jax.extend import backend as extension
@@ -90,7 +92,7 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
         name, asker = function.f_code.co_name, function.f_back
         if platform not in (None, *names) or name not in _ASKING or asker is None or _is_jax(asker):
             return real(platform)
-        if name != "default_backend":
+        if name != "default_backend" and not _is_kernel_of_jax(asker):
             asked(name)
         return backend
 
@@ -98,11 +100,14 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
         # JAX remembers its own answer, whoever asked.
         if backend not in (None, *names) or _is_jax(sys._getframe(1)):
             return real_local_devices(process_index, backend, host_id)
-        asked("local_devices")
+        if not _is_kernel_of_jax(sys._getframe(1)):
+            asked("local_devices")
         return [device]
 
     def get_default_device() -> Any:
-        asked("extend.backend.get_default_device")
+        asker = sys._getframe(1)
+        if not _is_jax(asker) and not _is_kernel_of_jax(asker):
+            asked("extend.backend.get_default_device")
         return device
 
     def answer_with(*answers: Any) -> None:
@@ -116,8 +121,15 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
 
 
 def _is_jax(frame: types.FrameType) -> bool:
-    module = f"{frame.f_globals.get('__name__', '')}."
-    return module.startswith(("jax.", "jaxlib.")) and not module.startswith(_KERNELS_OF_JAX)
+    return _module(frame).startswith(("jax.", "jaxlib.")) and not _is_kernel_of_jax(frame)
+
+
+def _is_kernel_of_jax(frame: types.FrameType) -> bool:
+    return _module(frame).startswith(_KERNELS_OF_JAX)
+
+
+def _module(frame: types.FrameType) -> str:
+    return f"{frame.f_globals.get('__name__', '')}."
 
 
 def target_config(devices: Sequence[Any]) -> str | None:

@@ -379,12 +379,14 @@ class Failed(Judged):
         error: the exception's type.
         text: its message.
         traceback: the last lines of its traceback.
+        place: its type, and the file and line where it was raised.
     """
 
     outcome: Raised
     error: str
     text: str
     traceback: str = ""
+    place: str = ""
 
 
 _OF_TRIALS = (PhaseEntered, Lowered, Compiled, Checked, Measured, Ready, Failed)

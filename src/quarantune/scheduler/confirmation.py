@@ -1,51 +1,101 @@
-"""Confirms on the device, while other configs go on, the first error that was raised where there was no device."""
+"""Confirms on the device, while other configs go on, the errors that were raised where there was no device."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from quarantune.sandbox.messages import Compile
 from quarantune.scheduler.plan import Leftovers
 from quarantune.scheduler.run import Run
+from quarantune.scheduler.source import NOTHING_MORE, ConfigSource, only_stopping
 from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.config_values import encode
-from quarantune.values.trial import Outcome, Phase, Route
+from quarantune.values.trial import Config, Outcome, Phase, Route, Trial
 
 
 class Confirmation:
-    """Has a worker with the device compile one config that failed without it; that worker runs nothing."""
+    """Has the device compile one config of each place where an error was raised without it, one after another."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._worker: Worker | None = None
+        self._workers: dict[str, Worker] = {}
 
     def start(self) -> None:
-        """Starts the worker, once there is an error to confirm and room for it."""
-        run, unconfirmed = self._run, self._run.jobs.leftovers.unconfirmed
-        if not run.plan.confirms or self._worker is not None or not unconfirmed or not run.devices:
+        """Starts a worker for the next place, if there is one, and room for the worker."""
+        run, left = self._run, self._run.jobs.leftovers
+        if not run.plan.confirms or not run.devices or self.is_under_way:
             return
+        place = next((place for place in left.first_at if place not in self._workers), None)
         device = run.least_used_device()
-        if device.is_cramped or not run.may_start_on(device):
+        if place is None or device.is_cramped or not run.may_start_on(device):
             return
-        trial, _ = next(iter(unconfirmed.values()))
-        task = Compile(config=encode(trial.config), options=run.plan.options, is_check=True, last=True)
-        self._worker = run.workers.start(task, WorkerState.SIDE_TASK, device=device)
+        config = left.unconfirmed[left.first_at[place]].trial.config
+        task = Compile(config=encode(config), options=run.plan.options, is_check=True, last=True)
+        self._workers[place] = run.workers.start(task, WorkerState.SIDE_TASK, device=device)
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the worker has yet to end."""
-        return self._worker is not None and self._worker.verdict is None
+        """Whether a worker has yet to end."""
+        return any(worker.verdict is None for worker in self._workers.values())
 
     def leftovers(self) -> Leftovers:
-        """Returns the configs that another route must settle, the first error as it was raised on the device."""
-        left, worker = self._run.jobs.leftovers, self._worker
-        if worker is None or worker.verdict is None or worker.device is None:
-            return left
-        if (worker.verdict.outcome, worker.phase) != (Outcome.ERROR, Phase.COMPILE):
-            return left
-        index, (trial, log) = next(iter(left.unconfirmed.items()))
-        raised = dataclasses.replace(
-            trial, message=worker.verdict.message, route=Route.TOGETHER, device=worker.device.device.name
+        """Returns the configs that another route must settle, with errors as they were raised on the device."""
+        left = self._run.jobs.leftovers
+        unconfirmed, confirmed = dict(left.unconfirmed), set()
+        for place, worker in self._workers.items():
+            verdict, device = worker.verdict, worker.device
+            if verdict is None or device is None or (verdict.outcome, worker.phase) != (Outcome.ERROR, Phase.COMPILE):
+                continue
+            error = unconfirmed[left.first_at[place]]
+            trial = dataclasses.replace(
+                error.trial, message=verdict.message, route=Route.TOGETHER, device=device.device.name
+            )
+            unconfirmed[left.first_at[place]] = dataclasses.replace(error, trial=trial)
+            confirmed.add(place)
+        return dataclasses.replace(left, unconfirmed=unconfirmed, confirmed=frozenset(confirmed))
+
+
+def settle(
+    left: Leftovers,
+    confirmed: set[str],
+    finish: Callable[[int, Trial, str], None],
+    run: Callable[[dict[int, Config], Callable[[int, Trial, str], None], ConfigSource], object],
+    source: ConfigSource = NOTHING_MORE,
+) -> None:
+    """Settles the configs that failed where there was no device.
+
+    Of each place where an exception was raised, one config is repeated on the device. If it fails there, too, the
+    others of that place have failed; if not, they are repeated as well.
+
+    Args:
+        left: those configs.
+        confirmed: the places whose errors are true; more are added.
+        finish: receives the trials.
+        run: runs configs with the device, gives their trials to a function like `finish`, and stops when a source says.
+        source: says when to stop, but for the configs that confirm others.
+    """
+    errors = left.unconfirmed
+    firsts = {index for place, index in left.first_at.items() if place not in confirmed}
+
+    def finish_first(index: int, trial: Trial, log: str) -> None:
+        if (trial.outcome, trial.phase) == (Outcome.ERROR, Phase.COMPILE):
+            confirmed.add(errors[index].place)
+        finish(index, trial, log)
+
+    if firsts:
+        run(
+            {index: error.trial.config for index, error in errors.items() if index in firsts},
+            finish_first,
+            NOTHING_MORE,
         )
-        unconfirmed = {**left.unconfirmed, index: (raised, log)}
-        return dataclasses.replace(left, unconfirmed=unconfirmed, is_confirmed=True)
+    again = {}
+    for index, error in errors.items():
+        if index in firsts:
+            continue
+        if error.place in confirmed:
+            finish(index, error.trial, error.log)
+        else:
+            again[index] = error.trial.config
+    if again:
+        run(again, finish, only_stopping(source))

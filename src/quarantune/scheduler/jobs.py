@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from quarantune.scheduler.plan import Leftovers, Plan
+from quarantune.scheduler.plan import Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.same_program import SamePrograms
 from quarantune.scheduler.source import ConfigSource
@@ -53,7 +53,7 @@ class Jobs:
         self.pending: collections.deque[Job] = collections.deque()
         self.ready: collections.deque[Job] = collections.deque()
         self.unfinished = 0
-        self.leftovers = Leftovers({}, {})
+        self.leftovers = Leftovers()
         self.programs = programs or SamePrograms()
         self.begun: list[Job] = []
         self.compiled = 0
@@ -150,6 +150,7 @@ class Jobs:
             device="" if worker is None or worker.device is None else worker.device.device.name,
         )
         job.close_executable()
+        job.raised_at = "" if worker is None else worker.raised_at
         self.failed_to_compile += phase is Phase.COMPILE and outcome.is_failure
         self._settle_as(job, trial, log)
         was_slow_to_lower = job.slack_s < self._plan.compile_timeout_s / 2
@@ -203,6 +204,7 @@ class Jobs:
     def _finish_as(self, job: Job, first: Job) -> None:
         trial, log = self.programs.copy_end(job, first)
         self._reference.join(job.index, first.index)
+        job.raised_at = first.raised_at
         self._settle_as(job, trial, log)
 
     def _settle_as(self, job: Job, trial: Trial, log: str) -> None:
@@ -212,7 +214,7 @@ class Jobs:
         self._source.ended(job.index, trial)
         is_error = trial.outcome is Outcome.ERROR and trial.phase is Phase.COMPILE
         if is_error and self._plan.target is not None and not self._plan.is_check:
-            self.leftovers.unconfirmed[job.index] = (trial, log)
+            self.leftovers.doubt(job.index, Unconfirmed(trial, log, job.raised_at))
         else:
             self._on_trial(job.index, trial, log)
 

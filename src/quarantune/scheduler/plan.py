@@ -69,8 +69,23 @@ class Plan:
 
     @property
     def confirms(self) -> bool:
-        """Whether the first error raised without the device is repeated on it while other configs go on."""
+        """Whether errors raised without the device are repeated on it while other configs go on."""
         return not (self.errors_stand or self.compile_only or self.is_check)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unconfirmed:
+    """An error that was raised where there was no device.
+
+    Attributes:
+        trial: the config's trial.
+        log: the worker's output.
+        place: the exception's type, and the file and line where it was raised.
+    """
+
+    trial: Trial
+    log: str
+    place: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +95,18 @@ class Leftovers:
     Attributes:
         unfit: why a config's program must be compiled on its device, by the config's index.
         unfit_configs: those configs.
-        unconfirmed: errors raised where there was no device, each with the worker's output, by the config's index.
-        is_confirmed: whether the first of those errors was raised on the device as well.
+        unconfirmed: the configs that failed where there was no device, by index.
+        first_at: of those, the first config of each place where one failed.
+        confirmed: the places where that one failed on the device, too.
     """
 
-    unfit: dict[int, str]
-    unconfirmed: dict[int, tuple[Trial, str]]
+    unfit: dict[int, str] = dataclasses.field(default_factory=dict)
     unfit_configs: dict[int, Config] = dataclasses.field(default_factory=dict)
-    is_confirmed: bool = False
+    unconfirmed: dict[int, Unconfirmed] = dataclasses.field(default_factory=dict)
+    first_at: dict[str, int] = dataclasses.field(default_factory=dict)
+    confirmed: frozenset[str] = frozenset()
+
+    def doubt(self, index: int, error: Unconfirmed) -> None:
+        """Adds a config that failed where there was no device."""
+        self.unconfirmed[index] = error
+        self.first_at.setdefault(error.place, index)

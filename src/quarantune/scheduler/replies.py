@@ -163,5 +163,5 @@ class Replies:
                 worker.job = None
                 run.workers.retire(worker)
                 return
-        worker.traceback = reply.traceback
+        worker.traceback, worker.raised_at = reply.traceback, reply.place
         run.workers.kill_with_verdict(worker, raised(reply))

@@ -107,6 +107,7 @@ class Job:
         is_alone: whether it runs when no other config does, because it lacked memory beside others.
         limit_bytes: its own memory limit where that is not the plan's.
         same_program: configs that lowered to the same program, and get the outcome of this one.
+        raised_at: the place of the exception that it failed with.
     """
 
     index: int
@@ -122,6 +123,7 @@ class Job:
     is_alone: bool = False
     limit_bytes: int | None = None
     same_program: list[Job] = dataclasses.field(default_factory=list)
+    raised_at: str = ""
 
     def close_executable(self) -> None:
         """Closes the file of the executable, if there is one."""
@@ -167,6 +169,7 @@ class Worker:
         offered: the number of outputs that its own was to be compared with.
         output_fd: the file for its own output; -1 where there is none.
         traceback: the last lines of the traceback that its config left.
+        raised_at: the place of the exception that it ended with.
         verdict: the meaning of its end, once decided.
         given_up_at: the time at which it counts as unkillable; None before it is killed.
     """
@@ -197,6 +200,7 @@ class Worker:
     offered: int = 0
     output_fd: int = -1
     traceback: str = ""
+    raised_at: str = ""
     verdict: Verdict | None = None
     given_up_at: float | None = None
 

@@ -21,6 +21,7 @@ from quarantune.sandbox import pool, spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.sandbox.template_link import LoadError
 from quarantune.sandbox.template_messages import LoadFailed
+from quarantune.scheduler.confirmation import settle
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import MEMORY_SHARE, Leftovers, Plan
 from quarantune.scheduler.race import Race
@@ -105,8 +106,8 @@ class Routes:
         self._on_tpu = request.problem.platform == "tpu"
         # A TPU belongs to the process that uses it.
         self._device_is_taken = self._on_tpu and jax_internals.backends_initialized()
-        # libtpu compiles alike with its device and without it.
-        self._errors_stand = self._on_tpu
+        # libtpu compiles alike with its device and without it: there, errors need no confirmation.
+        self._confirmed: set[str] = set()
         self._is_check = request.target is not None
         self._devices, self._target = devices, target
 
@@ -157,7 +158,7 @@ class Routes:
         programs, self.programs = self.programs, SamePrograms() if again else self.programs
         executables: dict[int, bytes] = {}
 
-        def compile_on(route: Route, configs: dict[int, Config], finish: Finish) -> Leftovers:
+        def compile_on(route: Route, configs: dict[int, Config], finish: Finish, source: ConfigSource) -> Leftovers:
             scheduler = self._new_scheduler(route, finish, only_stopping(source))
             leftovers = scheduler.run(configs)
             executables.update(scheduler.compiled()[0])
@@ -166,14 +167,14 @@ class Routes:
         with contextlib.ExitStack() as self._schedulers:
             left = configs
             if (self._on_cpu and not self._on_many_devices) or self._can_part():
-                leftovers = compile_on(Route.APART, configs, finish)
+                leftovers = compile_on(Route.APART, configs, finish, source)
                 left = {index: configs[index] for index in leftovers.unfit}
-                self._confirm(leftovers.unconfirmed, finish, compile_on)
+                self._confirm(leftovers, finish, functools.partial(compile_on, Route.TOGETHER), source)
             if left and self._device_is_taken:
                 for index, config in left.items():
                     finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
             elif left:
-                compile_on(Route.TOGETHER, left, finish)
+                compile_on(Route.TOGETHER, left, finish, source)
         self.programs = programs
         return executables
 
@@ -223,13 +224,7 @@ class Routes:
             _logger.info("%s: compiling on the device, because %s", self._problem.name, reason)
             self._run_route(Route.TOGETHER, leftovers.unfit_configs, self._finish, self._source)
 
-        def run_again(route: Route, configs: dict[int, Config], finish: Finish) -> Leftovers:
-            # The one that confirms the errors of all others may take its time.
-            source = NOTHING_MORE if len(configs) == 1 else only_stopping(self._source)
-            return self._run_route(route, configs, finish, source)
-
-        self._errors_stand = self._errors_stand or leftovers.is_confirmed
-        self._confirm(leftovers.unconfirmed, self._finish, run_again)
+        self._confirm(leftovers, self._finish, functools.partial(self._run_route, Route.TOGETHER), self._source)
 
     @property
     def devices(self) -> Sequence[Device]:
@@ -248,34 +243,14 @@ class Routes:
 
     def _confirm(
         self,
-        unconfirmed: dict[int, tuple[Trial, str]],
+        left: Leftovers,
         finish: Finish,
-        run: Callable[[Route, dict[int, Config], Finish], Leftovers],
+        run: Callable[[dict[int, Config], Finish, ConfigSource], Leftovers],
+        source: ConfigSource,
     ) -> None:
-        """Repeats the first error of compiling without the device on the device; confirmed there, it stands for all.
-
-        Args:
-            unconfirmed: the errors and outputs of those that failed, by index.
-            finish: receives the trials.
-            run: runs configs along a route.
-        """
-        configs = {index: trial.config for index, (trial, _) in unconfirmed.items()}
-        if unconfirmed and not self._errors_stand:
-            repeated: list[Trial] = []
-
-            def finish_first(index: int, trial: Trial, log: str) -> None:
-                repeated.append(trial)
-                finish(index, trial, log)
-
-            first = next(iter(unconfirmed))
-            run(Route.TOGETHER, {first: configs[first]}, finish_first)
-            self._errors_stand = repeated[0].outcome is Outcome.ERROR
-            unconfirmed = {index: error for index, error in unconfirmed.items() if index != first}
-        if self._errors_stand:
-            for index, error in unconfirmed.items():
-                finish(index, *error)
-        elif unconfirmed:
-            run(Route.TOGETHER, {index: configs[index] for index in unconfirmed}, finish)
+        """Settles the configs that failed where there was no device; `run` runs some of them with the device."""
+        self._confirmed |= left.first_at.keys() if self._on_tpu else left.confirmed
+        settle(left, self._confirmed, finish, run, source)
 
     def _run_route(
         self, route: Route, configs: dict[int, Config], finish: Finish, source: ConfigSource = NOTHING_MORE
@@ -311,7 +286,7 @@ class Routes:
             may_exceed_alone=limit_bytes is None,
             compile_only=self._compile_only,
             is_check=self._is_check,
-            errors_stand=self._errors_stand,
+            errors_stand=self._on_tpu,
         )
         if self._made:
             self._made[-1].free_devices()

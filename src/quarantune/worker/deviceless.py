@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSha
 
 from quarantune import jax_internals
 from quarantune.values.compiling import CompileTarget
-from quarantune.worker.failures import NeedsDeviceError, UncheckableError
+from quarantune.worker.failures import UncheckableError
 
 LIBTPU_LOGS = {
     "TPU_LOG_DIR": "disabled",  # no directory of logs in /tmp
@@ -36,7 +36,8 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
     """Stands in for the accelerator while a program is traced and lowered for it.
 
     The description of the device answers what a function asks of `jax.devices()`: its kind and its number of cores, but
-    not its free memory. So an error after such a question says nothing about the config on the device itself.
+    not its free memory. So an error after such a question says nothing about the config on the device itself: a sweep
+    confirms it there, and a check does not count it.
 
     The abstract device keeps Pallas's lowering from asking for the local device, which would make a context on it: a
     quarter of a second for each worker, one after another.
@@ -49,8 +50,7 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
         The sharding that the program's arguments have on the accelerator.
 
     Raises:
-        NeedsDeviceError: there was an error after such a question.
-        UncheckableError: the same in a check.
+        UncheckableError: in a check, there was an error after such a question.
     """
     jax.config.update("jax_platforms", "cpu")
     described = topology(target).devices[0]
@@ -61,11 +61,10 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
         with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device(described, asked.append):
             yield SingleDeviceSharding(described)
     except Exception as error:
-        if not asked or isinstance(error, NeedsDeviceError):
+        if not (asked and is_check):
             raise
         reason = f"it calls jax.{asked[0]}() while it is traced, and fails where the device is not"
-        kind = UncheckableError if is_check else NeedsDeviceError
-        raise kind(f"{reason}: {type(error).__name__}: {error}") from error
+        raise UncheckableError(f"{reason}: {type(error).__name__}: {error}") from error
 
 
 @functools.cache

@@ -273,6 +273,7 @@ class Worker:
             text=about.text,
             traceback="" if is_wrong else about.traceback,  # the place where it is raised here tells nothing
             agreement=messages.Agreement(error.group) if isinstance(error, WrongResultError) else None,
+            place=_place_of(error),
         )
 
     def _enter(self, phase: Phase) -> None:
@@ -330,6 +331,15 @@ def describe_error(error: BaseException) -> ErrorDescription:
         text=_shorten(text),
         traceback="\n".join(trace.splitlines()[-_TRACEBACK_LINES:])[-_MESSAGE_CHARS:],
     )
+
+
+def _place_of(error: BaseException) -> str:
+    """Returns an exception's type, and the file and line where it was raised."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    where = "" if frame is None else f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+    return _shorten(f"{type(error).__qualname__} at {where}")
 
 
 def _shorten(text: str) -> str:
