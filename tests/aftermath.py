@@ -102,10 +102,11 @@ def nothing_is_left() -> Iterator[None]:
     assert eventually(running_templates), (
         "start the template before this block, so that it does not look like a leftover"
     )
-    before, place = _belongings(), _place()
+    before, place, shared = _belongings(), _place(), set(shared_memory())
     yield
     assert not strays()
     assert eventually(lambda: _belongings() == before), _differences(before, _belongings())
+    assert eventually(lambda: set(shared_memory()) <= shared), f"{shared} -> {shared_memory()}"
     assert _place() == place, _differences(place, _place())
 
 
@@ -118,7 +119,6 @@ def _belongings() -> dict[str, object]:
     return {
         "descriptors": descriptors(),
         "threads": len(os.listdir("/proc/self/task")),
-        "/dev/shm": shared_memory(),
         "TMPDIR": _names(Path(tempfile.gettempdir())),
     }
 
@@ -135,7 +135,7 @@ def descriptors() -> dict[str, int]:
 def shared_memory() -> list[str]:
     """Returns the names in /dev/shm, except for semaphores of `multiprocessing` and files of browsers.
 
-    The whole machine shares it: the tests of reports in a browser may run at the same time.
+    The whole machine shares it: other tests, which run at the same time, make files there and remove them.
     """
     return [name for name in _names(Path("/dev/shm")) if not name.startswith(("sem.mp-", ".org.chromium."))]
 
