@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from helpers import ends
 
 import quarantune
+from quarantune.sweep import routes
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -86,6 +91,47 @@ def test_programs_that_call_what_tracing_them_registers_are_tuned_and_compared(
     with caplog.at_level(logging.WARNING):
         assert ends(tuner(factor_by_hand, [1, 2]).run(4 * jnp.eye(8)).trials) == ["ok", "ok"]
     assert "could not be compared" not in caplog.text
+
+
+# --- what a worker compiles for others ------------------------------------------------------------------------
+
+_traced: list[str] = []
+"""The configs that this process has traced; a worker has its own."""
+
+
+def refuse(x: Any, do: str = "") -> Any:
+    with open(os.environ["PIDS"], "a") as pids:
+        print(do, os.getpid(), file=pids)
+    print(f"tracing {do}")
+    _traced.append(do)
+    if do.startswith("refuse"):
+        raise ValueError("not this one")
+    if do == "first only" and len(_traced) > 1:
+        raise ValueError("not after another one")
+    return x + 1
+
+
+@pytest.mark.usefixtures("quiet_place")
+def test_a_worker_goes_on_after_an_exception_that_a_fresh_one_has_raised_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a CPU, each config has a compile worker of its own.
+    monkeypatch.setattr(routes.Routes, "_compiles_per_worker", lambda self: 100)
+    monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
+    monkeypatch.setenv("QUARANTUNE_CPU_UTILIZATION", "0.01")  # one at a time
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    configs = ["good", *(f"refuse {i}" for i in range(6)), "first only", "good too"]
+    with nothing_is_left():
+        trials = tuner(refuse, configs).run(X).trials
+    assert ends(trials) == ["ok", *["error"] * 6, "ok", "ok"]
+    assert all("not this one" in trial.log_tail for trial in trials[1:7])
+    assert not any("tracing good" in trial.log_tail for trial in trials[1:7]), "it is the output of another config"
+    pids = collections.defaultdict(set)
+    for line in (tmp_path / "pids").read_text().splitlines():
+        config, pid = line.rsplit(maxsplit=1)
+        pids[config].add(pid)
+    used = set.union(*(pids[f"refuse {i}"] for i in range(6)))
+    assert len(used) <= 4, "most were taken by a worker that had raised the exception before"
 
 
 # --- what a first run says ----------------------------------------------------------------------------------

@@ -88,9 +88,9 @@ class FakeWorker:
         return Ended(self.number, status)
 
     def raises(
-        self, phase: str, outcome: str = "error", error: str = "ValueError", message: str = "bad", place: str = ""
+        self, phase: str, outcome: str = "error", error: str = "ValueError", message: str = "bad", **more: Any
     ) -> Said:
-        return self.says("Failed", phase, outcome=outcome, error=error, text=message, place=place)
+        return self.says("Failed", phase, outcome=outcome, error=error, text=message, **more)
 
 
 Act = Callable[[FakeWorker], "Sequence[Step] | None"]
@@ -628,16 +628,79 @@ def test_a_failure_in_a_used_compile_worker_is_repeated_in_a_fresh_one(ending: s
     assert tries[1] not in others
 
 
-def test_compile_workers_take_one_config_each_where_many_fail() -> None:
+def test_compile_workers_take_one_config_each_where_many_end_theirs() -> None:
     def fails(worker: FakeWorker) -> list[Step] | None:
         if int(worker.trial or 0) % 2 == 0:
             return None
-        failed = worker.says("Failed", "compile", outcome="error", error="E", text="t", traceback="")
-        return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, failed)]
+        return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.ends(-11))]
 
     result = run(plan_for(Route.APART, slots=1, compiles_per_worker=100), 40, when("Compile", fails))
-    assert result.outcomes == ["ok", "error"] * 20
+    assert result.outcomes == ["ok", "crashed"] * 20
     assert len(result.given("Compile")) < 40 + 5, "hardly any failure had to be repeated"
+
+
+def raising(places: Mapping[int, str]) -> Act:
+    """Has configs raise while they are compiled, each at a place; their workers go on if they may."""
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "Compile" or worker.trial not in places:
+            return None
+        failed = worker.raises("compile", place=places[worker.trial], goes_on=not worker.task.last, traceback="tb")
+        return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, failed)]
+
+    return act
+
+
+@pytest.mark.parametrize("compiles_per_worker", [3, 100])
+@pytest.mark.parametrize("target", [None, TARGET])
+def test_an_exception_at_a_known_place_is_not_repeated_and_does_not_end_its_worker(
+    compiles_per_worker: int, target: CompileTarget | None
+) -> None:
+    plan = plan_for(Route.APART, slots=1, compiles_per_worker=compiles_per_worker, target=target)
+    result = run(plan, 40, raising(dict.fromkeys(range(1, 40, 2), "here")))
+    left = result.leftovers.unconfirmed
+    ended = {index: trial.outcome.value for index, trial in result.trials.items()}
+    ended |= {index: error.trial.outcome.value for index, error in left.items()}
+    assert [ended[index] for index in range(40)] == ["ok", "error"] * 20
+    assert len(result.given("Compile")) == 41, "only the first was repeated, which a used worker had raised"
+    taken = collections.Counter(worker.number for worker in result.given("Compile"))
+    assert len(taken) == 2 if compiles_per_worker == 100 else 14 <= len(taken) <= 15
+    assert result.sandbox.most_compiling == 1
+    logs = [error.log for error in left.values()]
+    assert all(log.endswith("tb") for log in logs)
+    assert sum("log of" in log for log in logs) <= 14, "the output of others in the same worker is not theirs"
+
+
+def test_an_exception_at_another_place_is_repeated_in_a_fresh_worker() -> None:
+    plan = plan_for(Route.APART, slots=1, compiles_per_worker=100)
+    result = run(plan, 12, raising({1: "a", 3: "a", 5: "b", 7: "b", 9: "a", 10: ""}))
+    assert [index for index, trial in result.trials.items() if trial.outcome is Outcome.ERROR] == [1, 3, 5, 7, 9, 10]
+    tries = collections.Counter(worker.trial for worker in result.given("Compile"))
+    assert {index: count for index, count in tries.items() if count > 1} == {1: 2, 5: 2, 10: 2}
+
+
+def test_an_exception_that_ends_its_worker_at_a_known_place_is_not_repeated() -> None:
+    def ends_its_worker(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "Compile" or worker.trial not in (0, 3):
+            return None
+        return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.raises("compile", place="here"))]
+
+    result = run(plan_for(Route.APART, slots=1, compiles_per_worker=100), 6, ends_its_worker)
+    assert result.outcomes == ["error", "ok", "ok", "error", "ok", "ok"]
+    assert len(result.given("Compile")) == 6
+
+
+def test_a_worker_that_goes_on_after_other_failures_is_ended() -> None:
+    def claims(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "Compile" or worker.trial != 1:
+            return None
+        failed = worker.raises("load", outcome="device_oom" if worker.starts else "error", place="here", goes_on=True)
+        return [(0.1, worker.says("PhaseEntered", "load")), (0.1, failed)]
+
+    result = run(plan_for(Route.APART, slots=1, compiles_per_worker=100), 4, claims)
+    assert result.outcomes == ["ok", "device_oom", "ok", "ok"]
+    numbers = [worker.number for worker in result.given("Compile") if worker.trial == 1]
+    assert set(numbers) <= set(result.sandbox.killed)
 
 
 def test_a_config_that_runs_alone_does_not_wait_for_idle_compile_workers() -> None:

@@ -372,7 +372,7 @@ class Compared(Reply):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failed(Judged):
-    """The task raised an exception, and the worker ends.
+    """The task raised an exception, and the worker ends, unless it only compiles for others.
 
     Attributes:
         outcome: the kind of failure.
@@ -380,6 +380,7 @@ class Failed(Judged):
         text: its message.
         traceback: the last lines of its traceback.
         place: its type, and the file and line where it was raised.
+        goes_on: whether the worker waits for another config to compile.
     """
 
     outcome: Raised
@@ -387,6 +388,7 @@ class Failed(Judged):
     text: str
     traceback: str = ""
     place: str = ""
+    goes_on: bool = False
 
 
 _OF_TRIALS = (PhaseEntered, Lowered, Compiled, Checked, Measured, Ready, Failed)

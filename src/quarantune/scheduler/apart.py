@@ -12,8 +12,8 @@ from quarantune.values.compiling import OutputArray
 
 _STANDBY_WORKERS = 6
 """Standby workers of a device where each takes one config, which takes less time than making one ready."""
-_MOST_FAILING = 10
-"""Where more than one in so many configs cannot be compiled, each gets a compile worker of its own."""
+_MOST_LOST = 10
+"""Where more than one in so many configs ends its compile worker, each gets one of its own."""
 
 
 class Apart:
@@ -48,10 +48,14 @@ class Apart:
 
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Takes the executable of a job from a worker, which ends by itself unless the config keeps it from ending."""
-        worker.keep_peak()
         job.protect_executable()
         self._run.jobs.ready.append(job)
-        worker.job = None
+        self.free_compiler(worker)
+
+    def free_compiler(self, worker: Worker) -> None:
+        """Takes its config from a worker, which may compile another one or ends by itself."""
+        worker.keep_peak()
+        worker.job, worker.traceback = None, ""
         worker.used += 1
         if self._may_compile_more(worker):
             worker.transition(WorkerState.BETWEEN)
@@ -70,10 +74,10 @@ class Apart:
                 self._run.workers.retire(worker)
 
     def _may_compile_more(self, worker: Worker) -> bool:
-        """Returns whether a compile worker may take another config: failures in used workers must be repeated."""
+        """Returns whether a compile worker may take another config: if that ends it, the config must be repeated."""
         jobs = self._run.jobs
-        few_fail = _MOST_FAILING * jobs.failed_to_compile <= jobs.compiled
-        return worker.used < self._run.plan.compiles_per_worker and few_fail
+        few_are_lost = _MOST_LOST * jobs.lost_compilers <= jobs.compiled
+        return worker.used < self._run.plan.compiles_per_worker and few_are_lost
 
     def prepare_standby(self, device: DeviceState) -> None:
         """Starts the standby workers that will be needed, since the driver takes long to make a context."""

@@ -37,7 +37,7 @@ class Jobs:
         programs: the programs that they lowered to.
         begun: all jobs so far.
         compiled: how many were compiled for other workers.
-        failed_to_compile: how many could not be compiled.
+        lost_compilers: how many ended the worker that compiled them.
     """
 
     def __init__(
@@ -57,8 +57,9 @@ class Jobs:
         self.programs = programs or SamePrograms()
         self.begun: list[Job] = []
         self.compiled = 0
-        self.failed_to_compile = 0
+        self.lost_compilers = 0
         self._source = source
+        self._places: set[str] = set()
         self._source_waits = False
         self._is_left = False
         self._plan = plan
@@ -90,6 +91,10 @@ class Jobs:
             self._source_waits = len(taken) < room
             self._add([Job(index, config) for index, config in taken.items()])
         return bool(self.pending)
+
+    def fails_at(self, place: str) -> bool:
+        """Whether a config that had a worker to itself has raised an exception there while it was compiled."""
+        return bool(place) and place in self._places
 
     def default_is_pending(self) -> bool:
         """Whether the config that all others are compared with must yet be compiled, perhaps again."""
@@ -150,8 +155,9 @@ class Jobs:
             device="" if worker is None or worker.device is None else worker.device.device.name,
         )
         job.close_executable()
-        job.raised_at = "" if worker is None else worker.raised_at
-        self.failed_to_compile += phase is Phase.COMPILE and outcome.is_failure
+        if (outcome, phase) == (Outcome.ERROR, Phase.COMPILE):
+            self._places.add(job.raised_at)
+        self.lost_compilers += phase is Phase.COMPILE and outcome.is_failure and outcome is not Outcome.ERROR
         self._settle_as(job, trial, log)
         was_slow_to_lower = job.slack_s < self._plan.compile_timeout_s / 2
         if (outcome is Outcome.LOST and self._devices) or (

@@ -163,5 +163,17 @@ class Replies:
                 worker.job = None
                 run.workers.retire(worker)
                 return
-        worker.traceback, worker.raised_at = reply.traceback, reply.place
+        worker.traceback, job = reply.traceback, worker.job
+        if job is not None:
+            job.raised_at = reply.place
+            if reply.goes_on and isinstance(self._route, Apart) and self._fails_by_itself(worker, job, reply):
+                run.jobs.finish(job, worker, raised(reply), reply.phase)
+                self._route.free_compiler(worker)
+                return
         run.workers.kill_with_verdict(worker, raised(reply))
+
+    def _fails_by_itself(self, worker: Worker, job: Job, reply: Failed) -> bool:
+        """Returns whether a config's error while compiling cannot be the doing of configs before it in its worker."""
+        if worker.state is not WorkerState.COMPILING or (reply.outcome, reply.phase) != (Raised.ERROR, Phase.COMPILE):
+            return False
+        return not worker.used or self._run.jobs.fails_at(job.raised_at)

@@ -107,7 +107,7 @@ class Job:
         is_alone: whether it runs when no other config does, because it lacked memory beside others.
         limit_bytes: its own memory limit where that is not the plan's.
         same_program: configs that lowered to the same program, and get the outcome of this one.
-        raised_at: the place of the exception that it failed with.
+        raised_at: the place of the exception that it failed with, or did at an earlier try.
     """
 
     index: int
@@ -169,7 +169,6 @@ class Worker:
         offered: the number of outputs that its own was to be compared with.
         output_fd: the file for its own output; -1 where there is none.
         traceback: the last lines of the traceback that its config left.
-        raised_at: the place of the exception that it ended with.
         verdict: the meaning of its end, once decided.
         given_up_at: the time at which it counts as unkillable; None before it is killed.
     """
@@ -200,7 +199,6 @@ class Worker:
     offered: int = 0
     output_fd: int = -1
     traceback: str = ""
-    raised_at: str = ""
     verdict: Verdict | None = None
     given_up_at: float | None = None
 
@@ -377,5 +375,6 @@ class Workers:
         return self._sandbox.pid(worker.number)
 
     def log(self, worker: Worker) -> str:
-        """Returns the output of a worker, with the traceback of its config."""
-        return self._sandbox.log(worker.number) + worker.traceback
+        """Returns the output of a worker, with the traceback of its config; without that of configs before it."""
+        output = "" if worker.used and worker.traceback else self._sandbox.log(worker.number)
+        return output + worker.traceback

@@ -72,7 +72,11 @@ class Worker:
         self._modules = set(sys.modules)
 
     def run(self, frame: Frame, fds: list[int]) -> None:
-        """Runs tasks until one fails, one is the last, or the scheduler closes the connection."""
+        """Runs tasks until one is the last, one fails, or the scheduler closes the connection.
+
+        A worker that compiles for others goes on after an exception, if the scheduler lets it: the next config may
+        well raise the same one.
+        """
         pending = [(frame, fds)]
         while True:
             for message, received in pending:
@@ -86,8 +90,10 @@ class Worker:
         try:
             reply = self._do(task, fds)
         except BaseException as error:  # a config may raise anything, SystemExit and KeyboardInterrupt too
-            self._send(self._failure(error))
-            return False
+            is_ordinary = isinstance(error, Exception) and self._phase is Phase.COMPILE
+            goes_on = is_ordinary and isinstance(task, messages.Compile) and task.must_save and not task.last
+            self._send(self._failure(error, goes_on=goes_on))
+            return goes_on
         finally:
             wire.close_all(fds)
         if reply is not None:
@@ -261,7 +267,7 @@ class Worker:
             **self._heading(), rounds_ms=tuple(map(tuple, rounds_ms)), warm_ms=tuple(map(tuple, warm_ms))
         )
 
-    def _failure(self, error: BaseException) -> messages.Failed:
+    def _failure(self, error: BaseException, *, goes_on: bool) -> messages.Failed:
         from quarantune.worker.failures import WrongResultError, outcome_of
 
         about = describe_error(error)
@@ -274,6 +280,7 @@ class Worker:
             traceback="" if is_wrong else about.traceback,  # the place where it is raised here tells nothing
             agreement=messages.Agreement(error.group) if isinstance(error, WrongResultError) else None,
             place=_place_of(error),
+            goes_on=goes_on,
         )
 
     def _enter(self, phase: Phase) -> None:
