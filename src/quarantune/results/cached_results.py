@@ -86,7 +86,6 @@ def result_of(directory: Path, name: str, device: str, key: str, entry: Entry) -
         default_config=default,
         default_time_ms=default_ms if is_plausible_ms(default_ms := entry.get("default_time_ms")) else None,
         trials=tuple(trials.values()),
-        finalists=[trial.config for trial in finalists] or None,
         tie=tie,
         stopped=search["stopped"] if isinstance(search.get("stopped"), str) else "",
         seen=_count(search.get("seen")),

@@ -91,7 +91,7 @@ class ContextualResult(TuningResult):
             },
             default_config=None,
             default_time_ms=self.baseline_ms,
-            finalists=[],
+            has_final=False,
         )
 
     @property

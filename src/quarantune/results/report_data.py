@@ -49,7 +49,7 @@ class ResultData:
         default_config: the config that equals the function's own defaults, if there is one.
         default_time_ms: the time of the defaults in milliseconds; None where it is not known.
         trials: the trials, finalists with the times of the final.
-        finalists: the configs that were timed in turn; None for those that a sweep would choose from the trials.
+        has_final: whether a final chose the winner; its finalists follow from the trials.
         tie: the configs that the noise cannot tell from the winner, without it.
         stopped: why the search ended; empty where that is not known.
         seen: how many configs were tried, or dropped by `prune_fn`; None where that is not known.
@@ -67,7 +67,7 @@ class ResultData:
     default_config: Config | None = None
     default_time_ms: float | None = None
     trials: Sequence[Trial] = ()
-    finalists: Sequence[Config] | None = None
+    has_final: bool = True
     tie: Sequence[Config] = ()
     stopped: str = ""
     seen: int | None = None
@@ -157,8 +157,8 @@ def _why(result: ResultData, trials: Sequence[Trial]) -> str:
 
 
 def _finalists(result: ResultData, trials: Sequence[Trial]) -> Sequence[Config]:
-    if result.finalists is not None:
-        return result.finalists
+    if not result.has_final:
+        return []
     return [trials[index].config for index in finals.finalists(dict(enumerate(trials)))]
 
 
