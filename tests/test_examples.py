@@ -102,7 +102,7 @@ def test_the_tpu_example_names_what_each_generation_cannot_compile(tmp_path: Pat
     assert re.findall(r"^TPU v\w+", printed, re.MULTILINE) == ["TPU v5e", "TPU v6e"]
     assert len(re.findall(r"^ +\d+ +\d+ +(?:ok|error \[\d\]|timeout)", printed, re.MULTILINE)) == 2 * 12
     # Its compiler takes seconds to find out, which on a busy machine is longer than the example's deadline.
-    assert re.search(r"^ +1024 +4096 +(?:error .* VMEM: 20\.95 of 16\.00 MiB|timeout)", printed, re.MULTILINE)
+    assert re.search(r"^ +1024 +4096 +(?:error .* VMEM: 20\.9\d of 16\.00 MiB|timeout)", printed, re.MULTILINE)
     assert re.search(r"\d of 12 block sizes compile for TPU v5e and TPU v6e", printed)
 
 
