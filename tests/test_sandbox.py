@@ -869,6 +869,20 @@ def test_shortening_a_log_loses_nothing_that_is_written_meanwhile() -> None:
         os.close(fd)
 
 
+def test_what_is_written_after_a_log_was_cleared_begins_a_new_one() -> None:
+    fd = spool.create_log()
+    other = os.dup(fd)
+    os.write(other, b"of the first config\n" * 200_000)
+    spool.trim_log(fd)
+    spool.clear_log(fd)
+    assert spool.read_log(fd) == ""
+    os.write(other, b"of the second\n")
+    assert spool.read_log(fd) == "of the second\n"
+    assert os.fstat(fd).st_blocks * 512 <= 1 << 16
+    os.close(fd)
+    os.close(other)
+
+
 def test_a_log_is_shortened_where_files_have_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_REMOVE")
     fd = spool.create_log()

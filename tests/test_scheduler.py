@@ -159,6 +159,8 @@ class FakeSandbox:
         self.workers: dict[int, FakeWorker] = {}
         self.given: list[FakeWorker] = []
         self.killed: list[int] = []
+        self.written: dict[int, list[int | None]] = collections.defaultdict(list)
+        """The configs of each worker, since its log was cleared."""
         self.shared: list[str] = []
         self.memory: dict[int, int] = {}
         self.baseline_bytes = 0
@@ -207,7 +209,10 @@ class FakeSandbox:
         return number if number in self.workers else None
 
     def log(self, number: int) -> str:
-        return f"log of {number}"
+        return f"log of {number}: {self.written[number]} "
+
+    def clear_log(self, number: int) -> None:
+        self.written[number] = []
 
     def trim_logs(self) -> None:
         pass
@@ -236,6 +241,8 @@ class FakeSandbox:
     def _give(self, worker: FakeWorker, frame: codec.Frame, fds: Sequence[int]) -> None:
         task: Task = codec.decode(json.loads(json.dumps(frame)), *messages.TASKS)
         worker.task, worker.do, worker.trial = task, type(task).__name__, task.trial
+        if task.trial is not None:
+            self.written[worker.number].append(task.trial)
         for fd in fds:
             os.fstat(fd)  # a descriptor that is given must be open
         key = (worker.do, worker.trial)
@@ -666,9 +673,24 @@ def test_an_exception_at_a_known_place_is_not_repeated_and_does_not_end_its_work
     taken = collections.Counter(worker.number for worker in result.given("Compile"))
     assert len(taken) == 2 if compiles_per_worker == 100 else 14 <= len(taken) <= 15
     assert result.sandbox.most_compiling == 1
-    logs = [error.log for error in left.values()]
-    assert all(log.endswith("tb") for log in logs)
-    assert sum("log of" in log for log in logs) <= 14, "the output of others in the same worker is not theirs"
+    logs = {index: error.log for index, error in left.items()}
+    assert all(log.endswith(f": [{index}] tb") for index, log in logs.items()), "the output of others is not theirs"
+
+
+@pytest.mark.parametrize("is_check", [True, False])
+def test_workers_that_only_compile_take_several_configs(is_check: bool) -> None:
+    plan = plan_for(Route.APART, slots=1, compiles_per_worker=4, compile_only=True, is_check=is_check, target=TARGET)
+    result = run(plan, 12, raising(dict.fromkeys((2, 5, 7), "here")))
+    left = result.leftovers.unconfirmed
+    assert sorted(left) == ([] if is_check else [2, 5, 7])
+    ended = {index: trial.outcome.value for index, trial in result.trials.items()}
+    ended |= {index: error.trial.outcome.value for index, error in left.items()}
+    assert [index for index, outcome in ended.items() if outcome == "error"] == [2, 5, 7]
+    assert len(ended) == 12
+    taken = collections.Counter(worker.number for worker in result.given("Compile"))
+    assert sum(taken.values()) == 13, "only the first exception was raised in a used worker, and repeated"
+    assert len(taken) == 4
+    assert not result.given("Prepare")
 
 
 def test_an_exception_at_another_place_is_repeated_in_a_fresh_worker() -> None:

@@ -172,6 +172,10 @@ class Sandbox:
         """Returns a worker's output."""
         return self._workers.log(number)
 
+    def clear_log(self, number: int) -> None:
+        """Removes the output of a worker so far, which is none of its next config's."""
+        self._workers.clear_log(number)
+
     def trim_logs(self) -> None:
         """Shortens the logs that have grown too large."""
         for fd in self._workers.log_fds:

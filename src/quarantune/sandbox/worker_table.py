@@ -100,6 +100,11 @@ class WorkerTable:
         if (worker := self._workers.get(number)) is not None:
             worker.pid = pid
 
+    def clear_log(self, number: int) -> None:
+        """Removes the output of a worker so far; an unknown number is ignored."""
+        if (worker := self._workers.get(number)) is not None:
+            spool.clear_log(worker.log_fd)
+
     def log(self, number: int) -> str:
         """Returns a worker's output."""
         worker = self._workers.get(number)

@@ -117,10 +117,17 @@ class Replies:
         job.figures = reply.figures
         if not self._run.plan.is_check:
             self._run.race.keep_compiled(job)
+        self._end_compiling(worker, job, Verdict(Outcome.OK, ""))
+
+    def _end_compiling(self, worker: Worker, job: Job, verdict: Verdict) -> None:
+        """Ends a job while it is compiled; its worker may go on with another."""
         worker.keep_peak()
-        worker.job = None
-        self._run.jobs.finish(job, worker, Verdict(Outcome.OK, ""), Phase.COMPILE)
-        self._run.workers.retire(worker)
+        self._run.jobs.finish(job, worker, verdict, Phase.COMPILE)
+        if isinstance(self._route, Apart):
+            self._route.free_compiler(worker)
+        else:
+            worker.job = None
+            self._run.workers.retire(worker)
 
     def _on_measured(self, worker: Worker, job: Job, device: DeviceState, reply: Measured) -> None:
         run, race = self._run, self._run.race
@@ -167,8 +174,7 @@ class Replies:
         if job is not None:
             job.raised_at = reply.place
             if reply.goes_on and isinstance(self._route, Apart) and self._fails_by_itself(worker, job, reply):
-                run.jobs.finish(job, worker, raised(reply), reply.phase)
-                self._route.free_compiler(worker)
+                self._end_compiling(worker, job, raised(reply))
                 return
         run.workers.kill_with_verdict(worker, raised(reply))
 

@@ -69,30 +69,31 @@ class Run:
     def save_compiled(self, job: Job, device: DeviceState | None, *, worker: Worker | None = None) -> None:
         """Has a job compiled by a worker that leaves the executable, unless it is for a check, in a file.
 
+        A worker without a device may compile further jobs after that.
+
         Args:
             job: the job.
             device: the device that the worker may use; None for none.
             worker: one that has compiled another job; None starts one.
         """
+        plan = self.plan
         job.close_executable()
-        if self.plan.is_check:
-            task = dataclasses.replace(self.compile_task(job), last=True)
-            self.workers.start(task, WorkerState.COMPILING, job=job, device=device)
-            return
-        job.executable_fd = spool.create("executable")
+        if not plan.is_check:
+            job.executable_fd = spool.create("executable")
         task = dataclasses.replace(
             self.compile_task(job),
-            last=self.plan.compile_only or (worker.used if worker else 0) + 1 >= self.plan.compiles_per_worker,
-            must_save=not self.plan.is_together,
-            as_data=self.plan.compile_only,
+            last=plan.is_together or (worker.used if worker else 0) + 1 >= plan.compiles_per_worker,
+            must_save=not (plan.is_together or plan.is_check),
+            as_data=plan.compile_only,
         )
+        fds = [job.executable_fd] if job.executable_fd >= 0 else []
         if worker is None:
-            self.workers.start(task, WorkerState.COMPILING, job=job, device=device, fds=[job.executable_fd])
+            self.workers.start(task, WorkerState.COMPILING, job=job, device=device, fds=fds)
             return
         worker.transition(WorkerState.COMPILING)
         worker.job, worker.began, worker.peak_bytes = job, False, 0
         worker.deadline = self.workers.startup_deadline()
-        self.workers.send(worker, task, [job.executable_fd])
+        self.workers.send_next(worker, task, fds)
 
     def assign_device(self, device: DeviceState, worker: Worker) -> None:
         """Gives a worker a device to measure its job on; from now on its time counts."""
@@ -131,4 +132,4 @@ class Run:
         if offer.keeps:
             worker.output_fd = spool.create("output")
             fds.append(worker.output_fd)
-        self.workers.send(worker, task, fds)
+        self.workers.send_next(worker, task, fds)

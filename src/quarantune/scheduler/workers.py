@@ -36,6 +36,7 @@ class SandboxLike(Protocol):
     def forget(self, number: int) -> None: ...
     def pid(self, number: int) -> int | None: ...
     def log(self, number: int) -> str: ...
+    def clear_log(self, number: int) -> None: ...
     def trim_logs(self) -> None: ...
     def share_modules(self, names: Sequence[str]) -> None: ...
     def poll(self, timeout_s: float) -> list[Event]: ...
@@ -326,6 +327,12 @@ class Workers:
         """Sends a worker a further task."""
         self._sandbox.send(worker.number, codec.encode(task), fds)
 
+    def send_next(self, worker: Worker, task: Task, fds: Sequence[int] = ()) -> None:
+        """Sends a worker that may have had other configs a further one, and forgets the output of those."""
+        if worker.used:
+            self._sandbox.clear_log(worker.number)
+        self.send(worker, task, fds)
+
     def share_modules(self, names: Sequence[str]) -> None:
         """Imports in the template the modules that a worker had to import, for later workers."""
         if names:
@@ -375,6 +382,5 @@ class Workers:
         return self._sandbox.pid(worker.number)
 
     def log(self, worker: Worker) -> str:
-        """Returns the output of a worker, with the traceback of its config; without that of configs before it."""
-        output = "" if worker.used and worker.traceback else self._sandbox.log(worker.number)
-        return output + worker.traceback
+        """Returns the output of a worker since it got its config, with the traceback of that."""
+        return self._sandbox.log(worker.number) + worker.traceback

@@ -309,7 +309,10 @@ class Routes:
         return scheduler
 
     def _compiles_per_worker(self) -> int:
-        return 1 if self._on_cpu or self._is_check else min(_COMPILES_PER_WORKER, self._configs_per_worker())
+        # libtpu may take tens of seconds for what does not fit into a TPU. A deadline missed in a used worker must be
+        # waited for twice, and in a check, which measures nothing, that is more than used workers save.
+        is_fresh = self._on_cpu or (self._on_tpu and self._is_check)
+        return 1 if is_fresh else min(_COMPILES_PER_WORKER, self._configs_per_worker())
 
     def _configs_per_worker(self) -> int:
         if self._limits.configs_per_worker is not None:

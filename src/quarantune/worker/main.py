@@ -90,8 +90,8 @@ class Worker:
         try:
             reply = self._do(task, fds)
         except BaseException as error:  # a config may raise anything, SystemExit and KeyboardInterrupt too
-            is_ordinary = isinstance(error, Exception) and self._phase is Phase.COMPILE
-            goes_on = is_ordinary and isinstance(task, messages.Compile) and task.must_save and not task.last
+            only_compiles = isinstance(task, messages.Compile) and (task.must_save or task.is_check) and not task.last
+            goes_on = only_compiles and isinstance(error, Exception) and self._phase is Phase.COMPILE
             self._send(self._failure(error, goes_on=goes_on))
             return goes_on
         finally:
