@@ -136,6 +136,36 @@ def test_a_worker_goes_on_after_an_exception_that_a_fresh_one_has_raised_too(
     assert len(used) <= 4, "most were taken by a worker that had raised the exception before"
 
 
+def switch(x: Any, do: str = "") -> Any:
+    with open(os.environ["SEEN"], "a") as seen:
+        print(do, jax.config.jax_default_matmul_precision, os.getpid(), file=seen)
+    if do.startswith("switch"):
+        jax.config.update("jax_default_matmul_precision", "float32")
+    if do.endswith("refuse"):
+        raise ValueError("not this one")
+    return x + int(do[-1])
+
+
+@pytest.mark.usefixtures("quiet_place")
+def test_no_config_meets_the_settings_that_another_has_left_in_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
+    monkeypatch.setattr(routes.Routes, "_compiles_per_worker", lambda self: 100)
+    monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
+    configs = [f"good {i}" for i in range(8)]
+    configs += [text for i in range(4) for text in (f"{i} refuse", f"switch {i} refuse", f"switch and work {i}")]
+    with nothing_is_left():
+        trials = tuner(switch, configs).run(X).trials
+    refused = [trial for trial in trials if trial.config["do"].endswith("refuse")]
+    assert ends(refused) == ["error"] * 8
+    assert {trial.message for trial in refused} == {"ValueError: not this one"}
+    assert {trial.outcome.value for trial in trials if trial not in refused} <= {"ok", "slow"}
+    seen = [line.rsplit(maxsplit=2)[1:] for line in (tmp_path / "seen").read_text().splitlines()]
+    assert {setting for setting, _ in seen} == {"None"}
+    assert len({pid for _, pid in seen}) < len(seen), "some workers took several"
+
+
 # --- what a first run says ----------------------------------------------------------------------------------
 
 _made: list[object] = []

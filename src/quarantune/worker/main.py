@@ -1,6 +1,7 @@
 """A worker's main: runs the scheduler's tasks, and replies phase by phase.
 
 It ends with its first failure, because a process in which something went wrong cannot be trusted with another config.
+The exception is a worker that compiles for others: it goes on after an exception, unless JAX's settings have changed.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Worker:
         self._has_spoken = False
         self._is_nice = False
         self._trial: int | None = None
+        self._trace_context: tuple[Any, ...] = ()
         self._modules = set(sys.modules)
 
     def run(self, frame: Frame, fds: list[int]) -> None:
@@ -90,15 +92,23 @@ class Worker:
         try:
             reply = self._do(task, fds)
         except BaseException as error:  # a config may raise anything, SystemExit and KeyboardInterrupt too
-            only_compiles = isinstance(task, messages.Compile) and (task.must_save or task.is_check) and not task.last
-            goes_on = only_compiles and isinstance(error, Exception) and self._phase is Phase.COMPILE
+            is_ordinary = isinstance(error, Exception) and self._phase is Phase.COMPILE
+            goes_on = is_ordinary and _only_compiles(task) and self._may_go_on(task)
             self._send(self._failure(error, goes_on=goes_on))
             return goes_on
         finally:
             wire.close_all(fds)
         if reply is not None:
             self._send(reply)
-        return not task.last
+        return self._may_go_on(task)
+
+    def _may_go_on(self, task: Task) -> bool:
+        """Returns whether a further config would find this process as the last one did."""
+        if task.last or not _only_compiles(task):
+            return not task.last
+        from quarantune import jax_internals
+
+        return self._trace_context == jax_internals.trace_context()()
 
     def _do(self, task: Task, fds: list[int]) -> Reply | None:
         from quarantune.worker.probe import probe
@@ -149,9 +159,11 @@ class Worker:
         return bench
 
     def _compile(self, bench: Bench, task: messages.Compile, fds: list[int]) -> Reply:
+        from quarantune import jax_internals
         from quarantune.worker.compiler_figures import read_figures
         from quarantune.worker.failures import NeedsDeviceError
 
+        self._trace_context = jax_internals.trace_context()()
         if task.must_save:
             self._yield_cpu()
         self._enter(Phase.COMPILE)
@@ -338,6 +350,11 @@ def describe_error(error: BaseException) -> ErrorDescription:
         text=_shorten(text),
         traceback="\n".join(trace.splitlines()[-_TRACEBACK_LINES:])[-_MESSAGE_CHARS:],
     )
+
+
+def _only_compiles(task: Task) -> bool:
+    """Returns whether a task is to compile a config that this worker will not run."""
+    return isinstance(task, messages.Compile) and (task.must_save or task.is_check)
 
 
 def _place_of(error: BaseException) -> str:
