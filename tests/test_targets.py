@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -13,7 +17,7 @@ from quarantune.devices.device import Backend
 from quarantune.values import settings as environment
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.probed_device import ProbedDevice
-from quarantune.worker.failures import outcome_of
+from quarantune.worker.failures import outcome_of, place_of
 
 TEXT = 'gpu_device_info {\n  core_count: 58\n}\nplatform_name: "CUDA"\ndevice_description_str: "NVIDIA L4"\n'
 
@@ -129,3 +133,38 @@ def test_a_missing_compiler_names_the_extra_that_has_it(
 def test_only_the_devices_main_memory_can_be_out_of_memory(memory: str, outcome: str) -> None:
     text = "Shared memory size limit exceeded" if memory == "shared" else f"Ran out of memory in memory space {memory}"
     assert outcome_of(jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}"), "compile") == outcome
+
+
+def caught(act: Callable[[], Any]) -> Exception:
+    try:
+        act()
+    except Exception as error:
+        return error
+    raise AssertionError("it raised nothing")
+
+
+def refuses(about: str) -> None:
+    if about == "a type":
+        raise TypeError(about)
+    raise ValueError(about)
+
+
+def fails_in_xla(status: str) -> None:
+    raise jax.errors.JaxRuntimeError(status)
+
+
+def test_exceptions_have_a_place_each_line_and_each_status_of_xla() -> None:
+    def place(act: Callable[..., None], *args: str) -> str:
+        error = caught(functools.partial(act, *args))
+        return place_of(error, str(error))
+
+    one, other = place(refuses, "8 warps"), place(refuses, "16 warps")
+    assert one == other
+    assert re.fullmatch(r"ValueError at .*test_targets\.py:\d+", one)
+    assert place(refuses, "a type") != one
+    memory = place(fails_in_xla, "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 274432")
+    assert memory.startswith("JaxRuntimeError RESOURCE_EXHAUSTED at ")
+    assert memory == place(fails_in_xla, "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 409600")
+    assert place(fails_in_xla, "INTERNAL: 274432") == memory.replace("RESOURCE_EXHAUSTED", "INTERNAL")
+    assert place(fails_in_xla, "no status here") == memory.replace(" RESOURCE_EXHAUSTED", "")
+    assert place_of(ValueError("never raised"), "never raised") == "ValueError"

@@ -379,7 +379,7 @@ class Failed(Judged):
         error: the exception's type.
         text: its message.
         traceback: the last lines of its traceback.
-        place: its type, and the file and line where it was raised.
+        place: its type and where it was raised, as `worker.failures.place_of` returns it.
         goes_on: whether the worker waits for another config to compile.
     """
 

@@ -80,7 +80,7 @@ class Unconfirmed:
     Attributes:
         trial: the config's trial.
         log: the worker's output.
-        place: the exception's type, and the file and line where it was raised.
+        place: the exception's type and where it was raised, as `worker.failures.place_of` returns it.
     """
 
     trial: Trial

@@ -10,6 +10,8 @@ from quarantune.values.trial import Outcome
 
 _ON_CHIP = re.compile(r"memory space [vs]mem")
 """In a compiler's complaint about a TPU's memory on the chip, which only a kernel's blocks can exhaust."""
+_STATUS = re.compile(r"[A-Z_]+(?=:)")
+"""What the message of an error of XLA begins with."""
 
 
 class NeedsDeviceError(RuntimeError):
@@ -45,3 +47,20 @@ def outcome_of(error: BaseException, phase: str) -> str:
     ):
         return Outcome.DEVICE_OOM.value
     return Outcome.ERROR.value
+
+
+def place_of(error: BaseException, message: str) -> str:
+    """Returns an exception's type, and the file and line where it was raised; of an error of XLA its status, too.
+
+    One line of JAX raises all errors of XLA.
+
+    Args:
+        error: the exception.
+        message: its text.
+    """
+    status = _STATUS.match(message) if isinstance(error, jax.errors.JaxRuntimeError) else None
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    where = "" if entry is None else f" at {entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"
+    return f"{type(error).__qualname__}{f' {status[0]}' if status else ''}{where}"

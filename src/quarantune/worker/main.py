@@ -280,7 +280,7 @@ class Worker:
         )
 
     def _failure(self, error: BaseException, *, goes_on: bool) -> messages.Failed:
-        from quarantune.worker.failures import WrongResultError, outcome_of
+        from quarantune.worker.failures import WrongResultError, outcome_of, place_of
 
         about = describe_error(error)
         is_wrong = isinstance(error, WrongResultError)
@@ -291,7 +291,7 @@ class Worker:
             text=about.text,
             traceback="" if is_wrong else about.traceback,  # the place where it is raised here tells nothing
             agreement=messages.Agreement(error.group) if isinstance(error, WrongResultError) else None,
-            place=_place_of(error),
+            place=_shorten(place_of(error, about.text)),
             goes_on=goes_on,
         )
 
@@ -355,15 +355,6 @@ def describe_error(error: BaseException) -> ErrorDescription:
 def _only_compiles(task: Task) -> bool:
     """Returns whether a task is to compile a config that this worker will not run."""
     return isinstance(task, messages.Compile) and (task.must_save or task.is_check)
-
-
-def _place_of(error: BaseException) -> str:
-    """Returns an exception's type, and the file and line where it was raised."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    where = "" if frame is None else f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
-    return _shorten(f"{type(error).__qualname__} at {where}")
 
 
 def _shorten(text: str) -> str:
