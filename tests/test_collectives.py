@@ -87,6 +87,7 @@ def test_a_collective_is_tuned_on_a_mesh_of_the_same_axes(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.slow
 def test_a_function_that_names_no_axis_is_tuned_for_one_shard(tmp_path: Path) -> None:
     run_script(
         tmp_path,

@@ -125,7 +125,7 @@ def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_it_gets_there() -> None
     assert len(by_shape) == 2, "and with no other"
 
 
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> None:
     # Tracing the inner jit anew, every time, takes 25 ms, which no other difference must drown in.
     slow, quick = kernel("left", {"ms": [50, 1]}, lambda x, ms: pause(x, ms) + ms), kernel("right", {"ms": [1, 50]})

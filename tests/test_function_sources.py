@@ -201,6 +201,7 @@ if __name__ == "__main__":
     assert run(tmp_path, script) == "(True, {'n': 2}, [0.0, 3.0, 6.0])\n"
 
 
+@pytest.mark.slow
 def test_sweeps_over_numpy_arrays_start_no_backend_and_forked_children_tune(tmp_path: Path) -> None:
     script = f"""{DEFINE}{KERNEL}
 import multiprocessing, psutil, signal

@@ -146,6 +146,7 @@ def test_each_setting_has_its_own_winner_even_in_the_call_memo(sweeps: list[str]
 # --- in workers ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_worker_ignores_options_that_it_does_not_know(tmp_path: Path) -> None:
     registering = "from jax._src import config\nconfig.string_flag('a_late_option', 'as it was')\n"
     (tmp_path / "registering.py").write_text(registering, encoding="utf-8")

@@ -35,7 +35,7 @@ def tuner(fn: Callable[..., Any], configs: list[Any], **options: Any) -> quarant
     return quarantune.AutoTuner(jitted, space, **{"warmup": 1, "rep": 3, "ref_fn": None, **options})
 
 
-@pytest.mark.parametrize("impls", [["rbg", "unsafe_rbg"], ["unsafe_rbg", "rbg"]])
+@pytest.mark.parametrize("impls", [["rbg", "unsafe_rbg"], pytest.param(["unsafe_rbg", "rbg"], marks=pytest.mark.slow)])
 def test_programs_whose_keys_are_made_otherwise_are_never_taken_for_one(impls: list[str]) -> None:
     def keys(data: Any, do: str = "") -> Any:
         return jax.random.wrap_key_data(data + jnp.uint32(1), impl=do)

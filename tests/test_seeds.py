@@ -567,6 +567,7 @@ def test_triton_distributeds_per_call_switches_run_untuned_and_log_more(
     assert re.search("my_gemm_function: BLOCK_SIZE_M=32 BLOCK_SIZE_K=32: (ok|slow) ", caplog.text)
 
 
+@pytest.mark.slow
 def test_triton_distributeds_contextual_example_tunes_every_kernel(
     sweeps: list[list[Any]],
 ) -> None:

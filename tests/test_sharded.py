@@ -250,6 +250,7 @@ def test_two_shardings_have_two_keys(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_array_on_several_devices_without_a_mesh_is_bound_to_none_in_a_worker(tmp_path: Path) -> None:
     run_script(
         tmp_path,
