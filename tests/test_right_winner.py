@@ -329,11 +329,12 @@ def test_check_grad_finds_a_wrong_gradient_behind_a_right_output(isolation: str)
 
 
 def test_what_its_first_samples_rule_out_is_slow_is_told_and_cannot_win(sweeps: list[Swept]) -> None:
-    result = tuned(lambda x, do: after(do, x), [20, 4000], rep=20).tune(X)
+    # So much slower that nothing on a busy machine disturbs the faster one as much.
+    result = tuned(lambda x, do: after(do, x), [20, 100_000], rep=20).tune(X)
     fast, slow = result.trials
     assert (fast.outcome, slow.outcome) == (Outcome.OK, Outcome.SLOW)
     assert 1 <= len(slow.samples_ms) <= 20
-    assert re.match(r"at best \S+ ms, where another config takes \S+", slow.message)
+    assert re.match(r"(at best|its first run took) \S+ ms, where another config takes \S+", slow.message)
     assert result.best_config == fast.config
     assert slow.config not in result.tie
     # On a busy machine it may get a second look, which changes nothing.
