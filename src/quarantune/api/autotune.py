@@ -253,14 +253,14 @@ class Autotuned:
             self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
         call = self._resolver.bind(args, kwargs)
-        config: Config | None = {}
+        config: Config = {}
         if call.gives_tunables:
             bound = self.__wrapped__
         else:
             choice = self._resolver.choice(call)
-            config = choice.config
-            if config is None:
+            if choice.config is None:
                 return self.__wrapped__(*args, **kwargs)
+            config = choice.config
             bound = binding.bind(self.__wrapped__, config)
             if not choice.is_settled:
                 return bound(*args, **kwargs)
@@ -269,7 +269,7 @@ class Autotuned:
         if key is not None:
             memo[key] = bound
             self._keep_ready(context, args, kwargs, bound)
-        with self._resolver.seeding_compilation(config or {}, args, kwargs):
+        with self._resolver.seeding_compilation(config, args, kwargs):
             return bound(*args, **kwargs)
 
     def _keep_ready(

@@ -87,27 +87,28 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
         local_device_count=lambda: 1,
     )
 
+    def tell(name: str, asker: types.FrameType) -> None:
+        if not _comes_with_jax(asker):
+            asked(name)
+
     def get_backend(platform: Any = None) -> Any:
         function = sys._getframe(1)
         name, asker = function.f_code.co_name, function.f_back
         if platform not in (None, *names) or name not in _ASKING or asker is None or _is_jax(asker):
             return real(platform)
-        if name != "default_backend" and not _is_kernel_of_jax(asker):
-            asked(name)
+        if name != "default_backend":
+            tell(name, asker)
         return backend
 
     def local_devices(process_index: int | None = None, backend: Any = None, host_id: int | None = None) -> Any:
         # JAX remembers its own answer, whoever asked.
         if backend not in (None, *names) or _is_jax(sys._getframe(1)):
             return real_local_devices(process_index, backend, host_id)
-        if not _is_kernel_of_jax(sys._getframe(1)):
-            asked("local_devices")
+        tell("local_devices", sys._getframe(1))
         return [device]
 
     def get_default_device() -> Any:
-        asker = sys._getframe(1)
-        if not _is_jax(asker) and not _is_kernel_of_jax(asker):
-            asked("extend.backend.get_default_device")
+        tell("extend.backend.get_default_device", sys._getframe(1))
         return device
 
     def answer_with(*answers: Any) -> None:
@@ -121,11 +122,11 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
 
 
 def _is_jax(frame: types.FrameType) -> bool:
-    return _module(frame).startswith(("jax.", "jaxlib.")) and not _is_kernel_of_jax(frame)
+    return _comes_with_jax(frame) and not _module(frame).startswith(_KERNELS_OF_JAX)
 
 
-def _is_kernel_of_jax(frame: types.FrameType) -> bool:
-    return _module(frame).startswith(_KERNELS_OF_JAX)
+def _comes_with_jax(frame: types.FrameType) -> bool:
+    return _module(frame).startswith(("jax.", "jaxlib."))
 
 
 def _module(frame: types.FrameType) -> str:

@@ -18,7 +18,8 @@ class CompilationSeeds:
     """Executables that workers compiled, until a call has used them."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, bytes] = {}
+        self._by_key: dict[str, bytes] = {}
+        self._by_program: dict[str, bytes] = {}
 
     def add(self, compiled: dict[str, bytes]) -> None:
         """Seeds JAX's compilation cache with a worker's executable, now or, without such a cache, with the next call.
@@ -29,9 +30,9 @@ class CompilationSeeds:
         by_program = {key: value for key, value in compiled.items() if key.startswith(program_text.PREFIX)}
         by_key = {key: value for key, value in compiled.items() if key not in by_program}
         if by_program and not jax_internals.has_compilation_cache():
-            self._waiting |= by_program
+            self._by_program |= by_program
         if by_key and not jax_internals.seed_compilation_cache(by_key):
-            self._waiting |= by_key
+            self._by_key |= by_key
 
     @contextlib.contextmanager
     def in_use(self, fn: Any, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
@@ -43,13 +44,13 @@ class CompilationSeeds:
             args: the call's positional arguments.
             kwargs: the call's keyword arguments.
         """
-        if not self._waiting or jax_internals.is_tracing():
+        if not (self._by_key or self._by_program) or jax_internals.is_tracing():
             yield
             return
-        waiting, self._waiting = self._waiting, {}
-        by_program = {key: value for key, value in waiting.items() if key.startswith(program_text.PREFIX)}
+        by_key, by_program = self._by_key, self._by_program
+        self._by_key, self._by_program = {}, {}
         modules = _module_of(fn, config, args, kwargs, by_program) if by_program else {}
-        with jax_internals.compilation_cache_in_memory(waiting, modules=modules):
+        with jax_internals.compilation_cache_in_memory(by_key, modules=modules):
             yield
 
 

@@ -6,7 +6,7 @@ import logging
 
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker, WorkerState
-from quarantune.values.trial import Outcome, Phase
+from quarantune.values.trial import Outcome
 
 _logger = logging.getLogger("quarantune")
 
@@ -69,7 +69,7 @@ class Endings:
             run.jobs.again_alone(job)
         elif outcome is Outcome.DEVICE_OOM and worker.device and self._make_room(worker.device):
             run.jobs.ready.appendleft(job)
-        elif worker.used and outcome.is_failure and not self._has_failed_elsewhere(job, worker, outcome):
+        elif worker.used and outcome.is_failure and not run.jobs.fails_by_itself(job, worker, outcome):
             # An earlier config may have done something to this process: only a fresh one can tell.
             if worker.is_compiling:
                 job.compiles_fresh = True
@@ -79,11 +79,6 @@ class Endings:
                 run.jobs.ready.appendleft(job)
         else:
             run.jobs.finish(job, worker, verdict, worker.phase)
-
-    def _has_failed_elsewhere(self, job: Job, worker: Worker, outcome: Outcome) -> bool:
-        """Whether a config raised its exception where another did that had a worker to itself."""
-        is_error = (outcome, worker.phase) == (Outcome.ERROR, Phase.COMPILE) and worker.is_compiling
-        return is_error and self._run.jobs.fails_at(job.raised_at)
 
     def _may_fit_alone(self, job: Job) -> bool:
         """Whether a config that ran out of memory might not have done so without the others."""

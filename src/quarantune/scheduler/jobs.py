@@ -92,9 +92,14 @@ class Jobs:
             self._add([Job(index, config) for index, config in taken.items()])
         return bool(self.pending)
 
-    def fails_at(self, place: str) -> bool:
-        """Whether a config that had a worker to itself has raised an exception there while it was compiled."""
-        return bool(place) and place in self._places
+    def fails_by_itself(self, job: Job, worker: Worker, outcome: Outcome) -> bool:
+        """Whether an error while compiling cannot be the doing of configs that the same worker had before.
+
+        It is not if there were none, or if a config that had a worker to itself has raised an exception at that place.
+        """
+        if not worker.is_compiling or (outcome, worker.phase) != (Outcome.ERROR, Phase.COMPILE):
+            return False
+        return not worker.used or (bool(job.raised_at) and job.raised_at in self._places)
 
     def default_is_pending(self) -> bool:
         """Whether the config that all others are compared with must yet be compiled, perhaps again."""

@@ -170,16 +170,11 @@ class Replies:
                 worker.job = None
                 run.workers.retire(worker)
                 return
-        worker.traceback, job = reply.traceback, worker.job
+        worker.traceback, job, verdict = reply.traceback, worker.job, raised(reply)
         if job is not None:
             job.raised_at = reply.place
-            if reply.goes_on and isinstance(self._route, Apart) and self._fails_by_itself(worker, job, reply):
-                self._end_compiling(worker, job, raised(reply))
+            may_go_on = reply.goes_on and isinstance(self._route, Apart)
+            if may_go_on and run.jobs.fails_by_itself(job, worker, verdict.outcome):
+                self._end_compiling(worker, job, verdict)
                 return
-        run.workers.kill_with_verdict(worker, raised(reply))
-
-    def _fails_by_itself(self, worker: Worker, job: Job, reply: Failed) -> bool:
-        """Returns whether a config's error while compiling cannot be the doing of configs before it in its worker."""
-        if worker.state is not WorkerState.COMPILING or (reply.outcome, reply.phase) != (Raised.ERROR, Phase.COMPILE):
-            return False
-        return not worker.used or self._run.jobs.fails_at(job.raised_at)
+        run.workers.kill_with_verdict(worker, verdict)

@@ -1,7 +1,7 @@
 """A worker's main: runs the scheduler's tasks, and replies phase by phase.
 
 It ends with its first failure, because a process in which something went wrong cannot be trusted with another config.
-The exception is a worker that compiles for others: it goes on after an exception, unless JAX's settings have changed.
+Only a worker that compiles for others goes on after an exception, unless JAX's settings have changed.
 """
 
 from __future__ import annotations
@@ -104,8 +104,10 @@ class Worker:
 
     def _may_go_on(self, task: Task) -> bool:
         """Returns whether a further config would find this process as the last one did."""
-        if task.last or not _only_compiles(task):
-            return not task.last
+        if task.last:
+            return False
+        if not _only_compiles(task):
+            return True
         from quarantune import jax_internals
 
         return self._trace_context == jax_internals.trace_context()()
