@@ -110,6 +110,18 @@ def test_a_source_is_asked_as_late_as_places_become_free(route: Route) -> None:
     assert source.most_pending <= SLOTS + 4 + 1 + 8
 
 
+def test_slots_do_not_idle_while_the_first_worker_initialises_its_device() -> None:
+    def act(worker: Any) -> Any:
+        return [(2.3, worker.says("Ready", "load", modules=[]))] if worker.do == "Prepare" else None
+
+    source = Growing(60)
+    _, (sandbox, _) = run(source, Route.APART, act, slots=8, parked=4)
+    before = list(itertools.takewhile(lambda worker: worker.do != "Measure", sandbox.given))
+    # Each compiles in 1.2 s: twice eight have begun by then.
+    assert sum(worker.do == "Compile" for worker in before) == 16
+    assert source.most_pending <= 16 + 8
+
+
 @ROUTES
 def test_a_source_that_waits_for_trials_gets_them_without_delay(route: Route) -> None:
     waiting = Growing(12, batch=2)

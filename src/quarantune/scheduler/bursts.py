@@ -72,7 +72,11 @@ class Bursts:
         if run.jobs.pending or not run.jobs.may_grow:
             return bool(run.jobs.pending)
         compiling = run.workers.compiling()
-        room = run.plan.parked - len(self._route.waiting()) - (compiling if run.plan.exclusive else 0)
+        parked = run.plan.parked
+        if not run.plan.exclusive and not run.workers.any_may_measure():
+            # Many configs compile in the time that a worker takes to initialise its device; no slot idles until then.
+            parked = max(parked, 2 * run.plan.slots)
+        room = parked - len(self._route.waiting()) - (compiling if run.plan.exclusive else 0)
         if room <= 0 or (run.plan.exclusive and (run.workers.measuring() or not self.has_room())):
             return False
         return run.jobs.refill(room if run.plan.exclusive else max(_ASKED_AT_ONCE, run.plan.slots - compiling))

@@ -297,6 +297,10 @@ class Workers:
         """Returns how many devices are assigned, those too that were withdrawn and whose workers are still dying."""
         return sum(worker.holds_device for worker in self._by_number.values())
 
+    def any_may_measure(self) -> bool:
+        """Whether a worker is ready for a config, or measures one."""
+        return any(worker.state in (WorkerState.IDLE, WorkerState.MEASURING) for worker in self._by_number.values())
+
     def on(self, device: DeviceState) -> int:
         """Returns how many workers use a device."""
         return sum(worker.device is device for worker in self._by_number.values())

@@ -29,6 +29,9 @@ class FrozenDict(dict[str, Any]):
 COMPILER_OPTIONS = "compiler_options"
 """The key of a config that holds options for XLA, where the function has no parameter of that name."""
 
+_PLAIN = frozenset({int, str, float, bool, type(None)})
+"""Most values by far are of these types, and need no look at their fields."""
+
 NO_OPTIONS = FrozenDict()
 """The compiler options of a config without any, where others have some."""
 
@@ -47,6 +50,8 @@ def is_tagged(value: Any) -> bool:
 
 def field_names(value: Any) -> list[str] | None:
     """Returns the names of a dataclass's or a named tuple's fields; None for anything else."""
+    if type(value) in _PLAIN:
+        return None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [field.name for field in dataclasses.fields(value)]
     return list(value._fields) if isinstance(value, tuple) and hasattr(value, "_fields") else None
@@ -65,6 +70,8 @@ def tagged(value: Any) -> dict[str, Any]:
 
 def encode(value: Any) -> Any:
     """Returns a config, or one value of it, as JSON can hold it."""
+    if type(value) in _PLAIN:
+        return value
     if is_tagged(value):
         value = tagged(value)
     if isinstance(value, Mapping):
