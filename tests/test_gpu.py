@@ -80,7 +80,7 @@ def test_kernels_compile_in_workers_that_never_open_the_gpu(held, tmp_path):
     x, notes_in = held[:4096], tmp_path / "notes"
     notes_in.mkdir()
     result = doubled.tune(x, str(notes_in))
-    assert [trial.outcome for trial in result.trials] == [Outcome.OK] * 3, result.table()
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
     assert {trial.route for trial in result.trials} == {Route.APART}
     notes = [file.read_text() for file in notes_in.iterdir()]
     assert notes == ["gpu []"] * 3
@@ -210,8 +210,10 @@ def raising(x, mode: str = "good"):
 def test_an_error_raised_without_the_gpu_is_confirmed_on_it_once_for_each_place(held):
     result = raising.tune(held[:1024])
     table = result.table(width=160)
-    assert result.failures == {"error": 4}, table
-    assert [trial.outcome for trial in result.trials if trial.config["mode"].startswith("memory")] == [Outcome.OK] * 2
+    outcomes = [trial.outcome for trial in result.trials]
+    assert outcomes[1:5] == [Outcome.ERROR] * 4, table
+    # A kernel of a microsecond may look slower than its equal.
+    assert {outcomes[0], *outcomes[5:]} <= {Outcome.OK, Outcome.SLOW}, table
     routes = [trial.route for trial in result.trials]
     assert [sorted(routes[i : i + 2]) for i in (1, 3)] == [[Route.APART, Route.TOGETHER]] * 2, table
     assert routes[5:] == [Route.TOGETHER] * 2, table

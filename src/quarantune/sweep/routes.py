@@ -51,8 +51,9 @@ _DEVICE_PARKED = 4
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
 _CONFIGS_PER_TPU_WORKER = 1000
 """No worker can be made ready while another one owns the TPU, which takes seconds to initialise."""
-_COMPILES_PER_WORKER = 8
-"""How many configs one compile worker takes for an accelerator: the first takes a third more CPU time than others."""
+_COMPILES_PER_WORKER = 32
+"""How many configs one compile worker takes for an accelerator. The first takes 0.3 s more than others: on an H200, 648
+configs of which 59% fail take a second less than with 8 for each worker, which grows by less than 1 MB per config."""
 
 
 class Routes:
