@@ -13,7 +13,6 @@ from quarantune.api.call_memo import Memo, MemoKeys, read_context
 from quarantune.api.on_engine import on_engine
 from quarantune.host import locks
 from quarantune.resolve import suitable
-from quarantune.results.result import TuningResult
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding, differentiation, pickling
 from quarantune.transport.call import Arguments
@@ -23,6 +22,7 @@ from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
     from quarantune.resolve.resolver import Resolver
+    from quarantune.results.result import TuningResult
 
 
 _Known: TypeAlias = dict[Any, tuple[list[Any], Callable[..., Any]]]
