@@ -190,6 +190,29 @@ def test_code_that_asks_for_its_device_is_answered_for_the_target(target: str, p
     assert "MemoryStats" in report.trials[-1].message
 
 
+@functools.partial(jax.jit, static_argnames=["block", "spread"])
+def particular(x: Any, block: int = 1, spread: bool = False) -> Any:
+    """Asks for its device as most kernels for TPUs do, and is particular about its blocks."""
+    assert jax.devices()[0].device_kind.startswith("TPU")
+    if x.shape[0] % block:
+        raise ValueError(f"blocks of {block} do not divide {x.shape[0]}")
+    if spread:
+        mesh, split = jax.sharding.AbstractMesh((4,), ("x",)), jax.sharding.PartitionSpec("x")
+        return jax.shard_map(lambda part: part * 2, mesh=mesh, in_specs=split, out_specs=split)(x)
+    return x * block
+
+
+@needs_libtpu
+def test_the_reason_of_an_error_comes_first_and_the_doubt_about_it_last() -> None:
+    configs = [{"block": 8}, {"block": 5}, {"spread": True}]
+    report = quarantune.compile_check(particular, configs, struct(64, 128), target="v5e")
+    assert ends(report) == ["ok", "error", "error"], report.table()
+    doubtful, spread = (trial.message.partition("UncheckableError: ")[2] for trial in report.trials[1:])
+    assert doubtful.startswith("ValueError: blocks of 5 do not divide 64 (perhaps only where the device is not")
+    assert "jax.devices()" in doubtful
+    assert spread.startswith("a check is for one device, and the function has a mesh of its own: ValueError")
+
+
 @needs_cuda
 def test_an_error_after_asking_for_the_device_says_nothing_about_the_config() -> None:
     code = """

@@ -50,7 +50,8 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
         The sharding that the program's arguments have on the accelerator.
 
     Raises:
-        UncheckableError: in a check, there was an error after such a question.
+        UncheckableError: in a check, there was an error after such a question, or because the program has a mesh of its
+            own.
     """
     jax.config.update("jax_platforms", "cpu")
     described = topology(target).devices[0]
@@ -61,10 +62,16 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
         with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device(described, asked.append):
             yield SingleDeviceSharding(described)
     except Exception as error:
-        if not (asked and is_check):
+        if not is_check:
             raise
-        reason = f"it calls jax.{asked[0]}() while it is traced, and fails where the device is not"
-        raise UncheckableError(f"{reason}: {type(error).__name__}: {error}") from error
+        what = f"{type(error).__name__}: {error}"
+        if str(mesh) in str(error):
+            reason = "a check is for one device, and the function has a mesh of its own"
+            raise UncheckableError(f"{reason}: {what}") from error
+        if asked:
+            doubt = f"perhaps only where the device is not: it calls jax.{asked[0]}() while it is traced"
+            raise UncheckableError(f"{what} ({doubt})") from error
+        raise
 
 
 @functools.cache
