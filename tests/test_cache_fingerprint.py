@@ -438,3 +438,24 @@ print(found.digest, len(found.parts))
         run = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, check=True)
         digests.add(run.stdout)
     assert len(digests) == 1
+
+
+def test_a_class_may_change_while_it_is_described() -> None:
+    class Lazy:
+        def __repr__(self) -> str:
+            setattr(Holder, f"made_{len(vars(Holder))}", 1)
+            return "Lazy()"
+
+    class Holder:
+        first = Lazy()
+        second = Lazy()
+
+        @staticmethod
+        def scale(x: Any) -> Any:
+            return x
+
+    def kernel(x: Any) -> Any:
+        return Holder.scale(x)
+
+    assert fingerprint(kernel).parts
+    assert len([name for name in vars(Holder) if name.startswith("made_")]) > 0

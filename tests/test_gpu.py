@@ -219,6 +219,26 @@ def test_an_error_raised_without_the_gpu_is_confirmed_on_it_once_for_each_place(
     assert routes[5:] == [Route.TOGETHER] * 2, table
 
 
+@quarantune.autotune({"part": [1, 2]}, rep=5)
+@functools.partial(jax.jit, static_argnames=["part"])
+def partly_doubled(x, part: int = 1):
+    """Writes its output, or the first part of it alone."""
+    spec = pl.BlockSpec((256,), lambda i: (i,))
+    return pl.pallas_call(
+        double_kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(x.shape[0] // 256 // part,),
+        in_specs=[spec],
+        out_specs=spec,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+    )(x)
+
+
+def test_memory_that_holds_the_right_values_does_not_pass_for_an_output(held):
+    result = partly_doubled.tune(held[:65536])
+    assert [trial.outcome for trial in result.trials] == [Outcome.OK, Outcome.WRONG], result.table()
+
+
 def test_every_gpu_of_one_kind_takes_its_share(held, tmp_path):
     if len(jax.devices()) < 2:
         pytest.skip("one GPU")

@@ -125,7 +125,7 @@ class _Walk:
         is_own = cls.__module__ == self._module.get("__name__")
         label = cls.__qualname__ if is_own else f"{cls.__module__}.{cls.__qualname__}"
         self.parts[f"class:{label}"] = _hash([described.type_name(base) for base in cls.__mro__])
-        for name, member in vars(cls).items():
+        for name, member in list(vars(cls).items()):  # describing one may add another
             if name not in _CLASS_MACHINERY and (is_own or _is_written_out(member)):
                 self._visit("class", f"{label}.{name}", getattr(member, "fget", None) or member)
         if issubclass(cls, enum.Enum) and not is_own:

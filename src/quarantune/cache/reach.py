@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import dis
-import functools
 import inspect
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from quarantune.host import installed
 
 NOTHING = object()
 """Returned by `attribute` if there is no such attribute."""
-_OWN_PACKAGE = str(Path(__file__).parent.parent)
 _VERSIONED = frozenset({"jax", "jaxlib", "quarantune"})
 """Packages whose versions an entry records, wherever they are installed."""
 
@@ -111,11 +109,6 @@ def is_library(module: str) -> bool:
     return root in sys.stdlib_module_names
 
 
-@functools.cache
 def is_library_file(filename: str) -> bool:
     """Returns whether a file is part of Python or of an installed package, as `is_library` does for modules."""
-    paths = sysconfig.get_paths()
-    if filename.startswith(tuple(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))):
-        return True
-    parts = Path(filename).parts
-    return "site-packages" in parts or "dist-packages" in parts or filename.startswith(_OWN_PACKAGE)
+    return installed.is_installed(filename)

@@ -11,14 +11,13 @@ import functools
 import inspect
 import os
 import sys
-import sysconfig
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import psutil
 
-from quarantune.host import origins
+from quarantune.host import installed, origins
 
 # psutil knows the time of the machine's boot, which it adds, to about a second.
 _STARTED = psutil.Process().create_time() - 2.0
@@ -60,18 +59,9 @@ def _reached(name: str, seen: set[str]) -> Iterator[str]:
 
 def _is_own(module: types.ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    if not isinstance(file, str) or not file.endswith(".py"):
-        return False
-    path = os.path.abspath(file)
-    is_package = not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep))
-    return not (is_package or path.startswith(_installed()) or origins.is_imported_early(module.__name__))
-
-
-@functools.cache
-def _installed() -> tuple[str, ...]:
-    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
-    homes = {sysconfig.get_path(kind) for kind in kinds} | {os.path.dirname(os.path.abspath(__file__))}
-    return tuple(sorted(os.path.abspath(home) + os.sep for home in homes))
+    if not isinstance(file, str) or not file.endswith(".py") or not os.path.isabs(file):
+        return False  # torch gives some of its objects names of files that do not exist
+    return not (installed.is_installed(file) or origins.is_imported_early(module.__name__))
 
 
 def _is_edited(module: types.ModuleType) -> bool:
@@ -143,13 +133,14 @@ def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
 def _has_constants(module: types.ModuleType, constants: Mapping[str, Any]) -> bool:
     """Returns whether a module still has the constants of its source.
 
-    A value of another type was replaced by the program and is not compared.
+    A value of another type was replaced by the program and is not compared; nor is what began empty, as a cache does.
     """
     for name, value in constants.items():
         if name not in vars(module):
             return False
         own = vars(module)[name]
-        if type(own) is type(value) and repr(own) != repr(value):
+        began_empty = isinstance(value, (dict, list, set)) and not value
+        if type(own) is type(value) and repr(own) != repr(value) and not began_empty:
             return False
     return True
 

@@ -26,6 +26,7 @@ from quarantune.worker.arguments import CallArguments
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError
 from quarantune.worker.judging import Judge
+from quarantune.worker.stale_memory import StaleMemory
 
 _FLUSH_BYTES = 256 << 20
 """Several times the L2 cache of any GPU; Triton's `do_bench` writes as much."""
@@ -103,6 +104,8 @@ class Bench:
         if not self.is_plain and options.time_grad:
             self._jitted = differentiation.with_gradient(call.fn)
         self.judge = Judge(call, self._arguments, options)
+        # A worker on the CPU checks one config, in memory of its own.
+        self._stale = StaleMemory(is_shared=options.platform not in (None, "cpu"))
         self._flush: clocks.Flush | None = None
         self._attaching: threading.Thread | None = None
         self._last_run: RunTime | None = None
@@ -268,7 +271,9 @@ class Bench:
         Raises:
             WrongResultError: the output, or a gradient, is wrong.
         """
+        self._stale.overwrite()
         output = self.run(program)
+        self._stale.note(output)
         return self.judge.check(program.config, output, references=references, standard=standard, output_fd=output_fd)
 
     def clock(self, program: Program, *, is_flushed: bool = True) -> clocks.Clock:

@@ -1,0 +1,47 @@
+"""Tells the files of Python and of installed packages from the user's own."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+_OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+@functools.cache
+def is_installed(file: str) -> bool:
+    """Returns whether a file is part of Python or of an installed package, so that its version stands for its code.
+
+    A package that was installed into any directory (`pip install --target`) counts, if pip left its record beside it.
+    One that was installed to be edited does not: its files are where its author works.
+    """
+    path = os.path.abspath(file)
+    if path.startswith(_homes()) or not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep)):
+        return True
+    for entry in sys.path:
+        directory = os.path.abspath(entry) + os.sep if isinstance(entry, str) else ""
+        if directory and path.startswith(directory):
+            name = path[len(directory) :].partition(os.sep)[0]
+            if name in _recorded(directory):
+                return True
+    return False
+
+
+@functools.cache
+def _homes() -> tuple[str, ...]:
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    return (*(os.path.abspath(sysconfig.get_path(kind)) + os.sep for kind in kinds), _OWN_PACKAGE)
+
+
+@functools.cache
+def _recorded(directory: str) -> frozenset[str]:
+    """Returns the names of the files and directories in a directory that packages installed there have."""
+    names: set[str] = set()
+    for record in Path(directory).glob("*.dist-info/RECORD"):
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            names.update(line.partition(",")[0].partition("/")[0] for line in record.read_text("utf-8").splitlines())
+    return frozenset(names)
