@@ -459,3 +459,32 @@ def test_a_class_may_change_while_it_is_described() -> None:
 
     assert fingerprint(kernel).parts
     assert len([name for name in vars(Holder) if name.startswith("made_")]) > 0
+
+
+@pytest.mark.parametrize(("module", "held_as"), [("triton.runtime.jit", "fn"), ("numba.core.registry", "__wrapped__")])
+def test_the_code_of_another_languages_kernel_counts(module: str, held_as: str) -> None:
+    def kernel_of(body: Callable[..., Any]) -> Any:
+        def __repr__(self: Any) -> str:
+            return "Kernel(body)"
+
+        kernel = type("Kernel", (), {"__module__": module, "__repr__": __repr__})()
+        setattr(kernel, held_as, body)
+        return kernel
+
+    def fingerprint_with(body: Callable[..., Any]) -> Fingerprint:
+        kernel = kernel_of(body)
+
+        def run(x: Any, block: int = 8) -> Any:
+            return kernel(x, block)
+
+        return fingerprint(run)
+
+    def body(x: Any, block: int) -> Any:
+        return x * block
+
+    def other(x: Any, block: int) -> Any:
+        return x + block
+
+    other.__name__, other.__qualname__ = body.__name__, body.__qualname__
+    assert fingerprint_with(body) == fingerprint_with(body)
+    assert fingerprint_with(body) != fingerprint_with(other)

@@ -139,6 +139,9 @@ def type_name(kind: type) -> str:
 
 # --- functions and what wraps them ----
 
+_HELD_AS = {"triton": "fn"}
+"""The attribute in which kernels hold their function where it is not `__wrapped__`, by the package of their classes."""
+
 
 def plain_function(value: Any) -> types.FunctionType | None:
     """Returns the Python function inside jit wrappers, decorators, methods and partials, or None."""
@@ -156,8 +159,11 @@ def wrapped_by(value: Any) -> Any:
         return value.__func__
     if isinstance(value, functools.partial):
         return value.func
+    if isinstance(value, type):
+        return None
+    attribute = _HELD_AS.get(type(value).__module__.partition(".")[0], "__wrapped__")
     try:
-        return None if isinstance(value, type) else getattr(value, "__wrapped__", None)
+        return getattr(value, attribute, None)
     except Exception:
         return None
 
