@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -306,3 +307,71 @@ print([fingerprint(getattr(main_module, name)).digest for name in sorted(names)]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         digests.add(run.stdout)
     assert len(digests) == 1
+
+
+LIBRARY = """
+from typing import Any, NamedTuple
+
+class Pair(NamedTuple):
+    init: Any
+    apply: Any
+
+class Solver:
+    def __init__(self, fun):
+        self.fun = fun
+
+def transform(f):
+    def apply(*args):
+        return f(*args)
+    return apply
+
+def twice(pair):
+    def apply(*args):
+        return pair.apply(*args)
+    return Pair(None, apply)
+"""
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda library, f: library.transform(f),
+        lambda library, f: library.Pair(None, library.transform(f)),
+        lambda library, f: library.twice(library.twice(library.Pair(None, library.transform(f)))),
+        lambda library, f: library.transform([f, 3]),
+        lambda library, f: library.Solver(f),
+    ],
+    ids=["function", "named tuple", "nested", "list", "object"],
+)
+def test_the_users_functions_that_libraries_hold_count(
+    hold: Callable[[Any, Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    (package / "a_library_of_layers.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(str(package))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    library = importlib.import_module("a_library_of_layers")
+
+    def helper(x: Any) -> Any:
+        return x + 1
+
+    def layer(x: Any) -> Any:
+        return helper(x) * 2
+
+    def other(x: Any) -> Any:
+        return helper(x) * 3
+
+    other.__name__, other.__qualname__ = layer.__name__, layer.__qualname__
+
+    def digest_with(f: Any) -> str:
+        held = hold(library, f)
+
+        def kernel(x: Any) -> Any:
+            return held, x
+
+        return fingerprint(kernel).digest
+
+    assert digest_with(layer) == digest_with(layer)
+    assert digest_with(layer) != digest_with(other)
+    monkeypatch.delitem(sys.modules, "a_library_of_layers")

@@ -43,10 +43,11 @@ def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = N
     It covers the function's code, its defaults and closure by value, and, transitively, the functions, classes
     and constants of the user's own modules that its code names: as globals, as attributes of modules
     (`kernels.body`), and as methods. The rules of `jax.custom_vjp`, `jax.custom_jvp`, `custom_vmap` and
-    `custom_partitioning` functions are covered too. An installed package, or a module imported inside the function,
-    counts by name only; the versions of packages are recorded beside the fingerprint. Comments, docstrings, whitespace,
-    the decorators of `fn` itself and its place in the file do not count. The fingerprint is the same in every process.
-    Values count as they are at the time: take the fingerprint once, before the function has run.
+    `custom_partitioning` functions are covered too, and so are the user's functions that a library's function or object
+    was given (`haiku.transform(f)`, `NUTS(model)`). Apart from these, an installed package, or a module imported inside
+    the function, counts by name only; the versions of packages are recorded beside the fingerprint. Comments,
+    docstrings, whitespace, the decorators of `fn` itself and its place in the file do not count. The fingerprint is the
+    same in every process. Values count as they are at the time: take the fingerprint once, before the function has run.
 
     Args:
         fn: the function or other callable, wrapped or not.
@@ -211,16 +212,36 @@ class _Walk:
         function = described.plain_function(value)
         if function is not None:
             self._follow_bound(value)
-            if id(function) not in self._followed and not reach.is_library_file(function.__code__.co_filename):
+            if id(function) not in self._followed:
                 self._followed.add(id(function))
-                self._visit_surroundings(f"{function.__qualname__}:closure", function, owner=_owner(value))
+                if reach.is_library_file(function.__code__.co_filename):
+                    held = dict(described.closure_of(function))
+                    self._visit_held(f"{function.__module__}.{function.__qualname__}", held)
+                    for item in held.values():
+                        self._follow(item, depth)
+                else:
+                    self._visit_surroundings(f"{function.__qualname__}:closure", function, owner=_owner(value))
         elif isinstance(value, type):
             if reach.is_users_class(value):
                 self._visit_class(value)
-        elif type(value) in (list, tuple, dict) and depth < _DEEPEST_FOLLOWED:
+        elif (isinstance(value, tuple) or type(value) in (list, dict)) and depth < _DEEPEST_FOLLOWED:
             for item in value.values() if isinstance(value, dict) else value:
                 if not isinstance(item, described.LITERALS):
                     self._follow(item, depth + 1)
+        elif not isinstance(value, types.ModuleType) and not _is_jaxs(type(value)):
+            fields = getattr(value, "__dict__", None)  # what JAX's own objects hold are the rules above
+            if isinstance(fields, dict):
+                self._visit_held(described.type_name(type(value)), {str(name): item for name, item in fields.items()})
+
+    def _visit_held(self, holder: str, held: Mapping[str, Any]) -> None:
+        """Visits the user's own functions that a library's function or object was given: `haiku.transform(f)`."""
+        for name, value in sorted(held.items()):
+            items = value if isinstance(value, (list, tuple)) else [value]
+            for position, item in enumerate(items):
+                function = described.plain_function(item)
+                if function is not None and not reach.is_library_file(function.__code__.co_filename):
+                    place = f"[{position}]" if items is value else ""
+                    self._visit("closure", f"{holder}.{name}{place}", item)
 
     def _follow_bound(self, value: Any) -> None:
         """Follows the arguments bound by partials."""
@@ -231,6 +252,10 @@ class _Walk:
 
 
 _DEEPEST_FOLLOWED = 8
+
+
+def _is_jaxs(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("jax", "jaxlib")
 
 
 def _owner(fn: Any) -> type | None:

@@ -38,7 +38,8 @@ def edited_modules(name: str) -> list[str]:
 
 def own_edited_modules() -> list[str]:
     """Returns all of the user's own modules that were edited after this process imported them."""
-    own = [(name, module) for name, module in list(sys.modules.items()) if name != "__main__" and _is_own(module)]
+    mains = ("__main__", "__mp_main__")
+    own = [(name, module) for name, module in list(sys.modules.items()) if name not in mains and _is_own(module)]
     return sorted(name for name, module in own if _is_edited(module))
 
 
