@@ -228,8 +228,9 @@ class _Walk:
             for item in value.values() if isinstance(value, dict) else value:
                 if not isinstance(item, described.LITERALS):
                     self._follow(item, depth + 1)
-        elif not isinstance(value, types.ModuleType) and not _is_jaxs(type(value)):
-            fields = getattr(value, "__dict__", None)  # what JAX's own objects hold are the rules above
+        elif not (isinstance(value, types.ModuleType) or _is_jaxs(type(value)) or reach.is_users_class(type(value))):
+            # What JAX's own objects hold are the rules above; one of the user's may keep what it has compiled.
+            fields = getattr(value, "__dict__", None)
             if isinstance(fields, dict):
                 self._visit_held(described.type_name(type(value)), {str(name): item for name, item in fields.items()})
 
