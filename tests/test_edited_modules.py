@@ -87,3 +87,16 @@ def test_a_package_is_installed_wherever_pip_left_its_record(imports: Imports) -
     found = [reach.is_library("their_kernels"), installed.is_installed(str(place / "their_package" / "other.py"))]
     assert found == [True, True]
     assert not reach.is_library("own_kernels"), "a file of one's own beside installed packages"
+
+
+def test_code_of_no_file_is_nobodys_package_also_where_the_working_directory_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.syspath_prepend("")  # as for `python -c` and in an interactive session
+    installed.is_installed.cache_clear()
+    assert not installed.is_installed("<string>")
+    assert installed.is_installed(pytest.__file__)

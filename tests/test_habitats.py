@@ -82,7 +82,9 @@ with quarantune.settings(disable_cache=True):
 def test_a_program_tunes_in_a_deleted_working_directory(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
-    run(f"import os\nos.rmdir({str(gone)!r})\n{KERNEL}\nagree()", cwd=gone)
+    with_helper = KERNEL.replace("    return x * 3", "    return HELPERS[0](x)")
+    helper = "def triple(x): return x * 3\nHELPERS = (triple,)"
+    run(f"import os\nos.rmdir({str(gone)!r})\n{helper}\n{with_helper}\nagree()", cwd=gone)
 
 
 @pytest.mark.slow

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import sysconfig
 from pathlib import Path
+
+from quarantune.host import origins
 
 _OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -19,15 +20,13 @@ def is_installed(file: str) -> bool:
     A package that was installed into any directory (`pip install --target`) counts, if pip left its record beside it.
     One that was installed to be edited does not: its files are where its author works.
     """
-    path = os.path.abspath(file)
+    path = os.path.normpath(file)  # not `abspath`, which fails where the working directory is gone
     if path.startswith(_homes()) or not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep)):
         return True
-    for entry in sys.path:
-        directory = os.path.abspath(entry) + os.sep if isinstance(entry, str) else ""
-        if directory and path.startswith(directory):
-            name = path[len(directory) :].partition(os.sep)[0]
-            if name in _recorded(directory):
-                return True
+    for directory in origins.import_path():
+        name, _, _ = path.removeprefix(directory + os.sep).partition(os.sep)
+        if path.startswith(directory + os.sep) and name in _recorded(directory):
+            return True
     return False
 
 
