@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,22 +27,24 @@ Imports = Callable[[str, str], types.ModuleType]
 
 
 @pytest.fixture
-def imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Imports:
-    """Writes a module into an empty directory on the path, and imports it."""
+def imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Imports]:
+    """Writes a module into an empty directory on the path, and imports it until the test has ended."""
     place = tmp_path / "place"
     place.mkdir()
     monkeypatch.syspath_prepend(str(place))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
+    names = []
+
     def imported(name: str, source: str) -> types.ModuleType:
         (place / f"{name}.py").write_text(source)
         importlib.invalidate_caches()
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        module = importlib.import_module(name)
-        monkeypatch.setitem(sys.modules, name, module)  # and removed after the test
-        return module
+        names.append(name)
+        return importlib.import_module(name)
 
-    return imported
+    yield imported
+    for name in names:
+        del sys.modules[name]
 
 
 def test_a_module_that_has_filled_its_caches_is_not_edited(imports: Imports) -> None:

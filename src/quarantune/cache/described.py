@@ -124,7 +124,7 @@ def _describe_array(value: Any) -> list[Any]:
 
 def _describe_function(function: types.FunctionType, inside: tuple[int, ...]) -> list[Any]:
     name = f"{function.__module__}.{function.__qualname__}"
-    if reach.is_library_file(function.__code__.co_filename):
+    if reach.is_library_function(function):
         # A library's version stands for its code; cache entries record versions beside the fingerprint.
         return [name]
     closure = [[name, describe(value, inside)] for name, value in closure_of(function)]
@@ -175,7 +175,7 @@ def describe_wrapping(value: Any) -> Any:
     if isinstance(value, types.MethodType):
         return ["method", _describe_instance(value.__self__)]
     if isinstance(value, types.FunctionType):
-        is_wrapper = hasattr(value, "__wrapped__") and not reach.is_library_file(value.__code__.co_filename)
+        is_wrapper = hasattr(value, "__wrapped__") and not reach.is_library_function(value)
         return ["function", code_text(value)] if is_wrapper else None
     if isinstance(value, (staticmethod, classmethod)):
         return describe_wrapping(value.__func__)

@@ -60,7 +60,7 @@ def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = N
 def _describe_option(value: Any) -> Any:
     description = described.describe(value)
     function = _root_function(value) if callable(value) else None
-    if function is None or reach.is_library_file(function.__code__.co_filename):
+    if function is None or reach.is_library_function(function):
         return description
     return [description, _Walk(value).parts]
 
@@ -214,7 +214,7 @@ class _Walk:
             self._follow_bound(value)
             if id(function) not in self._followed:
                 self._followed.add(id(function))
-                if reach.is_library_file(function.__code__.co_filename):
+                if reach.is_library_function(function):
                     held = dict(described.closure_of(function))
                     self._visit_held(f"{function.__module__}.{function.__qualname__}", held)
                     for item in held.values():
@@ -240,7 +240,7 @@ class _Walk:
             items = value if isinstance(value, (list, tuple)) else [value]
             for position, item in enumerate(items):
                 function = described.plain_function(item)
-                if function is not None and not reach.is_library_file(function.__code__.co_filename):
+                if function is not None and not reach.is_library_function(function):
                     place = f"[{position}]" if items is value else ""
                     self._visit("closure", f"{holder}.{name}{place}", item)
 
@@ -276,7 +276,7 @@ def _is_users(fn: Any) -> bool:
     function = described.plain_function(fn)
     if function is None:
         return reach.is_users_class(type(fn))
-    return not reach.is_library_file(function.__code__.co_filename)
+    return not reach.is_library_function(function)
 
 
 def _is_written_out(member: Any) -> bool:

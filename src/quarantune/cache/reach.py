@@ -105,10 +105,10 @@ def is_library(module: str) -> bool:
     found = sys.modules.get(module)
     file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
     if isinstance(file, str):
-        return is_library_file(file)
+        return installed.is_installed(file)
     return root in sys.stdlib_module_names
 
 
-def is_library_file(filename: str) -> bool:
-    """Returns whether a file is part of Python or of an installed package, as `is_library` does for modules."""
-    return installed.is_installed(filename)
+def is_library_function(function: types.FunctionType) -> bool:
+    """Returns whether a function is from a module that `is_library` names."""
+    return installed.is_installed(function.__code__.co_filename)

@@ -29,11 +29,11 @@ class FrozenDict(dict[str, Any]):
 COMPILER_OPTIONS = "compiler_options"
 """The key of a config that holds options for XLA, where the function has no parameter of that name."""
 
-_PLAIN = frozenset({int, str, float, bool, type(None)})
-"""Most values by far are of these types, and need no look at their fields."""
-
 NO_OPTIONS = FrozenDict()
 """The compiler options of a config without any, where others have some."""
+
+_PLAIN = frozenset({int, str, float, bool, type(None)})
+"""Most values by far are of these types, and need no look at their fields."""
 
 
 def freeze(value: Any) -> Any:

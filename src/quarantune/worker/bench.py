@@ -104,7 +104,7 @@ class Bench:
         if not self.is_plain and options.time_grad:
             self._jitted = differentiation.with_gradient(call.fn)
         self.judge = Judge(call, self._arguments, options)
-        # A worker on the CPU checks one config, in memory of its own.
+        # On a CPU, a worker checks one config, unless it is told to take more, in memory of its own.
         self._stale = StaleMemory(is_shared=options.platform not in (None, "cpu"))
         self._flush: clocks.Flush | None = None
         self._attaching: threading.Thread | None = None
