@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -188,6 +189,61 @@ def test_code_that_asks_for_its_device_is_answered_for_the_target(target: str, p
     report = quarantune.compile_check(asking, {"asks": [*asks, "memory"]}, struct(256, 256), target=target)
     assert ends(report) == ["ok"] * 7 + ["error"], report.table()
     assert "MemoryStats" in report.trials[-1].message
+
+
+@needs_libtpu
+@needs_cuda
+@pytest.mark.parametrize(("target", "platform", "kind"), [("v5e", "tpu", "TPU v5"), ("H100", "gpu", "NVIDIA")])
+def test_modules_that_ask_for_their_device_when_imported_are_answered_too(
+    target: str, platform: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_written(
+        """
+        PLATFORM, KIND = jax.default_backend(), jax.devices()[0].device_kind
+        TABLE = jnp.arange(256.0, dtype=jnp.bfloat16)  # an array that stays outside the program
+
+        @functools.partial(jax.jit, static_argnames=["asks"])
+        def asking(x, asks="cpu"):
+            assert f"{PLATFORM} {KIND}".startswith(asks), f"{PLATFORM} {KIND}"
+            return x + TABLE[:256]
+        """,
+        f"asks_for_{platform}",
+        tmp_path,
+        monkeypatch,
+    )
+    configs = [{"asks": f"{platform} {kind}"}, {"asks": "cpu"}]
+    report = quarantune.compile_check(module.asking, configs, struct(256, 256), target=target)
+    assert ends(report) == ["ok", "error"], report.table()
+    # Only the device itself can tell what its description cannot, and the module may have asked for that.
+    assert "perhaps only where the device is not: it calls jax.devices()" in report.trials[1].message
+
+
+@needs_libtpu
+def test_modules_that_need_their_device_when_imported_are_checked_as_they_are_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_written(
+        """
+        TABLE = jax.device_put(np.arange(128.0, dtype=np.float32), jax.devices()[0])
+
+        @functools.partial(jax.jit, static_argnames=["times"])
+        def looked_up(x, times=1):
+            return x + TABLE * times
+        """,
+        "needs_its_device",
+        tmp_path,
+        monkeypatch,
+    )
+    report = quarantune.compile_check(module.looked_up, {"times": [1, 2]}, X, target="v5e")
+    assert ends(report) == ["ok", "ok"], report.table()
+
+
+def import_written(code: str, name: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes a module of the user's, and imports it."""
+    imports = "import functools\nimport jax, jax.numpy as jnp\nimport numpy as np\n"
+    (directory / f"{name}.py").write_text(imports + textwrap.dedent(code))
+    monkeypatch.syspath_prepend(directory)
+    return importlib.import_module(name)
 
 
 @functools.partial(jax.jit, static_argnames=["block", "spread"])

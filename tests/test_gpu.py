@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from pathlib import Path
 
@@ -191,6 +192,36 @@ def test_programs_whose_dots_xla_tunes_are_compiled_on_the_gpu(held):
     result = plain_dot.tune(a, a)
     assert {trial.route for trial in result.trials} == {Route.TOGETHER}, result.table()
     assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
+
+
+MODULE = """
+import functools, jax, jax.numpy as jnp
+
+{at_import}
+
+@functools.partial(jax.jit, static_argnames=["times"])
+def shifted(x, times=1):
+    assert ON_GPU
+    return (x + TABLE) * 2 ** times / 2 ** times
+"""
+
+
+@pytest.mark.parametrize(
+    ("at_import", "route"),
+    [
+        ("TABLE, ON_GPU = jnp.arange(1024.0), jax.default_backend() == 'gpu'", Route.APART),
+        ("TABLE, ON_GPU = jax.device_put(jnp.arange(1024.0), jax.devices()[0]), True", Route.TOGETHER),
+    ],
+)
+def test_modules_with_arrays_and_questions_of_their_own_are_compiled(held, at_import, route, tmp_path, monkeypatch):
+    name = f"module_for_{route}"
+    (tmp_path / f"{name}.py").write_text(MODULE.format(at_import=at_import))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    result = quarantune.AutoTuner(module.shifted, {"times": [1, 2, 3]}, name=name, rep=5).run(held[:1024])
+    assert {trial.route for trial in result.trials} == {route}, result.table()
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
+    assert float(result.fn(held[:1024])[7]) == 14.0
 
 
 @quarantune.autotune({"mode": ["good", "raise", "raise too", "other", "other too", "memory", "memory too"]}, rep=5)

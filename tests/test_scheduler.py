@@ -30,8 +30,8 @@ from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.reference_task import NoReferenceError
 from quarantune.scheduler.same_program import SamePrograms
-from quarantune.scheduler.side_tasks import SideTaskError
 from quarantune.scheduler.source import ConfigSource
 from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.compiling import CompileTarget, OutputArray
@@ -137,6 +137,15 @@ def compares(worker: FakeWorker) -> list[Step]:
     ]
 
 
+def computes_reference(worker: FakeWorker, seconds: float = 0.5) -> list[Step]:
+    return [(0.1, worker.says("PhaseEntered", "check")), (seconds, worker.says("ReferenceComputed", "check"))]
+
+
+def checks_shapes(worker: FakeWorker, differs: str | None = None, after: float = 0.7) -> list[Step]:
+    """The task is sent together with the one before it."""
+    return [(after, worker.says("ShapesChecked", "check", differs=differs))]
+
+
 def behaves(worker: FakeWorker) -> list[Step]:
     acts = {
         "Compile": compiles,
@@ -145,6 +154,8 @@ def behaves(worker: FakeWorker) -> list[Step]:
         "Warm": lambda worker: [],
         "Measure": measures,
         "Compare": compares,
+        "ComputeReference": computes_reference,
+        "CheckShapes": checks_shapes,
     }
     return acts[worker.do](worker)
 
@@ -343,6 +354,7 @@ def run(
     available_memory: Callable[[], int] = lambda: 100 * GB,
     on_tick: Callable[[], None] = lambda: None,
     reference: Reference | None = None,
+    tries: int | None = None,
 ) -> Result:
     """Runs configs `{"id": 0}` and so on, and checks the invariants of every sweep."""
     clock = clock or Clock()
@@ -365,7 +377,11 @@ def run(
         clock=clock,
         available_memory=available_memory,
     )
-    leftovers = scheduler.run({index: {"id": index} for index in range(count)})
+    with contextlib.closing(scheduler) if tries else contextlib.nullcontext():
+        try:
+            leftovers = scheduler.run({index: {"id": index} for index in range(count)})
+        finally:
+            assert tries in (None, len([worker for worker in sandbox.given if worker.do == "ComputeReference"]))
 
     settled = [*trials, *leftovers.unfit, *leftovers.unconfirmed]
     assert sorted(settled) == list(range(count)), "every config ends exactly once"
@@ -1418,18 +1434,85 @@ def test_a_comparison_that_makes_no_sense_is_none(rounds_ms: object, forged: str
         (lambda w: [(0.1, Damaged(w.number, "garbage"))], "crashed: .*garbage", 2),
     ],
 )
-def test_a_reference_that_fails_says_why(steps: Callable[[FakeWorker], list[Step]], complaint: str, tries: int) -> None:
-    clock = Clock()
-    sandbox = FakeSandbox(clock, steps)
-    plan = plan_for(Route.APART)
-    scheduler = Scheduler(sandbox, plan, on_trial=lambda *_: None, clock=clock, available_memory=lambda: 100 * GB)
-    with pytest.raises(SideTaskError, match=complaint):
-        scheduler.compute_reference(0)
-    assert len(sandbox.given) == tries
-    scheduler.close()
+@pytest.mark.parametrize("route", [Route.APART, Route.TOGETHER])
+def test_a_reference_that_fails_says_why(
+    steps: Callable[[FakeWorker], list[Step]], complaint: str, tries: int, route: Route
+) -> None:
+    plan = plan_for(route)
+    act = when("ComputeReference", steps)
+    with pytest.raises(NoReferenceError, match=complaint):
+        run(plan, 3, lambda w: [] if w.do == "CheckShapes" else act(w), reference=awaited(), tries=tries)
     lease = Lease(plan.devices[0])
-    assert lease.acquire(clock() + 1000)
+    assert lease.acquire(1000)
     lease.release()
+
+
+def awaited() -> Reference:
+    reference = Reference()
+    reference.is_coming = True
+    return reference
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_configs_compile_beside_the_reference_unless_they_would_disturb_it(exclusive: bool) -> None:
+    compiled_at, measured_at, given_at, clock = [], [], [], Clock()
+    reference = awaited()
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do in ("Compile", "Measure"):
+            (compiled_at if worker.do == "Compile" else measured_at).append(clock())
+            assert worker.do == "Compile" or reference.fds, "nothing is compared before there is a reference"
+        if worker.do == "ComputeReference":
+            given_at.append(clock() + 3.1)
+            return computes_reference(worker, 3.0)
+        return checks_shapes(worker, after=3.2) if worker.do == "CheckShapes" else None
+
+    with contextlib.closing(reference):
+        plan = plan_for(Route.TOGETHER if exclusive else Route.APART, exclusive=exclusive)
+        result = run(plan, 6, act, clock=clock, reference=reference)
+        assert result.outcomes == ["ok"] * 6
+        assert len(reference.fds) == 1
+    assert min(measured_at) > given_at[0]
+    assert (min(compiled_at) > given_at[0]) == exclusive
+    if not exclusive:
+        assert len([at for at in compiled_at if at < given_at[0]]) == 6, "all six took a second"
+
+
+def test_a_reference_of_other_shapes_ends_the_sweep() -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        return checks_shapes(worker, "one has 2 axes") if worker.do == "CheckShapes" else None
+
+    reference = awaited()
+    with contextlib.closing(reference), pytest.raises(NoReferenceError, match="one has 2 axes; return arrays of the"):
+        run(plan_for(Route.APART), 3, act, reference=reference)
+
+
+@pytest.mark.parametrize("status", [-int(signal.SIGSEGV), None])
+def test_a_function_that_ends_the_process_when_traced_keeps_its_reference(status: int | None) -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        return [(0.8, worker.ends(status))] if worker.do == "CheckShapes" else None
+
+    with contextlib.closing(awaited()) as reference:
+        assert run(plan_for(Route.APART), 3, act, reference=reference).outcomes == ["ok"] * 3
+
+
+def test_shapes_that_take_too_long_are_not_waited_for() -> None:
+    with contextlib.closing(awaited()) as reference:
+        act = when("CheckShapes", lambda worker: [])
+        result = run(plan_for(Route.APART), 3, act, reference=reference)
+        assert result.outcomes == ["ok"] * 3
+        assert 5 < result.seconds < 20  # the deadline is that of compiling
+
+
+def test_an_error_of_the_reference_is_reported_although_no_config_compiles() -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do == "Compile":
+            return [(0.1, worker.raises("compile"))]
+        fails = [(9.0, worker.raises("check", message="no reference"))]
+        return {"ComputeReference": fails, "CheckShapes": []}.get(worker.do)
+
+    with pytest.raises(NoReferenceError, match="no reference"):
+        run(plan_for(Route.APART, timeout_s=20.0), 3, act, reference=awaited())
 
 
 def test_a_comparison_that_hangs_ends_at_its_deadline() -> None:

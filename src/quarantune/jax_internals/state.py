@@ -13,6 +13,7 @@ from quarantune.jax_internals import configuration
 _logger = logging.getLogger("quarantune")
 
 _DEFAULTS: Mapping[str, Any] = {
+    "jax_accurate_erf_inv": False,
     "jax_allow_f16_reductions": True,
     "jax_auto_pcast": True,
     "jax_check_static_indices": False,
@@ -70,10 +71,13 @@ NOT_OF_THE_CALL = frozenset(
         "eager_constant_folding",
         "jax_disable_jit",
         "jax_mutable_array_checks",
+        "jax_no_collectives",
         "jax_no_execution",
-        # JAX sets these while it traces the body of a kernel, where no call is tuned.
+        # JAX sets these while it traces the body of a kernel or exports one, where no call is tuned.
         "layout_tracing_mode",
+        "pallas_dynamic_shapes_export",
         "pallas_fuser_disable_nested_fuse",
+        "pallas_grid_context",
         # Profiling, and the file names in a program.
         "jax_enable_pgle",
         "jax_hlo_source_file_canonicalization_regex",

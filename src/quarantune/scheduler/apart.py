@@ -36,7 +36,8 @@ class Apart:
     def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
         """Tells the standby workers, while they take their device, which outputs they will compare."""
         run = self._run
-        if outputs and not self._outputs and run.reference.compares and run.plan.target is not None:
+        compares = run.reference.compares or run.reference.is_coming
+        if outputs and not self._outputs and compares and run.plan.target is not None:
             self._outputs = outputs
             for device in run.devices:
                 for worker in device.standby:

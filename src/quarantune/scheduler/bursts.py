@@ -50,7 +50,7 @@ class Bursts:
         run, pending, workers = self._run, self._run.jobs.pending, self._run.workers
         if self._is_measuring or not run.devices or workers.compiling() >= run.plan.slots:
             return False
-        if not self._is_any_pending():
+        if (run.plan.exclusive and run.reference.is_coming) or not self._is_any_pending():
             return False
         if run.plan.is_together and not run.may_start_on(run.least_used_device()):
             return False
@@ -73,9 +73,11 @@ class Bursts:
             return bool(run.jobs.pending)
         compiling = run.workers.compiling()
         parked = run.plan.parked
-        if not run.plan.exclusive and not run.workers.any_may_measure():
-            # Many configs compile in the time that a worker takes to initialise its device; no slot idles until then.
-            parked = max(parked, 2 * run.plan.slots)
+        if not run.plan.exclusive:
+            # Many configs compile in the time that a worker takes to initialise its device, or `ref_fn` to run; no slot
+            # idles until then, nor while those configs are measured.
+            is_early = run.reference.is_coming or not run.workers.any_may_measure()
+            parked = max(parked, (2 if is_early else 1) * run.plan.slots)
         room = parked - len(self._route.waiting()) - (compiling if run.plan.exclusive else 0)
         if room <= 0 or (run.plan.exclusive and (run.workers.measuring() or not self.has_room())):
             return False
@@ -84,7 +86,7 @@ class Bursts:
     def may_measure(self, device: DeviceState) -> bool:
         """Whether a device may be assigned now; if not, and configs compile, its lease is released."""
         run = self._run
-        if device.measuring is not None or run.plan.compile_only:
+        if device.measuring is not None or run.plan.compile_only or run.reference.is_coming:
             return False
         if run.reference.is_open and run.workers.measuring():
             return False  # outputs of which none is known to be right are compared one after another

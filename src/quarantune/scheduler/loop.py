@@ -25,6 +25,7 @@ from quarantune.scheduler.memory_watch import MemoryWatch
 from quarantune.scheduler.plan import TICK_S, Leftovers, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.reference_task import ReferenceTask
 from quarantune.scheduler.replies import Replies
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.same_program import SamePrograms
@@ -74,8 +75,7 @@ class Scheduler:
             lease_on: makes the lease on a device, or returns the one that the sweep has.
         """
         self._sandbox = sandbox
-        self._on_tick, self._source = on_tick, source
-        self._clock = clock
+        self._on_tick, self._source, self._clock = on_tick, source, clock
         self._next_tick = 0.0
         self._stops = stops.Stops(clock)
         self._owns_race = race is None
@@ -100,6 +100,7 @@ class Scheduler:
         self._replies = Replies(run, self._route)
         self._exits = Exits(workers, run.memory)
         self._endings = Endings(run)
+        self._reference_task = ReferenceTask(run)
         self._side_tasks = SideTasks(run, self._stops, self._step)
 
     def run(self, configs: Mapping[int, Config]) -> Leftovers:
@@ -111,6 +112,9 @@ class Scheduler:
 
         Returns:
             The configs that another route must settle.
+
+        Raises:
+            NoReferenceError: there is no output of `ref_fn` that any config could agree with.
         """
         run = self._run
         run.reference.begin(configs.keys())
@@ -124,7 +128,8 @@ class Scheduler:
                     if not run.jobs.unfinished and not run.jobs.may_grow:
                         break
                 is_news = self._step()
-            while self._confirmation.is_under_way:
+            while self._confirmation.is_under_way or run.reference.is_coming:
+                self._reference_task.update()
                 self._step()
         finally:
             for device in run.devices:
@@ -143,14 +148,6 @@ class Scheduler:
     def compare(self, configs: Mapping[int, Config]) -> finals.Final:
         """Times configs in turn in one worker; see `SideTasks.compare`."""
         return self._side_tasks.compare(configs)
-
-    def check_shapes(self) -> str:
-        """Returns how the shapes of the function's output differ from the reference; see `SideTasks.check_shapes`."""
-        return self._side_tasks.check_shapes()
-
-    def compute_reference(self, fd: int) -> None:
-        """Computes the output that those of the configs are compared with; see `SideTasks.compute_reference`."""
-        self._side_tasks.compute_reference(fd)
 
     def compiled(self) -> tuple[dict[int, bytes], dict[int, dict[str, bytes]]]:
         """Returns the programs that were kept: of the fastest configs, or of all where nothing was measured.
@@ -174,6 +171,7 @@ class Scheduler:
 
     def close(self) -> None:
         """Lets idle workers end, and closes the executables kept for a comparison, unless they belong to others."""
+        self._reference_task.close()
         self._run.workers.finish_all()
         if self._owns_race:
             self._run.race.close()
@@ -181,6 +179,7 @@ class Scheduler:
     def _start_workers(self) -> None:
         """Starts all that may start now."""
         run, bursts, route = self._run, self._bursts, self._route
+        self._reference_task.update()
         bursts.update()
         if isinstance(route, Apart):
             for device in run.devices:
@@ -190,7 +189,7 @@ class Scheduler:
         if isinstance(route, Apart):
             route.retire_compilers()
             self._confirmation.start()
-        if isinstance(route, Together):
+        if isinstance(route, Together) and not run.reference.is_coming:
             route.warm_spare(bursts.has_room)
         for device in run.devices:
             if bursts.may_measure(device):

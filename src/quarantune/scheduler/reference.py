@@ -47,6 +47,7 @@ class Reference:
     Attributes:
         fds: descriptors of the outputs to compare with, which nobody can write to.
         default_time_ms: how long the function's defaults took, where they ran as `UNTUNED`; None where they did not.
+        is_coming: whether a worker must compute the output of `ref_fn` before anything is compared.
     """
 
     def __init__(self, *, compares: bool = False, default: int | None = None, is_first: bool = True) -> None:
@@ -60,6 +61,7 @@ class Reference:
         self.fds: list[int] = []
         self.default_time_ms: float | None = None
         self._compares = compares
+        self.is_coming = False
         self._is_given = False
         self._default = default
         self._defaults = {default} if default is not None else set()
@@ -73,7 +75,7 @@ class Reference:
     def give(self, fd: int) -> None:
         """Takes the file that holds the output of `ref_fn`."""
         self.fds.append(spool.protect(fd))
-        self._is_given = True
+        self._is_given, self.is_coming = True, False
 
     def close(self) -> None:
         """Closes the outputs."""
@@ -252,7 +254,7 @@ _ADVICE = "give ref_fn to say what is right, or ref_fn=None where configs may di
 
 
 def unlike(differs: str) -> str:
-    """Returns the message of a sweep that need not begin, because no config could agree with `ref_fn`."""
+    """Returns the message of a sweep that cannot go on, because no config could agree with `ref_fn`."""
     return (
         f"ref_fn does not return what the function returns with its defaults: {differs}; "
         f"return arrays of the same shapes and kinds from both"

@@ -73,7 +73,9 @@ class Replies:
                     self._route.on_checked(worker, device, reply)
             case Measured() if state is WorkerState.MEASURING and job is not None and device is not None:
                 self._on_measured(worker, job, device, reply)
-            case ReferenceComputed() | ShapesChecked() | Compared() if state is WorkerState.SIDE_TASK:
+            case ReferenceComputed() if state is WorkerState.SIDE_TASK:
+                worker.reply = reply  # comparing shapes comes next
+            case ShapesChecked() | Compared() if state is WorkerState.SIDE_TASK:
                 worker.reply = reply
                 self._run.workers.retire(worker)
             case Failed():

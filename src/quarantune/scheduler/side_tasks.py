@@ -1,4 +1,4 @@
-"""Side tasks: computing the reference, comparing shapes, and comparing the finalists."""
+"""Side tasks, which are no trials: starting them, and comparing the finalists."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ from typing import TypeVar
 
 from quarantune.host import stops
 from quarantune.measure import finals
-from quarantune.sandbox.messages import (
-    CheckShapes,
-    Compare,
-    Compared,
-    ComputeReference,
-    Finalist,
-    ReferenceComputed,
-    Reply,
-    ShapesChecked,
-    Task,
-)
+from quarantune.sandbox.messages import Compare, Compared, Finalist, Reply, Task
 from quarantune.scheduler.plan import TICK_S
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.verdicts import checked_samples
@@ -29,8 +19,6 @@ from quarantune.values.trial import Config, Outcome
 _logger = logging.getLogger("quarantune")
 
 _TRIES = 2
-_SHAPES_S = 10.0
-"""Seconds for the shapes of outputs, which are only looked at to fail early."""
 _Expected = TypeVar("_Expected", bound=Reply)
 
 
@@ -86,39 +74,13 @@ class SideTasks:
         idle = filter(None, map(_idle, self._run.devices))
         return any(self._run.workers.pid(worker) is not None for worker in idle)
 
-    def check_shapes(self) -> str:
-        """Returns how the shapes of the function's output differ from the reference.
-
-        Returns:
-            One sentence; empty where they agree, or where they cannot be known for any reason.
-        """
-        plan = self._run.plan
-        task = CheckShapes(options=plan.options, last=True)
-        limit_s = min(_SHAPES_S, plan.compile_timeout_s)
-        try:
-            return self._do(task, self._run.reference.fds, ShapesChecked, limit_s=limit_s).differs or ""
-        except SideTaskError:
-            return ""
-
-    def compute_reference(self, fd: int) -> None:
-        """Computes the output that those of the configs are compared with.
-
-        Args:
-            fd: the file for it.
-
-        Raises:
-            SideTaskError: the reference failed.
-        """
-        self._do(ComputeReference(options=self._run.plan.options, last=True), [fd], ReferenceComputed)
-
     def _do(
         self,
         task: Task,
         fds: Sequence[int],
         expected: type[_Expected],
         *,
-        configs: int = 1,
-        limit_s: float | None = None,
+        configs: int,
     ) -> _Expected:
         """Has a worker do a side task; one that dies is replaced once.
 
@@ -127,7 +89,6 @@ class SideTasks:
             fds: descriptors that go with it.
             expected: the type of the reply.
             configs: the number of configs whose deadlines it may take.
-            limit_s: seconds that it may take instead.
 
         Returns:
             The worker's reply.
@@ -143,7 +104,7 @@ class SideTasks:
             self._stops.begin()
             try:
                 worker = self._start(run.devices[0], task, fds)
-                worker.side_task_s = limit_s or configs * (run.plan.compile_timeout_s + run.plan.timeout_s)
+                worker.side_task_s = configs * (run.plan.compile_timeout_s + run.plan.timeout_s)
                 # A process with a device takes a third of a second to die after its reply.
                 while worker.reply is None and run.workers.get(worker.number) is not None:
                     self._step(None)
@@ -158,20 +119,27 @@ class SideTasks:
         raise SideTaskError(f"{verdict.outcome.value}: {verdict.message}")
 
     def _start(self, device: DeviceState, task: Task, fds: Sequence[int]) -> Worker:
-        run = self._run
-        while not device.lease.acquire(run.clock()):
+        while (worker := start_on(self._run, device, task, fds)) is None:
             self._step(TICK_S)
-        while (worker := _idle(device)) is None and not run.may_start_on(device):
-            self._step(TICK_S)
-        if worker is None:
-            worker = run.workers.start(task, WorkerState.SIDE_TASK, device=device, fds=fds)
-        else:
-            device.standby.remove(worker)
-            worker.transition(WorkerState.SIDE_TASK)
-            run.workers.send(worker, task, fds)
-        device.measuring = worker
-        worker.deadline = run.workers.startup_deadline()
         return worker
+
+
+def start_on(run: Run, device: DeviceState, task: Task, fds: Sequence[int]) -> Worker | None:
+    """Has a standby worker that is ready, or else a new one, do a side task; returns None while neither can begin."""
+    if not device.lease.acquire(run.clock()):
+        return None
+    worker = _idle(device)
+    if worker is not None:
+        device.standby.remove(worker)
+        worker.transition(WorkerState.SIDE_TASK)
+        run.workers.send(worker, task, fds)
+    elif run.may_start_on(device):
+        worker = run.workers.start(task, WorkerState.SIDE_TASK, device=device, fds=fds)
+    else:
+        return None
+    device.measuring = worker
+    worker.deadline = run.workers.startup_deadline()
+    return worker
 
 
 def _idle(device: DeviceState) -> Worker | None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -17,7 +16,7 @@ from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.measure import finals
-from quarantune.sandbox import pool, spool
+from quarantune.sandbox import pool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.sandbox.template_link import LoadError
 from quarantune.sandbox.template_messages import LoadFailed
@@ -25,9 +24,9 @@ from quarantune.scheduler.confirmation import settle
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import MEMORY_SHARE, Leftovers, Plan
 from quarantune.scheduler.race import Race
-from quarantune.scheduler.reference import UNTUNED, Reference, unlike
+from quarantune.scheduler.reference import UNTUNED, Reference
+from quarantune.scheduler.reference_task import NoReferenceError
 from quarantune.scheduler.same_program import SamePrograms
-from quarantune.scheduler.side_tasks import SideTaskError
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource, only_stopping
 from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
@@ -119,9 +118,12 @@ class Routes:
         with contextlib.closing(self._race), contextlib.ExitStack() as self._schedulers:
             self._reference, configs = reference_for(self._problem, self._options, configs, self._troubled)
             self._schedulers.callback(self._reference.close)
-            self._refer(configs)
+            self._reference.is_coming = callable(self._options.ref_fn) and bool(configs)
             finish, self._finish = self._finish, self._reference.hold(self._finish, self._events.untuned)
-            self._run_routes(configs)
+            try:
+                self._run_routes(configs)
+            except NoReferenceError as error:
+                raise ReferenceFailedError(f"{self._problem.name}: {error}") from None
             self._reference.settle(finish)
             chosen = finals.finalists(measured) if self._has_final else []
             contenders = {index: measured[index].config for index in chosen}
@@ -194,24 +196,6 @@ class Routes:
             return False
         return True
 
-    def _refer(self, configs: dict[int, Config]) -> None:
-        """Computes the output of `ref_fn` once, in a worker."""
-        if not callable(self._options.ref_fn) or not configs:
-            return
-        scheduler = self._new_scheduler(Route.TOGETHER, self._finish)
-        fd = spool.create("expected")
-        try:
-            scheduler.compute_reference(fd)
-            self._reference.give(fd)
-        except SideTaskError as error:
-            raise ReferenceFailedError(
-                f"{self._problem.name}: ref_fn failed, so no config can be judged: {error}"
-            ) from None
-        finally:
-            os.close(fd)
-        if differs := scheduler.check_shapes():
-            raise ReferenceFailedError(f"{self._problem.name}: {unlike(differs)}")
-
     def _run_routes(self, configs: dict[int, Config]) -> None:
         if not configs:
             return
@@ -239,8 +223,7 @@ class Routes:
         if self._on_cpu:
             # A CPU worker is cheap: handing an executable to another one saves no time.
             return self._configs_per_worker() > 1 and jax_internals.is_jitted(self._problem.fn)
-        # A function may depend on JAX's devices if its module asked for them during its import.
-        return self._target is not None and self._sandbox.forks_loaded and jax_internals.is_jitted(self._problem.fn)
+        return self._target is not None and jax_internals.is_jitted(self._problem.fn)
 
     def _confirm(
         self,

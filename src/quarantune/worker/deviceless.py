@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSha
 
 from quarantune import jax_internals
 from quarantune.values.compiling import CompileTarget
-from quarantune.worker.failures import UncheckableError
+from quarantune.worker.failures import NeedsDeviceError, UncheckableError
 
 LIBTPU_LOGS = {
     "TPU_LOG_DIR": "disabled",  # no directory of logs in /tmp
@@ -29,6 +29,34 @@ _LIBTPU_ENVIRON = LIBTPU_LOGS | {
 """The environment in which libtpu compiles without a TPU; the caller's own variables have priority."""
 _TUNED_BY_XLA = frozenset({"dot_general", "conv_general_dilated", "scaled_dot", "ragged_dot", "ragged_dot_general"})
 _CALLBACKS = frozenset({"pure_callback", "io_callback", "debug_callback", "debug_print"})
+
+_asked_at_import: list[str] = []
+"""What the caller's modules have asked of `jax.devices()` when this process, which has one target, imported them."""
+
+
+@contextlib.contextmanager
+def answers_at_import(target: CompileTarget) -> Iterator[None]:
+    """Answers for the accelerator while the caller's modules are imported, as it did in the caller's process.
+
+    Arrays that they make are in this process's own memory; a program that is compiled for the accelerator takes their
+    values.
+
+    Args:
+        target: describes the accelerator.
+
+    Raises:
+        NeedsDeviceError: a module cannot be imported without the accelerator, or not at all.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    with contextlib.ExitStack() as answering:
+        with contextlib.suppress(UncheckableError):  # compiling meets the same error
+            described = topology(target).devices[0]
+            answering.enter_context(jax_internals.answer_for_device(described, _asked_at_import.append))
+        try:
+            yield
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise NeedsDeviceError(f"its modules cannot be imported without the device: {what}") from error
 
 
 @contextlib.contextmanager
@@ -57,7 +85,7 @@ def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterato
     described = topology(target).devices[0]
     device = AbstractDevice(device_kind=target.device_kind, num_cores=target.num_cores, platform=target.platform)
     mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
-    asked: list[str] = []
+    asked = [*_asked_at_import]
     try:
         with jax.sharding.use_abstract_mesh(mesh), jax_internals.answer_for_device(described, asked.append):
             yield SingleDeviceSharding(described)

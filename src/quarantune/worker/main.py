@@ -121,7 +121,7 @@ class Worker:
         if isinstance(task, messages.Measure):
             return self._measure(self._bench, task, fds)
         assert isinstance(task, messages.BenchTask)
-        bench = self._bench_for(task.options)
+        bench = self._bench_for(task)
         match task:
             case messages.Prepare():
                 bench.prepare(fds)
@@ -147,7 +147,7 @@ class Worker:
                 return self._compare(bench, task, fds)
         raise AssertionError(f"no worker does a {type(task).__name__}")
 
-    def _bench_for(self, options: messages.BenchOptions) -> Bench:
+    def _bench_for(self, task: messages.BenchTask) -> Bench:
         """Returns the worker's bench, made when the first task needs it."""
         from quarantune.worker.bench import Bench
 
@@ -155,10 +155,28 @@ class Worker:
             call = cast("Call | None", self._shared.call)
             if call is None:
                 self._enter(Phase.LOAD)
-                call = load_call(self._shared.payload_fd, self._shared.cwd)
-            self._bench = Bench(call, arrays_fd=self._shared.arrays_fd, options=options)
+                call = self._load_call(task)
+            self._bench = Bench(call, arrays_fd=self._shared.arrays_fd, options=task.options)
         bench: Bench = self._bench
         return bench
+
+    def _load_call(self, task: messages.BenchTask) -> Call:
+        """Loads the payload; for a device that is not this worker's own, with the answers of that device."""
+        from quarantune.worker import deviceless
+        from quarantune.worker.failures import NeedsDeviceError
+
+        def load() -> Call:
+            return load_call(self._shared.payload_fd, self._shared.cwd)
+
+        if not isinstance(task, messages.Compile) or task.target is None:
+            return load()
+        try:
+            with deviceless.answers_at_import(task.target):
+                return load()
+        except NeedsDeviceError:
+            if not task.is_check:
+                raise
+            return load()  # in a check, there is no other worker that could import it
 
     def _compile(self, bench: Bench, task: messages.Compile, fds: list[int]) -> Reply:
         from quarantune import jax_internals
