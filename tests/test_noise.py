@@ -246,6 +246,17 @@ def test_so_many_runs_must_agree_that_all_are_hardly_ever_disturbed(samples: int
     assert 3 <= len(ruled_out.samples_ms) <= needed + 1
 
 
+def test_a_first_run_is_stopped_once_it_has_taken_as_long_as_enough_hopeless_ones() -> None:
+    quiet = sampling.Noise(runs=[(80.0, 80.0)] * 20)
+    assert sampling.longest_first_run(80.0, noise=quiet) == 2 * 2 * 80.0
+    assert sampling.longest_first_run(80.0, noise=sampling.Noise()) == 4 * 2 * 80.0, "nothing is known of the noise yet"
+    assert sampling.longest_first_run(1.0, noise=quiet) == 2 * 2 * 50.0, "a cold start may take tens of milliseconds"
+    cold = dataclasses.replace(quiet, first_run=4.0)
+    assert sampling.longest_first_run(80.0, noise=cold) == 2 * 5 * 80.0, "first runs take up to four times as long here"
+    busy = sampling.Noise(runs=[(400.0, 80.0)] * 10 + [(80.0, 80.0)] * 10)
+    assert sampling.longest_first_run(80.0, noise=busy) > 7 * 2 * 80.0
+
+
 def test_a_config_whose_own_samples_scatter_is_not_ruled_out_by_a_few() -> None:
     scattered = [9.0, 2.6, 4.7, 2.8, 17.0, 30.0, 3.9, 0.14, 0.14]
     noise = sampling.Noise([(1.0, 1.0)] * 12)

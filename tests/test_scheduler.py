@@ -862,6 +862,36 @@ def test_an_informative_first_run_rules_configs_out_on_a_quiet_machine_only(dist
     assert sorted(noise) == sorted([(40.0, 40.0), *[(100.0, 50.0)] * disturbed, *[(100.0, 100.0)] * (7 - disturbed)])
 
 
+def test_a_first_run_that_cannot_win_is_stopped_and_its_config_is_slow() -> None:
+    limits: dict[int | None, float | None] = {}
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "Measure":
+            return None
+        if worker.task.checked:
+            return [(0.2, measured(worker, 60.0, 60.0))]
+        limits[worker.trial] = worker.task.stop_ms
+        if worker.trial == 2:
+            return [(0.5, worker.says("Stopped", "check", run_ms=520.0, cpu_ms=480.0)), (0.0, worker.ends(0))]
+        return [(0.2, worker.says("Checked", "check", run_ms=60.0, cpu_ms=60.0, is_disturbed=False))]
+
+    result = run(plan_for(Route.TOGETHER, parked=8), 4, act, reference=Reference(default=3))
+    assert result.outcomes == ["ok", "ok", "slow", "ok"]
+    slow = result.trials[2]
+    assert (slow.phase, slow.time_ms, slow.own_ms, slow.samples_ms) == ("check", 520.0, 480.0, (520.0,))
+    assert slow.message == "its first run was stopped after 520 ms, where another config takes 60"
+    assert limits[0] is None, "there is nothing to compare the first one with"
+    assert limits[1] == limits[2] == 4 * 2 * 60.0
+    assert limits[3] is None, "the time of the function's defaults is of interest in any case"
+
+
+@pytest.mark.parametrize(("run_ms", "cpu_ms"), [(float("nan"), 1.0), (-1.0, 1.0), (1.0, float("inf"))])
+def test_a_stop_that_makes_no_sense_ends_its_worker(run_ms: float, cpu_ms: float) -> None:
+    act = when("Measure", lambda worker: [(0.2, worker.says("Stopped", "check", run_ms=run_ms, cpu_ms=cpu_ms))])
+    result = run(plan_for(Route.TOGETHER, parked=8), 3, for_config(1, act))
+    assert result.outcomes == ["ok", "crashed", "ok"]
+
+
 class Stopping(FakeSandbox):
     """A sandbox whose caller is stopped for a while when it listens for the `nth` time."""
 

@@ -85,6 +85,8 @@ class Watch:
         self._spins = spins
         self._files: dict[str, int] = {}
         self._me = str(threading.get_native_id())
+        self._started = 0.0
+        self._before: dict[str, ThreadTimes] = {}
 
     def __enter__(self) -> Watch:
         return self
@@ -102,6 +104,14 @@ class Watch:
         whole_s = time.perf_counter() - started
         ran = time.thread_time_ns() - ran
         return self._taken(whole_s, before, self.read(), ran), result
+
+    def start(self) -> None:
+        """Begins to time work that this thread does now."""
+        self._before, self._started = self.read(), time.perf_counter()
+
+    def so_far(self) -> RunTime:
+        """Returns the time of the work since `start`, in seconds; for another thread to call."""
+        return self._taken(time.perf_counter() - self._started, self._before, self.read(), 0)
 
     def read(self) -> dict[str, ThreadTimes]:
         """Returns how long each thread of this process has run and waited until now."""

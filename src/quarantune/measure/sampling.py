@@ -321,6 +321,19 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, 
     return first_ms > (doubt * fastest_ms if is_long else 2 * doubt * fastest_first_ms)
 
 
+def longest_first_run(fastest_ms: float, *, noise: Noise) -> float:
+    """Returns the time without waits after which a first run that has not ended rules its config out.
+
+    As many consecutive runs as must agree would all have been hopeless in that time.
+
+    Args:
+        fastest_ms: the time of the fastest config, or of its first run.
+        noise: how much other processes disturb runs here.
+    """
+    hopeless_ms = max(_COLD, _NOISE_MARGIN * noise.first_run) * max(fastest_ms, _LONG_MS)
+    return hopeless_ms * noise.runs_needed(hopeless_ms, fastest_ms)
+
+
 def typical_spread(trials: Sequence[Trial]) -> float:
     """Returns how much the samples of a typical trial scatter, as a share of their median."""
     return statistics.median(spread(trial.samples_ms) for trial in trials)

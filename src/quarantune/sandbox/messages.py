@@ -131,7 +131,7 @@ class Compile(BenchTask):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measure(Task):
-    """Check one config and time it; answered by `Checked` or `Measured`.
+    """Check one config and time it; answered by `Checked`, `Stopped` or `Measured`.
 
     Its descriptors are the file of the executable, the outputs to compare with, and a file for the config's own output
     where `keeps` is true.
@@ -141,6 +141,7 @@ class Measure(Task):
         load: whether the executable is loaded from its file; else the worker has compiled it and saves it there.
         checked: whether the config has been checked before.
         pause: whether the worker stops after an informative first run, with `Checked`.
+        stop_ms: the milliseconds without waits after which such a run is ended, with `Stopped`; None for no limit.
         best_median_ms: the time of the fastest config so far; None where there is none.
         noise: the latest samples of the sweep, each with the fastest of its config, in milliseconds.
         references: the number of outputs to compare with.
@@ -152,6 +153,7 @@ class Measure(Task):
     load: bool
     checked: bool = False
     pause: bool = False
+    stop_ms: float | None = None
     best_median_ms: float | None = None
     noise: tuple[tuple[float, ...], ...] = ()
     references: int = 0
@@ -323,6 +325,19 @@ class Checked(Judged):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Stopped(Reply):
+    """The config's first run took so long that it was ended, and its worker with it.
+
+    Attributes:
+        run_ms: milliseconds that the run had taken.
+        cpu_ms: the same without its waits for a CPU.
+    """
+
+    run_ms: float
+    cpu_ms: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured(Judged):
     """The config was timed.
 
@@ -391,6 +406,6 @@ class Failed(Judged):
     goes_on: bool = False
 
 
-_OF_TRIALS = (PhaseEntered, Lowered, Compiled, Checked, Measured, Ready, Failed)
+_OF_TRIALS = (PhaseEntered, Lowered, Compiled, Checked, Stopped, Measured, Ready, Failed)
 REPLIES = (*_OF_TRIALS, ReferenceComputed, ShapesChecked, Compared, Probed)
 """Every reply, for `codec.decode`; the most frequent first."""

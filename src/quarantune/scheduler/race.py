@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Mapping
 
@@ -23,7 +24,7 @@ class Race:
     def __init__(self) -> None:
         self.best_median_ms: float | None = None
         self.noise = sampling.Noise()
-        self._fastest_first_ms = float("inf")
+        self._fastest_first_ms: float | None = None
         self._executables: dict[int, bytes] = {}
         self._kept: dict[int, tuple[float, int]] = {}
 
@@ -31,7 +32,7 @@ class Race:
         """Records the informative first run of a config, in all and without the time that it waited for a CPU."""
         self.noise.add([run_ms], cpu_ms)
         if index != UNTUNED:
-            self._fastest_first_ms = min(self._fastest_first_ms, run_ms)
+            self._fastest_first_ms = min(self._fastest_first_ms or run_ms, run_ms)
 
     def hopeless_beside_ms(self, run_ms: float, cpu_ms: float) -> float | None:
         """Returns the time that a config cannot reach after its first run, in milliseconds; None while it may win.
@@ -42,9 +43,19 @@ class Race:
         """
         fastest_ms = min(ms for ms in (self.best_median_ms, run_ms) if ms is not None)
         is_hopeless = sampling.is_hopeless(
-            cpu_ms, fastest_ms=fastest_ms, fastest_first_ms=self._fastest_first_ms, noise=self.noise
+            cpu_ms, fastest_ms=fastest_ms, fastest_first_ms=self._fastest_first_ms or math.inf, noise=self.noise
         )
         return fastest_ms if is_hopeless else None
+
+    @property
+    def fastest_ms(self) -> float | None:
+        """The time of the fastest config so far, or of its first run, in milliseconds; None before there is one."""
+        return min((ms for ms in (self.best_median_ms, self._fastest_first_ms) if ms), default=None)
+
+    @property
+    def stop_ms(self) -> float | None:
+        """The time after which a first run cannot win any more; None before there is one to compare it with."""
+        return None if self.fastest_ms is None else sampling.longest_first_run(self.fastest_ms, noise=self.noise)
 
     def note_time(self, index: int, cpu_ms: float) -> None:
         """Records the time of a config that may win.

@@ -7,6 +7,7 @@ none, outputs are compared with each other as they arrive, and the largest group
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -239,9 +240,9 @@ class Reference:
         return max(groups, key=groups.count, default=None)
 
     def _show(self, groups: Mapping[int, int | None], right: int, how: str) -> str:
-        """Returns groups as text, the right one first and described as `how`."""
-        parts = []
-        for group in sorted(set(groups.values()), key=lambda group: (group != right, group is None, group or 0)):
+        """Returns groups as text, the right one first and described as `how`, then the larger ones."""
+        size, parts = collections.Counter(groups.values()), []
+        for group in sorted(size, key=lambda group: (group != right, group is None, -size[group], group or 0)):
             members = [self._configs[index] for index in groups if groups[index] == group and index in self._configs]
             if members or group == right:
                 shown = ", ".join(map(format_config, members[:_SHOWN])) + (", ..." if len(members) > _SHOWN else "")

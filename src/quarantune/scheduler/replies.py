@@ -19,6 +19,7 @@ from quarantune.sandbox.messages import (
     ReferenceComputed,
     Reply,
     ShapesChecked,
+    Stopped,
 )
 from quarantune.scheduler.apart import Apart
 from quarantune.scheduler.jobs import Timing
@@ -71,6 +72,8 @@ class Replies:
             case Checked() if state is WorkerState.MEASURING and device is not None:
                 if isinstance(self._route, Together):
                     self._route.on_checked(worker, device, reply)
+            case Stopped() if state is WorkerState.MEASURING and isinstance(self._route, Together):
+                self._route.on_stopped(worker, reply)
             case Measured() if state is WorkerState.MEASURING and job is not None and device is not None:
                 self._on_measured(worker, job, device, reply)
             case ReferenceComputed() if state is WorkerState.SIDE_TASK:

@@ -117,6 +117,7 @@ class Run:
             load=not is_together,
             checked=not is_first,
             pause=is_together,
+            stop_ms=self._stop_ms(job) if is_together and is_first else None,
             # The fastest of those that are wrong must not rule out the right ones.
             best_median_ms=None if self.reference.is_open else self.race.best_median_ms,
             noise=tuple(self.race.noise.runs),
@@ -133,3 +134,8 @@ class Run:
             worker.output_fd = spool.create("output")
             fds.append(worker.output_fd)
         self.workers.send_next(worker, task, fds)
+
+    def _stop_ms(self, job: Job) -> float | None:
+        """Returns how long a job's first run may take; None where its output or its time is needed in any case."""
+        is_needed = self.reference.is_open or self.reference.is_default(job.index)
+        return None if is_needed else self.race.stop_ms

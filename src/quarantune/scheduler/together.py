@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quarantune.sandbox.messages import Checked, Warm
+from quarantune.sandbox.messages import Checked, Stopped, Warm
 from quarantune.scheduler.jobs import Timing
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.verdicts import checked_duration, checked_ms
@@ -70,6 +70,13 @@ class Together:
         worker.transition(WorkerState.PARKED)
         worker.deadline, device.measuring = NEVER, None
 
+    def on_stopped(self, worker: Worker, reply: Stopped) -> None:
+        """Ends a job whose first run was stopped, because it took too long."""
+        run_ms, cpu_ms = checked_ms(reply.run_ms), checked_duration(reply.cpu_ms)
+        fastest_ms = self._run.race.fastest_ms or run_ms
+        message = f"its first run was stopped after {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
+        self._end_as_slow(worker, message, run_ms, cpu_ms, Phase.CHECK)
+
     def measure_on(self, device: DeviceState) -> None:
         """Has the next parked config run: all run once, then those that may still win go on, the fastest first."""
         run = self._run
@@ -88,18 +95,23 @@ class Together:
 
     def _rule_out(self, worker: Worker) -> bool:
         """Ends a job whose first run was too slow; returns whether it was."""
-        run, job, run_ms = self._run, worker.job, worker.run_ms
-        if run_ms is None or job is None or worker.was_disturbed or run.reference.is_open:
+        run, run_ms = self._run, worker.run_ms
+        if run_ms is None or worker.job is None or worker.was_disturbed or run.reference.is_open:
             return False
         if (fastest_ms := run.race.hopeless_beside_ms(run_ms, worker.cpu_ms)) is None:
             return False
         message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
-        timing = Timing(time_ms=run_ms, samples_ms=(run_ms,), cpu_ms=worker.cpu_ms, clock="wall")
-        worker.keep_peak()
-        run.jobs.finish(job, worker, Verdict(Outcome.SLOW, message), Phase.MEASURE, timing)
-        worker.job = None
-        run.workers.retire(worker)
+        self._end_as_slow(worker, message, run_ms, worker.cpu_ms, Phase.MEASURE)
         return True
+
+    def _end_as_slow(self, worker: Worker, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
+        run, job = self._run, worker.job
+        if job is not None:
+            timing = Timing(time_ms=run_ms, samples_ms=(run_ms,), cpu_ms=cpu_ms, clock="wall")
+            worker.keep_peak()
+            run.jobs.finish(job, worker, Verdict(Outcome.SLOW, message), phase, timing)
+            worker.job = None
+            run.workers.retire(worker)
 
     def _spare(self) -> Worker | None:
         return next((worker for worker in self._run.workers if worker.state is WorkerState.SPARE), None)

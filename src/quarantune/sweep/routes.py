@@ -199,10 +199,10 @@ class Routes:
     def _run_routes(self, configs: dict[int, Config]) -> None:
         if not configs:
             return
-        if not self._can_part():
-            self._run_route(Route.TOGETHER, configs, self._finish, self._source)
-            return
         ordered = _from_both_ends(configs, self._troubled)
+        if not self._can_part():
+            self._run_route(Route.TOGETHER, ordered, self._finish, self._source)
+            return
         leftovers = self._run_route(Route.APART, ordered, self._finish, self._source)
         if leftovers.unfit:
             reason = next(iter(leftovers.unfit.values()))
@@ -333,7 +333,7 @@ def reference_for(
     """
     configs = dict(configs)
     if not options.compares_outputs or not configs:
-        return Reference(), configs
+        return Reference(default=problem.default if problem.default in configs else None), configs
     if problem.untuned is None:
         # The output of a plain callable may well differ between configs.
         return Reference(compares=jax_internals.is_jitted(problem.fn)), configs
@@ -343,9 +343,9 @@ def reference_for(
 
 
 def _from_both_ends(configs: Mapping[int, Config], last: Collection[int]) -> dict[int, Config]:
-    """Orders configs that compile many at a time, so that the longest compilation does not begin last.
+    """Orders configs so that the longest compilation does not begin last, and a fast config runs soon.
 
-    The longest one is seldom in the middle of a list, because a grid grows towards one of its ends.
+    Neither is often in the middle of a list, because a grid grows towards one of its ends.
 
     Args:
         configs: the configs by index.

@@ -226,3 +226,9 @@ def _read_tree(item: Any) -> Any:
         case "none":
             return None
     raise ValueError(f"there is no container {kind!r}")
+
+
+def is_in_order(sharding: jax.sharding.NamedSharding) -> bool:
+    """Returns whether a mesh has the first devices in their order, as that of a worker has."""
+    mesh = sharding.mesh
+    return [device.id for device in mesh.devices.flat] == list(range(mesh.size))

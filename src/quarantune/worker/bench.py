@@ -34,12 +34,6 @@ Announce = Callable[[str, tuple[OutputArray, ...]], None]
 """Receives the hash of a lowered program, by which configs with the same program are found, and its output."""
 
 
-def _is_in_order(sharding: jax.sharding.NamedSharding) -> bool:
-    """Returns whether a mesh has the first devices in their order, as that of a worker has."""
-    mesh = sharding.mesh
-    return [device.id for device in mesh.devices.flat] == list(range(mesh.size))
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A config made ready to run.
@@ -236,7 +230,7 @@ class Bench:
         from quarantune.transport import executable_data  # imports modules that workers do not need
 
         config = restore(config, self._call.config_values)
-        if not all(own is None or _is_in_order(own) for own in self._call.own_shardings):
+        if not all(own is None or executable_data.is_in_order(own) for own in self._call.own_shardings):
             raise ValueError("its arguments are laid out over the devices in another order than in a worker")
         args, kwargs = self._arguments.dynamic(self._arguments.shared())
         arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
@@ -265,14 +259,16 @@ class Bench:
         references: Sequence[int] = (),
         standard: int | None = None,
         output_fd: int | None = None,
+        limit: contextlib.AbstractContextManager[object] | None = None,
     ) -> int | None:
-        """Runs a program once and judges its output, as `Judge.check` does.
+        """Runs a program once, inside `limit`, and judges its output, as `Judge.check` does.
 
         Raises:
             WrongResultError: the output, or a gradient, is wrong.
         """
         self._stale.overwrite()
-        output = self.run(program)
+        with limit or contextlib.nullcontext():
+            output = self.run(program)
         self._stale.note(output)
         return self.judge.check(program.config, output, references=references, standard=standard, output_fd=output_fd)
 
@@ -347,15 +343,18 @@ class Bench:
 
     def informative_first_run(self, program: Program) -> RunTime | None:
         """Returns the time of the first run where that was long enough to be informative; else None."""
-        is_informative = (
+        last = self._last_run
+        return last if self.times_first_run(program) and last and last.whole > sampling.INFORMATIVE_MS else None
+
+    def times_first_run(self, program: Program) -> bool:
+        """Returns whether the time of a long first run says how fast the config is."""
+        return (
             not self.is_plain
             and not self._has_own_clock()
             and self._call.devices_needed == 1
             and not program.calls_back  # Python may make and keep objects in the first run
             and self._options.warmup <= 1  # or its author knows that it takes several
         )
-        last = self._last_run
-        return last if is_informative and last and last.whole > sampling.INFORMATIVE_MS else None
 
     def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], list[list[float]]]:
         """Times programs in turn, round by round, until the fastest is clear or the rounds run out.

@@ -21,6 +21,7 @@ from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Phase
 
 if TYPE_CHECKING:
+    from quarantune.host.waits import RunTime
     from quarantune.transport.call import Call
     from quarantune.worker.bench import Bench, Program
 
@@ -243,15 +244,24 @@ class Worker:
         )
 
     def _check(self, bench: Bench, program: Program, task: messages.Measure, fds: list[int]) -> messages.Agreement:
+        from quarantune.worker.first_run import FirstRunLimit
+
         self._phase = Phase.CHECK  # the scheduler knows: it has just given this worker the device
+        limit = None
+        if task.stop_ms is not None and bench.times_first_run(program):
+            limit = FirstRunLimit(task.stop_ms, self._report_stop)
         end = 1 + task.references
         group = bench.check(
             program,
             references=fds[1:end],
             standard=task.standard,
             output_fd=fds[end] if task.keeps else None,
+            limit=limit,
         )
         return messages.Agreement(group)
+
+    def _report_stop(self, taken: RunTime) -> None:
+        self._send(messages.Stopped(**self._heading(), run_ms=taken.whole, cpu_ms=taken.cpu))
 
     def _save_finalist(self, bench: Bench, program: Program, fd: int) -> None:
         """Saves a program that may become a finalist; one that cannot be saved is compiled again for the final.
