@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from typing import Any
 
 import jax
@@ -41,13 +42,16 @@ def limited(work: str, limit_ms: float) -> subprocess.Popen[str]:
         print("done")
     """
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begins\n"
+    return process
 
 
 def said(process: subprocess.Popen[str]) -> list[str]:
     told, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
-    return told.split()[1:]
+    return told.split()
 
 
 def test_a_run_that_takes_too_long_is_reported_and_ends_its_process() -> None:
@@ -61,14 +65,11 @@ def test_a_run_that_ends_in_time_is_left_alone() -> None:
 
 
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
-    process = limited("time.sleep(0.3); spin(0.1)", 5_000)
-    assert process.stdout is not None
-    process.stdout.read(6)
+    process = limited("time.sleep(0.3); spin(0.1)", 2_000)
     process.send_signal(signal.SIGSTOP)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(6)"]) as pause:
-        pause.wait()
+    threading.Event().wait(3.0)  # nothing happens meanwhile that could be waited for
     process.send_signal(signal.SIGCONT)
-    assert said(process)[-1] == "done"
+    assert said(process) == ["done"]
 
 
 def test_waits_for_a_cpu_do_not_count() -> None:
@@ -101,11 +102,11 @@ def test_a_hopeless_first_run_ends_early_and_leaves_nothing() -> None:
 
 
 def test_the_defaults_run_to_their_end_however_slow() -> None:
-    def slow_by_default(x: Any, n: int = 1_500_000_000) -> Any:
+    def slow_by_default(x: Any, n: int = 800_000_000) -> Any:
         return x + 0 * jax.lax.fori_loop(0, n, lambda _, y: y * 0.5 + 1, x)
 
     fn = jax.jit(slow_by_default, static_argnames=["n"])
-    configs = [{"n": 20}, {"n": 1_500_000_000}]
+    configs = [{"n": 20}, {"n": 800_000_000}, {"n": 21}]  # the one in the middle runs last
     result = quarantune.AutoTuner(fn, configs, rep=1, ref_fn=lambda x: x, name="slow_by_default").run(X)
-    assert result.best_config == {"n": 20}
+    assert result.best_config["n"] < 100
     assert "was stopped" not in result.trials[1].message, result.table()

@@ -32,8 +32,10 @@ class FirstRunLimit:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._watch = Watch(spins=False)
+        self._began = 0.0
 
     def __enter__(self) -> FirstRunLimit:
+        self._began = time.perf_counter()
         self._watch.start()
         threading.Thread(target=self._look, daemon=True).start()
         return self
@@ -44,12 +46,12 @@ class FirstRunLimit:
 
     def _look(self) -> None:
         with self._watch:
-            last, stopped_s = time.perf_counter(), 0.0
+            last, stopped_s = self._began, 0.0
             while not self._over.wait(_SLICE_S):
-                now = time.perf_counter()
+                taken = self._watch.so_far()
+                now = time.perf_counter()  # read last, so that this process cannot have been stopped unnoticed
                 stopped_s += max(0.0, now - last - 2 * _SLICE_S)
                 last = now
-                taken = self._watch.so_far()
                 least_s = taken.least - stopped_s
                 if least_s >= self._limit_s:
                     self._end(RunTime(taken.whole, least_s, least_s))
