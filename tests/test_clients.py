@@ -179,6 +179,9 @@ def test_jaxs_own_gpu_kernels_are_tuned_in_interpret_mode(tmp_path: Path) -> Non
     run(
         tmp_path,
         """
+import warnings
+
+warnings.simplefilter("ignore", DeprecationWarning)  # JAX deprecates these kernels from version 0.12 on
 from jax.experimental.pallas.ops.gpu import (
     attention, decode_attention, layer_norm, paged_attention, rms_norm, softmax
 )

@@ -64,6 +64,7 @@ def test_a_run_that_ends_in_time_is_left_alone() -> None:
     assert said(limited("spin(0.05)", 30_000)) == ["done"]
 
 
+@pytest.mark.slow
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     process = limited("time.sleep(0.3); spin(0.1)", 2_000)
     process.send_signal(signal.SIGSTOP)
@@ -102,11 +103,11 @@ def test_a_hopeless_first_run_ends_early_and_leaves_nothing() -> None:
 
 
 def test_the_defaults_run_to_their_end_however_slow() -> None:
-    def slow_by_default(x: Any, n: int = 800_000_000) -> Any:
+    def slow_by_default(x: Any, n: int = 600_000_000) -> Any:
         return x + 0 * jax.lax.fori_loop(0, n, lambda _, y: y * 0.5 + 1, x)
 
     fn = jax.jit(slow_by_default, static_argnames=["n"])
-    configs = [{"n": 20}, {"n": 800_000_000}, {"n": 21}]  # the one in the middle runs last
+    configs = [{"n": 20}, {"n": 600_000_000}, {"n": 21}]  # the one in the middle runs last
     result = quarantune.AutoTuner(fn, configs, rep=1, ref_fn=lambda x: x, name="slow_by_default").run(X)
     assert result.best_config["n"] < 100
     assert "was stopped" not in result.trials[1].message, result.table()

@@ -279,6 +279,7 @@ def test_a_config_too_large_for_a_message_is_refused_with_its_largest_key() -> N
         tuner.run(1)
 
 
+@pytest.mark.slow
 def test_an_outdated_template_is_replaced(tmp_path: Path) -> None:
     script = """
 import os
