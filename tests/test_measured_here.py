@@ -134,7 +134,8 @@ def test_outcomes_choice_and_entry_are_those_of_workers_alone(tmp_path: Path) ->
     for result in results:
         assert ends(result.trials) == ["ok", "ok", "wrong", "ok"]
         assert result.best_config == {"n": 1}
-        assert "the same program as" in result.trials[3].message
+        # One of the two is compiled first.
+        assert [index for index in (1, 3) if "the same program as" in result.trials[index].message] in ([1], [3])
     assert results[0].trials[2].message == results[1].trials[2].message
     (of_workers,), (of_both,) = (list(entry.items()) for entry in entries)
     assert of_workers[0] == of_both[0]
