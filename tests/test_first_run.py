@@ -18,6 +18,7 @@ from test_waits import on_one_cpu_with_a_rival
 
 import quarantune
 from quarantune.host.waits import Watch
+from quarantune.worker.first_run import FirstRunLimit
 
 X = np.ones(8, np.float32)
 
@@ -62,6 +63,15 @@ def test_a_run_that_takes_too_long_is_reported_and_ends_its_process() -> None:
 
 def test_a_run_that_ends_in_time_is_left_alone() -> None:
     assert said(limited("spin(0.05)", 30_000)) == ["done"]
+
+
+def test_where_no_thread_can_start_a_run_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with FirstRunLimit(0.0, lambda taken: pytest.fail("it was watched")):
+        pass
 
 
 @pytest.mark.slow

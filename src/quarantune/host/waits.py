@@ -92,6 +92,10 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files that are kept open."""
         for fd in self._files.values():
             os.close(fd)
         self._files.clear()

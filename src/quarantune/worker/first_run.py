@@ -37,7 +37,10 @@ class FirstRunLimit:
     def __enter__(self) -> FirstRunLimit:
         self._began = time.perf_counter()
         self._watch.start()
-        threading.Thread(target=self._look, daemon=True).start()
+        try:
+            threading.Thread(target=self._look, daemon=True).start()
+        except RuntimeError:  # no further thread can start: the run is not watched
+            self._watch.close()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,7 +48,7 @@ class FirstRunLimit:
             self._over.set()
 
     def _look(self) -> None:
-        with self._watch:
+        with contextlib.closing(self._watch):
             last, stopped_s = self._began, 0.0
             while not self._over.wait(_SLICE_S):
                 taken = self._watch.so_far()
