@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 from quarantune.host import stops
 from quarantune.measure import finals
-from quarantune.sandbox.messages import Compare, Compared, Finalist, Reply, Task
+from quarantune.sandbox.messages import Compare, Compared, Finalist, Task
 from quarantune.scheduler.plan import TICK_S
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.verdicts import checked_samples
@@ -19,7 +18,6 @@ from quarantune.values.trial import Config, Outcome
 _logger = logging.getLogger("quarantune")
 
 _TRIES = 2
-_Expected = TypeVar("_Expected", bound=Reply)
 
 
 class SideTaskError(Exception):
@@ -60,7 +58,7 @@ class SideTasks:
         )
         task = Compare(options=self._run.plan.options, entries=entries, last=True)
         try:
-            reply = self._do(task, [fd for fd in kept if fd is not None], Compared, configs=len(configs))
+            reply = self._do(task, [fd for fd in kept if fd is not None], configs=len(configs))
             rounds_ms = [checked_samples(samples_ms) for samples_ms in reply.rounds_ms]
             warm_ms = [checked_samples(samples_ms) if samples_ms else [] for samples_ms in reply.warm_ms]
             return finals.Final.of(configs, rounds_ms, warm_ms)
@@ -74,20 +72,12 @@ class SideTasks:
         idle = filter(None, map(_idle, self._run.devices))
         return any(self._run.workers.pid(worker) is not None for worker in idle)
 
-    def _do(
-        self,
-        task: Task,
-        fds: Sequence[int],
-        expected: type[_Expected],
-        *,
-        configs: int,
-    ) -> _Expected:
-        """Has a worker do a side task; one that dies is replaced once.
+    def _do(self, task: Compare, fds: Sequence[int], *, configs: int) -> Compared:
+        """Has a worker compare the finalists; one that dies is replaced once.
 
         Args:
             task: the task.
             fds: descriptors that go with it.
-            expected: the type of the reply.
             configs: the number of configs whose deadlines it may take.
 
         Returns:
@@ -111,7 +101,7 @@ class SideTasks:
             finally:
                 for device in run.devices:
                     device.lease.release()
-            if isinstance(worker.reply, expected):
+            if isinstance(worker.reply, Compared):
                 return worker.reply
             verdict = worker.verdict or verdict
             if verdict.outcome not in (Outcome.LOST, Outcome.CRASHED):
