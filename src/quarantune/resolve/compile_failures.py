@@ -158,6 +158,15 @@ class CompileFailures:
         else:
             self._read().pop(text, None)
 
+    def discard(self) -> None:
+        """Forgets all failures in the cache directory.
+
+        Raises:
+            CacheWriteError: they could not be removed; the message says why.
+        """
+        self._journal.discard()
+        self._known = None
+
     def _journal_in(self, directory: Path) -> cache.Journal:
         return journal.compile_failures(directory, self._name, self._key.device, self._key.text)
 

@@ -77,11 +77,13 @@ class SweepRecords:
             )
         return trials | dict(self._suspects.fatal(configs))
 
-    def discard(self) -> None:
-        """Removes the journal."""
+    def discard(self, *, with_failures: bool = False) -> None:
+        """Removes the journal, and the failed compilations too `with_failures`."""
         with self.saving():
             self._journal.discard()
             self._conclusions.discard()
+            if with_failures:
+                self._compile_failures.discard()
 
     def append(self, trial: Trial, *, was_troubled: bool) -> None:
         """Records a trial.

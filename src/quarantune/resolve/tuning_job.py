@@ -17,6 +17,7 @@ from quarantune.measure import finals
 from quarantune.resolve import engines, winner_log
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
+from quarantune.resolve.callers_error import callers_error
 from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.entries import (
     Searched,
@@ -342,6 +343,10 @@ class TuningJob:
         usable = [trial for trial in self._trials.values() if trial.outcome is Outcome.OK and trial.time_ms is not None]
         if not usable:
             progress.end(f"all {len(self._trials):,} configs failed")
+            ran = [trial for index, trial in self._trials.items() if index not in self._not_compiling]
+            if (error := callers_error(self._call, ran)) is not None:
+                self._records.discard(with_failures=True)
+                raise error
             raise self._leave_failure()
         default = self._call.default_index
         self._trials |= swept.retimed

@@ -49,6 +49,11 @@ class ErrorDescription:
     text: str
     traceback: str
 
+    @property
+    def message(self) -> str:
+        """The type and the message, as a trial has them."""
+        return f"{self.error}: {self.text}" if self.text else self.error
+
 
 class WorkerProgram(Protocol):
     """The functions of `quarantune.worker.main` that a template calls."""

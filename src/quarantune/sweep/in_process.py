@@ -120,7 +120,7 @@ def give_reference(call: Call, bench: Bench, reference: Reference) -> None:
                 bench.judge.compute_reference(fd)
         except (Exception, SystemExit) as error:
             about = describe_error(error)
-            message = f"ref_fn failed, so no config can be judged: {about.error}: {about.text}"
+            message = f"ref_fn failed, so no config can be judged: {about.message}"
             raise ReferenceFailedError(message) from error
         reference.give(fd)
         if differs := bench.judge.shapes_differ(fd):
@@ -203,7 +203,7 @@ def failed(trial: Trial, error: BaseException) -> Trial:
     return dataclasses.replace(
         trial,
         outcome=outcome,
-        message=about.text if is_wrong else f"{about.error}: {about.text}" if about.text else about.error,
+        message=about.text if is_wrong else about.message,
         log_tail="" if is_wrong else about.traceback,
     )
 

@@ -1,0 +1,88 @@
+"""A call that is wrong whatever the config raises its own error, as the untuned function does, and is forgotten."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from helpers import everywhere, isolated
+
+import quarantune
+
+pytestmark = pytest.mark.usefixtures("two_slots")
+
+X = np.arange(4, dtype=np.float32)
+
+
+def moved(configs: Any = ({"n": 1}, {"n": 2}), **options: Any) -> quarantune.Autotuned:
+    @quarantune.autotune(configs, **{"rep": 1, "name": "moved", **options})
+    @functools.partial(jax.jit, static_argnames=["by", "n"])
+    def move(x: Any, by: Any = (0, 0), n: int = 1) -> Any:
+        return x + jnp.ones(4, x.dtype) * (by[0] + by[1])
+
+    return move
+
+
+@everywhere
+def test_a_list_for_a_static_argument_fails_and_the_tuple_is_tuned(isolation: str, cache_dir: Path) -> None:
+    fn = moved()
+    fn(X)  # starts the template
+    for spoilt in (fn, moved([{"n": 1}, {"n": 2}, {"n": 3}]), fn):
+        with nothing_is_left(), isolated(isolation), pytest.raises(ValueError, match=r"on-hashable static") as caught:
+            spoilt(X, [0, 1])
+        assert traceback.extract_tb(caught.value.__traceback__)[0].line == "spoilt(X, [0, 1])"
+        assert str(caught.value).count("on-hashable static") == 1
+    assert fn.lookup(X, (0, 1)) is None
+    result = moved([{"n": 1}, {"n": 2}, {"n": 3}, {"n": 4}]).tune(X, (0, 1))
+    assert set(result.counts) <= {"ok", "slow"}, "none is known not to compile"
+    np.testing.assert_array_equal(fn(X, (0, 1)), X + 1)
+    np.testing.assert_array_equal(moved()(X, (0, 1)), X + 1)
+
+
+def test_the_error_of_wrong_shapes_is_that_of_the_untuned_call() -> None:
+    fn, x = moved(), np.ones(3, np.float32)
+    for call in (fn, fn.tune, fn.lower, jax.jit(fn), jax.grad(lambda x: fn(x).sum())):
+        with pytest.raises(TypeError, match=r"incompatible shapes for broadcasting: .3.*4") as caught:
+            call(x)
+        assert any("moved: every config fails in this way, and so do the defaults" in note for note in _notes(caught))
+    np.testing.assert_array_equal(fn(X), X)
+
+
+def test_a_tuner_raises_the_error_of_a_wrong_call_too() -> None:
+    tuner = quarantune.AutoTuner(moved().__wrapped__, {"n": [1, 2]}, rep=1)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="incompatible shapes"):
+            tuner.run(np.ones(3, np.float32))
+    assert set(tuner.run(X).counts) <= {"ok", "slow"}
+
+
+def test_where_only_workers_fail_alike_the_failure_of_all_configs_is_raised(tmp_path: Path) -> None:
+    here = [True]
+
+    @quarantune.autotune({"n": [1, 2]}, rep=1)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def choosy(x: Any, n: int = 1) -> Any:
+        if not here:
+            raise ArithmeticError("not in a worker")
+        return x
+
+    class Gone(list):  # type: ignore[type-arg]
+        """Is empty where it was sent to."""
+
+        def __reduce__(self) -> Any:
+            return Gone, ()
+
+    here = Gone(here)
+    with pytest.raises(quarantune.TuningFailedError, match=r"All 2 configs failed.*\n.*not in a worker"):
+        choosy(X)
+
+
+def _notes(caught: pytest.ExceptionInfo[Any]) -> list[str]:
+    return getattr(caught.value, "__notes__", [])
