@@ -225,9 +225,15 @@ def test_damaged_results_are_found(cache_dir: Path) -> None:
 
 def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point(tmp_path: Path) -> None:
     mounts = tmp_path / "mountinfo"
+    odd = "\u00e9 \v\u2028\udcff"
+    shown = odd.replace(" ", r"\040")
     lines = [("/", "ext4"), (str(tmp_path), "ext4"), (str(tmp_path), "nfs4"), (f"{tmp_path}/other", "tmpfs")]
-    mounts.write_text("".join(f"1 1 0:1 / {point} rw - {kind} none rw\n" for point, kind in lines))
+    lines += [(f"{tmp_path}/{shown}", "lustre")]
+    text = "".join(f"1 1 0:1 / {point} rw - {kind} none rw\n" for point, kind in lines)
+    mounts.write_bytes(os.fsencode(text))
     assert cache_checks.filesystem(tmp_path / "cache", mounts=mounts) == "nfs4"
+    assert cache_checks.filesystem(tmp_path / odd / "cache", mounts=mounts) == "lustre"
+    assert cache_checks.filesystem(tmp_path, mounts=tmp_path / "none") == ""
 
 
 def test_a_program_without_a_limit_on_processes_may_start_any_number(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import resource
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,10 +24,11 @@ import engine_kernels
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from aftermath import eventually
 from helpers import SOURCE
 
 import quarantune
-from quarantune.engine import finalists, pieces, remote, replies
+from quarantune.engine import contact, finalists, pieces, remote, replies
 from quarantune.values.trial import EngineError, Outcome, Trial
 
 X = jnp.ones((8, 128))
@@ -176,6 +180,13 @@ def test_damaged_messages_of_shards_are_refused() -> None:
     for damage in ({}, {"end": "done", "rounds_ms": [[0, [1.0]], [1, []]]}, {"end": "done", "rounds_ms": 3}):
         with pytest.raises(replies.DamageError):
             replies.end(damage)
+    assert replies.phase({"phase": [0, "check"]}) == (0, "check")
+    for place in (math.nan, math.inf, 0.0, True, "0", None, [0]):
+        with pytest.raises(replies.DamageError):
+            replies.phase({"phase": [place, "check"]})
+    for data in ([0, math.nan], [0, "lunch"], [0], math.inf, None, {"0": "check"}):
+        with pytest.raises(replies.DamageError):
+            replies.phase({"phase": data})
 
 
 @pytest.mark.slow
@@ -381,9 +392,158 @@ def test_compile_checks_go_to_machines_without_the_device() -> None:
     assert all(trial.figures is not None for trial in report.trials)
 
 
-def test_a_shard_that_was_given_up_does_not_go() -> None:
-    from quarantune.engine import contact
+def reached(contacts: contact.Contacts, number: int, address: contact.Address | None = None) -> Any:
+    """Returns what `reach` finds, while the submitter listens."""
+    found: list[Any] = []
+    there = contacts.address if address is None else address
+    thread = threading.Thread(target=lambda: found.append(contact.reach(there, number, {})))
+    thread.start()
+    while thread.is_alive():
+        assert contacts.poll(0.01) == []
+    return found[0]
 
+
+STRANGERS = [
+    *(b'{"token": "\\ud800"}\n', b'{"token": NaN, "shard": Infinity}\n', b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\0\n"),
+    *(b"[" * 10_000 + b"\n", b'{"token": ' + b"9" * 10_000 + b"}\n", b"\n", b"{}\n", b"x" * 100_000, b"[5]\n"),
+]
+
+
+def test_whatever_a_stranger_says_shards_are_heard() -> None:
+    contacts = contact.Contacts(lambda *_: True)
+    with contextlib.closing(contacts), contextlib.ExitStack() as open_for_now:
+        strangers = []
+        for words in STRANGERS:
+            stranger = open_for_now.enter_context(socket.create_connection(("127.0.0.1", contacts.address.port)))
+            stranger.sendall(words)
+            strangers.append(stranger)
+        line = reached(contacts, 1)
+        assert line.say({"phase": [0, "end"]})
+        assert contacts.poll(5.0) == [contact.Said(1, {"phase": [0, "end"]})]
+        for stranger in strangers:
+            stranger.settimeout(5.0)
+            with contextlib.suppress(ConnectionResetError):
+                assert stranger.recv(10) == b""
+        line.close()
+
+
+def test_a_stranger_that_never_stops_talking_is_cut_off() -> None:
+    contacts = contact.Contacts(lambda *_: True)
+    with (
+        contextlib.closing(contacts),
+        socket.create_connection(("127.0.0.1", contacts.address.port)) as stranger,
+    ):
+        ended = threading.Event()
+
+        def talk() -> None:
+            with contextlib.suppress(OSError):
+                while not ended.is_set():
+                    stranger.sendall(b"x" * (1 << 20))
+            ended.set()
+
+        thread = threading.Thread(target=talk)
+        thread.start()
+        try:
+            assert eventually(lambda: contacts.poll(0.01) or ended.is_set(), timeout_s=10)
+        finally:
+            ended.set()
+            with contextlib.suppress(OSError):  # it was cut off
+                stranger.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+IDLE = """
+import socket, sys
+held = [socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=20) for _ in range(int(sys.argv[2]))]
+print(len(held), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_idle_strangers_leave_room_for_shards_and_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    contacts = contact.Contacts(lambda *_: True)
+    command = [sys.executable, "-c", IDLE, str(contacts.address.port), "1000"]
+    with contextlib.closing(contacts), subprocess.Popen(command, stdin=-1, stdout=-1) as crowd:
+        assert crowd.stdout is not None
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + 150, limits[1]))
+        try:
+            while not select.select([crowd.stdout], [], [], 0)[0]:
+                assert contacts.poll(0.01) == []
+            lines = [reached(contacts, number) for number in range(50)]
+            assert all(isinstance(line, contact.Contact) for line in lines)
+            assert contacts.poll(0) == []
+            assert not any(line.is_over for line in lines)
+            with monkeypatch.context() as patch:
+                patch.setattr(contact, "_GREETS_S", 0.0)
+                assert eventually(
+                    lambda: contacts.poll(0.01) or len(os.listdir("/proc/self/fd")) < before + 2 * len(lines) + 10
+                )
+            assert not any(line.is_over for line in lines)
+            assert lines[-1].say({"phase": [0, "end"]})
+            assert contacts.poll(5.0) == [contact.Said(49, {"phase": [0, "end"]})]
+            for line in lines:
+                line.close()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        crowd.communicate(timeout=20)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class Unknown(Executor):
+    """An executor of which nothing is known, so that its shards may run anywhere."""
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(fn, *args, **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("kind", "hosts"), [(ThreadPoolExecutor, ["127.0.0.1"]), (Unknown, ["127.0.0.1", "127.0.0.2"])]
+)
+def test_pools_of_this_machine_are_heard_on_the_loopback_alone(
+    kind: Callable[[], Executor], hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reach, open_at = contact.reach, []
+
+    def look(address: contact.Address, *args: Any) -> Any:
+        for host in ("127.0.0.1", "127.0.0.2"):
+            with contextlib.suppress(ConnectionRefusedError):
+                socket.create_connection((host, address.port), timeout=5).close()
+                open_at.append(host)
+        return reach(address, *args)
+
+    monkeypatch.setattr(contact, "reach", look)
+    with kind() as executor:
+        assert tuner(name=kind.__name__).run(X, executor=executor).best_config == {"n": 0}
+    assert open_at == hosts
+
+
+def test_a_connection_with_a_large_descriptor_is_followed() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    large = 2000
+    if limits[1] <= large:
+        pytest.skip("the limit of descriptors is too small")
+    contacts = contact.Contacts(lambda *_: True)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], large + 1), limits[1]))
+    try:
+        with contextlib.closing(contacts):
+            small = reached(contacts, 1)
+            line = contact.Contact(socket.socket(fileno=os.dup2(small._connection.fileno(), large)))
+            small.close()
+            assert not line.is_over
+            contacts.stop(1)
+            assert line.is_over
+            line.close()
+            assert line.is_over
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_shard_that_was_given_up_does_not_go() -> None:
     greeted: list[int] = []
     contacts = contact.Contacts(lambda number, about: greeted.append(number) is None and number == 1)
     with contextlib.closing(contacts):

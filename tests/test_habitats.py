@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import quarantune
+from quarantune.cache.owners import Owner, this_host
+from quarantune.host import machine
 
 KERNEL = """
 import functools, os, sys
@@ -85,6 +87,43 @@ def test_a_program_tunes_in_a_deleted_working_directory(tmp_path: Path) -> None:
     with_helper = KERNEL.replace("    return x * 3", "    return HELPERS[0](x)")
     helper = "def triple(x): return x * 3\nHELPERS = (triple,)"
     run(f"import os\nos.rmdir({str(gone)!r})\n{helper}\n{with_helper}\nagree()", cwd=gone)
+
+
+NAMED = """
+import ctypes
+name = "kernels-\u00e9\u00e9\u00e9\u00e9".encode()[:15]  # the kernel keeps 15 bytes, and so cuts a character in two
+assert ctypes.CDLL(None).prctl(15, name, 0, 0, 0) == 0
+try:
+    name.decode()
+except UnicodeDecodeError:
+    pass
+else:
+    raise AssertionError("the name is text")
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_process_whose_name_is_no_text_tunes(method: str, tmp_path: Path) -> None:
+    """Names are cut after 15 bytes, also in the middle of a character."""
+    again = "with quarantune.settings(always_tune=True): agree()\nassert kernel.lookup(X) == {'n': 2}"
+    run(f"{NAMED}{KERNEL}\nagree()\n{again}", cwd=tmp_path, environ={"QUARANTUNE_START_METHOD": method})
+
+
+def test_the_owner_of_a_claim_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+    script = f"{NAMED}\nimport sys\nfrom quarantune.cache.owners import Owner\n"
+    script += "me = Owner.this_process()\nprint(me.pid, me.started, flush=True)\nsys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=-1, stdout=-1) as holder:
+        assert holder.stdout is not None
+        pid, started = map(int, holder.stdout.readline().split())
+        owner = Owner(host=this_host(), pid=pid, started=started)
+        assert started > 0
+        assert machine.activity(pid)[0] in "SR"
+        assert machine.private_memory_bytes(pid) > 1 << 20
+        assert pid in machine.descendants(os.getpid())
+        assert not owner.is_dead()
+        assert Owner(host=this_host(), pid=pid, started=started + 1).is_dead()
+        holder.kill()
+    assert owner.is_dead()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_bytes(os.fsencode(text))
     return root
 
 
@@ -75,6 +75,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         ),
         ({"proc/self/cgroup": "1:cpuset:/\n", "sys/fs/cgroup/cpu.max": "100000 100000\n"}, 8),
         ({"proc/self/cgroup": "0::/../../up\n", "sys/fs/cgroup/up/cpu.max": "500000 100000\n"}, 5),
+        ({"proc/self/cgroup": "0::/no\v\udcfftext\n", "sys/fs/cgroup/no\v\udcfftext/cpu.max": "500000 100000\n"}, 5),
     ],
     ids=[
         "none",
@@ -87,6 +88,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         "v1-none",
         "other",
         "above-root",
+        "no-text",
     ],
 )
 def test_cores_are_the_affinity_bounded_by_the_cgroup_quota(

@@ -70,6 +70,12 @@ def file_in_dev_shm():
     kept.flush()
     return kept
 
+def mapped_under_an_odd_name():
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="q \v\r\x1c\u2028\udcff ") as file:
+        file.write(DATA)
+        file.flush()
+        return mmap.mmap(file.fileno(), SIZE)
+
 def pool_of_forks():
     for _ in range(4):
         if os.fork() == 0:
@@ -110,6 +116,7 @@ SHARED = {
     "memfd_mapped_and_closed": 1,
     "shared_memory_of_multiprocessing": 1,
     "file_in_dev_shm": 1,
+    "mapped_under_an_odd_name": 1,
 }
 
 
@@ -120,7 +127,7 @@ def test_shared_memory_of_every_kind_counts_once(kind: str, lines: int) -> None:
         assert 48 * MB <= memory.shared_bytes(family, since=since, foreign=()) < 52 * MB
 
 
-@pytest.mark.parametrize("kind", ["anonymous", "mapped_twice", "memfd_mapped_and_closed"])
+@pytest.mark.parametrize("kind", ["anonymous", "mapped_twice", "memfd_mapped_and_closed", "mapped_under_an_odd_name"])
 def test_without_permission_to_read_mapped_files_their_pages_count(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_stat_mapped", lambda *_: None)
     with holder(kind, SHARED[kind]) as family:

@@ -6,9 +6,9 @@ import dataclasses
 import functools
 import os
 import platform
-from pathlib import Path
 
 from quarantune.cache.keys import short_hash
+from quarantune.host import proc
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,10 +57,7 @@ def _host_token(_pid: int) -> str:
 
 def boot_id() -> str:
     """Returns the kernel's identifier of this boot; empty where there is none."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return proc.text("/proc/sys/kernel/random/boot_id").strip()
 
 
 def _pid_namespace() -> str:
@@ -71,13 +68,8 @@ def _pid_namespace() -> str:
 
 
 def _status(pid: int) -> tuple[str, int] | None:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The command's name stands in parentheses and may itself hold spaces and parentheses.
-    state, *fields = stat.rpartition(")")[2].split()
-    return state, int(fields[18])
+    fields = proc.status(pid)
+    return (fields[0].decode(), int(fields[19])) if fields else None
 
 
 def _exists(pid: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from quarantune.cache import file_lease
 from quarantune.cache.tuning_cache import TuningCache
 from quarantune.doctor.check import Check, fail, first_line, ok, warn
+from quarantune.host import proc
 from quarantune.values.settings import Settings
 
 _LOCKS = "cache locks"
@@ -133,15 +135,12 @@ def _probe_directory(path: Path) -> Iterator[Path]:
 
 def filesystem(path: Path, *, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """Returns the type of the filesystem that holds a path, such as `nfs4`; empty where it is not known."""
-    try:
-        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
     resolved, best, kind = path.resolve(), -1, ""
-    for line in lines:
-        before, _, after = line.partition(" - ")
-        point = Path(before.split()[4].encode().decode("unicode_escape"))
+    for line in proc.lines(mounts):
+        before, _, after = line.partition(b" - ")
+        escaped = before.split(b" ")[4]
+        point = Path(os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), escaped)))
         # A later mount covers an earlier one at the same point.
         if resolved.is_relative_to(point) and len(point.parts) >= best:
-            best, kind = len(point.parts), after.split()[0]
+            best, kind = len(point.parts), after.split()[0].decode()
     return kind

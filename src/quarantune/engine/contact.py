@@ -16,12 +16,14 @@ import secrets
 import select
 import selectors
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from quarantune.host import proc
 from quarantune.values.json_object import JsonObject
 
+_LOOPBACK = "127.0.0.1"
 _CONNECT_S = 2.0
 """The longest wait for a connection to one address; a firewall may answer nothing."""
 _REPLY_S = 30.0
@@ -29,6 +31,10 @@ _MOST_BYTES = 16 << 20
 """The longest message."""
 _UNKNOWN_MOST_BYTES = 1 << 14
 """The longest message of a peer that has not named a shard."""
+MOST_UNKNOWN = 32
+"""How many peers may be connected that have not named a shard; of more, the first to come are dropped."""
+_GREETS_S = 10.0
+"""How long a peer may take to name its shard, which shards do at once."""
 _KEEPALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4))
 """After half a minute without a sign of the other machine, a connection has ended."""
 _BACKLOG = 1024
@@ -38,8 +44,7 @@ _BACKLOG = 1024
 def machine_id() -> str:
     """Returns an id of this machine, or of the container with a network of its own."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
+        return f"{proc.text('/proc/sys/kernel/random/boot_id').strip()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
         return socket.gethostname()
 
@@ -97,14 +102,16 @@ class Gone:
 class Contacts:
     """The submitter's side: the connections of all shards of one sweep."""
 
-    def __init__(self, may_go: Callable[[int, JsonObject], bool]) -> None:
+    def __init__(self, may_go: Callable[[int, JsonObject], bool], *, is_local: bool = False) -> None:
         """Begins to listen.
 
         Args:
             may_go: receives the number of a shard that begins, and the description of its process; returns whether it
                 should run.
+            is_local: whether all shards run on this machine, so that no other one need reach this process.
         """
         self._may_go = may_go
+        self._is_local = is_local
         self._token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, _Peer] = {}
@@ -114,7 +121,7 @@ class Contacts:
         self._selector.register(self._wakes, selectors.EVENT_READ)
         self._listener: socket.socket | None = None
         with contextlib.suppress(OSError):  # without connections, shards stop at their deadlines
-            self._listener = socket.create_server(("", 0), backlog=_BACKLOG)
+            self._listener = socket.create_server((_LOOPBACK if is_local else "", 0), backlog=_BACKLOG)
             self._listener.setblocking(False)
             self._selector.register(self._listener, selectors.EVENT_READ)
 
@@ -122,7 +129,8 @@ class Contacts:
     def address(self) -> Address:
         """Where shards find this process."""
         port = self._listener.getsockname()[1] if self._listener is not None else 0
-        return Address(machine_id(), tuple(_own_addresses()), port, self._token)
+        hosts = () if self._is_local else tuple(_own_addresses())
+        return Address(machine_id(), hosts, port, self._token)
 
     def wake(self) -> None:
         """Ends a `poll` of another thread."""
@@ -136,15 +144,19 @@ class Contacts:
             timeout_s: the longest wait.
         """
         events: list[Said | Gone] = []
+        must_accept = False
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._wakes:
                 with contextlib.suppress(BlockingIOError):
                     while self._wakes.recv(4096):
                         pass
             elif key.fileobj is self._listener:
-                self._accept()
+                must_accept = True
             else:
                 events += self._read(key.data)
+        self._drop_unknown()  # only now, when those that have named a shard are known
+        if must_accept:
+            self._accept()
         return events
 
     def stop(self, shard: int) -> None:
@@ -164,13 +176,20 @@ class Contacts:
     def _accept(self) -> None:
         assert self._listener is not None
         with contextlib.suppress(OSError):
-            while True:
+            for _ in range(MOST_UNKNOWN // 2):  # each is read before it may be dropped
                 connection, _ = self._listener.accept()
                 connection.setblocking(False)
                 _keep_alive(connection)
                 peer = _Peer(connection)
                 self._peers[connection.fileno()] = peer
                 self._selector.register(connection, selectors.EVENT_READ, peer)
+
+    def _drop_unknown(self) -> None:
+        """Drops peers that have not named a shard in time, or that take the place of new ones."""
+        unknown = [peer for peer in self._peers.values() if peer.shard is None]
+        for place, peer in enumerate(reversed(unknown)):
+            if place >= MOST_UNKNOWN // 2 or time.monotonic() > peer.since + _GREETS_S:
+                self._drop(peer)
 
     def _read(self, peer: _Peer) -> Iterator[Said | Gone]:
         for message in peer.receive():
@@ -187,7 +206,9 @@ class Contacts:
     def _greet(self, peer: _Peer, message: JsonObject) -> bool:
         """Answers the first message of a shard; returns whether it may go."""
         token, shard, about = message.get("token"), message.get("shard"), message.get("about")
-        is_ours = isinstance(token, str) and hmac.compare_digest(token.encode(), self._token.encode())
+        is_ours = isinstance(token, str) and hmac.compare_digest(
+            token.encode(errors="backslashreplace"), self._token.encode()
+        )
         if is_ours and isinstance(shard, int) and isinstance(about, dict) and self._may_go(shard, about):
             with contextlib.suppress(OSError):
                 peer.connection.send(b'{"go": true}\n')
@@ -208,21 +229,25 @@ class _Peer:
     Attributes:
         connection: its socket.
         shard: the number of the shard; None until it has said so.
+        since: when it connected, by the monotonic clock.
         is_over: whether the connection has ended, or what came through it makes no sense.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.shard: int | None = None
+        self.since = time.monotonic()
         self.is_over = False
         self._data = bytearray()
 
     def receive(self) -> Iterator[JsonObject]:
         """Yields the messages that have arrived."""
+        most = _UNKNOWN_MOST_BYTES if self.shard is None else _MOST_BYTES
         try:
-            while received := self.connection.recv(1 << 18):
+            while len(self._data) <= most and not self.is_over:
+                received = self.connection.recv(1 << 18)
                 self._data += received
-            self.is_over = True
+                self.is_over = not received
         except BlockingIOError:
             pass
         except OSError:
@@ -238,7 +263,7 @@ class _Peer:
                 self.is_over = True
                 return
             yield message
-        if len(rest) > (_UNKNOWN_MOST_BYTES if self.shard is None else _MOST_BYTES):
+        if len(rest) > most:
             self.is_over = True
 
 
@@ -260,9 +285,10 @@ class Contact:
     @property
     def is_over(self) -> bool:
         """Whether the submitter wants the shard to stop, or is gone."""
+        waiting = select.poll()  # select() cannot take descriptors above 1023
         try:
-            readable, _, _ = select.select([self._connection], [], [], 0)
-            return bool(readable)  # it says nothing after its first reply
+            waiting.register(self._connection, select.POLLIN)
+            return bool(waiting.poll(0))  # it says nothing after its first reply
         except (OSError, ValueError):
             return True
 
@@ -284,7 +310,7 @@ def reach(address: Address, shard: int, about: JsonObject) -> Contact | bool:
     """
     hosts: Sequence[str] = address.hosts if address.port else ()
     if address.machine == machine_id():
-        hosts = ("127.0.0.1", *hosts)
+        hosts = (_LOOPBACK, *hosts)
     for host in hosts:
         try:
             connection = socket.create_connection((host, address.port), timeout=_CONNECT_S)

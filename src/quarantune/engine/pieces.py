@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from quarantune.engine.contact import MOST_UNKNOWN
 from quarantune.host import machine
 
 _logger = logging.getLogger("quarantune")
@@ -131,7 +132,7 @@ def joined(pending: collections.deque[Shard], most: int, running: int) -> Shard:
 def most_at_a_time() -> int:
     """Returns how many shards may be with an engine at a time: each that runs has a connection to this process."""
     left = machine.descriptors_left()
-    return max(LEAST, left - _KEPT_DESCRIPTORS)
+    return max(LEAST, left - _KEPT_DESCRIPTORS - MOST_UNKNOWN)
 
 
 @functools.cache

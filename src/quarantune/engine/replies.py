@@ -11,9 +11,20 @@ from quarantune.engine import remote
 from quarantune.measure.finals import Final
 from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.json_object import JsonObject
-from quarantune.values.trial import Config, EngineError, Outcome, ReferenceFailedError, Trial, is_plausible_ms
+from quarantune.values.trial import (
+    END,
+    READY,
+    Config,
+    EngineError,
+    Outcome,
+    Phase,
+    ReferenceFailedError,
+    Trial,
+    is_plausible_ms,
+)
 
 _MOST_TEXT = 20_000
+_PHASES = (*Phase, READY, END)
 _DEATHS = ("Killed", "Crashed", "Died", "Lost", "Cancelled", "Terminated", "Unreachable")
 """Parts of the names of the errors by which engines report that a worker has died."""
 _ERRORS = {error.__name__: error for error in (ReferenceFailedError, ValueError, TypeError, ImportError)}
@@ -86,7 +97,9 @@ def phase(message: Mapping[str, Any]) -> tuple[int, str]:
     """
     try:
         index, name = message["phase"]
-        return int(index), str(name)[:20]
+        if type(index) is not int or name not in _PHASES:
+            raise ValueError("there is no such phase")
+        return index, name
     except (TypeError, ValueError) as error:
         raise DamageError(f"it is no phase: {error!r:.200}") from error
 

@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 
 from quarantune.engine import pieces, remote, replies
 from quarantune.engine.contact import Contacts, Gone
@@ -22,6 +22,8 @@ from quarantune.values.trial import Config, EngineError, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 
+_ON_THIS_MACHINE = (ThreadPoolExecutor, ProcessPoolExecutor)
+"""Executors whose tasks run on this machine, unless a class of the user's submits them in another way."""
 _PARTS = 4
 """A shard that has died is repeated in so many parts, so that one config takes few others down with it."""
 _MOST_DEATHS = 2
@@ -85,7 +87,8 @@ class Shards:
         self._refused_at = 0.0
         self._is_heard = False
         self._numbers = itertools.count()
-        self._contacts = Contacts(self._greet)
+        is_local = any(type(executor).submit is kind.submit for kind in _ON_THIS_MACHINE)
+        self._contacts = Contacts(self._greet, is_local=is_local)
         self._address = self._contacts.address.to_json()
         self._silent_since = 0.0
         self._largest = LEAST

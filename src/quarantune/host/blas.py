@@ -9,6 +9,8 @@ import os
 import re
 from collections.abc import Callable, Iterator
 
+from quarantune.host import proc
+
 _PREFIXES = ("scipy_openblas", "openblas")
 _SUFFIXES = ("64_", "")
 
@@ -36,11 +38,7 @@ def one_thread() -> Iterator[None]:
 @functools.cache
 def _functions() -> list[_Functions]:
     """Returns the functions that read and set the number of threads of each OpenBLAS in this process."""
-    try:
-        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
-            paths = sorted(set(re.findall(r"(/\S*openblas\S*\.so\S*)$", maps.read(), re.MULTILINE)))
-    except OSError:
-        return []
+    paths = sorted(set(re.findall(r"(/\S*openblas\S*\.so\S*)$", proc.text("/proc/self/maps"), re.MULTILINE)))
     found = []
     for path in paths:
         with contextlib.suppress(OSError):

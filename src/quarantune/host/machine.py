@@ -11,6 +11,8 @@ import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from quarantune.host import proc
+
 _ROOT = Path("/")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
@@ -72,7 +74,7 @@ def processes_left(*, root: Path = _ROOT) -> int | None:
     """
     left = []
     for directory in _cgroup_directories("pids", root):
-        limit, used = (_read(directory / name).strip() for name in ("pids.max", "pids.current"))
+        limit, used = (proc.text(directory / name).strip() for name in ("pids.max", "pids.current"))
         if limit.isdigit():
             left.append(int(limit) - int(used or 0))
     limit_of_user, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -84,7 +86,7 @@ def processes_left(*, root: Path = _ROOT) -> int | None:
 @functools.cache
 def processor_name(*, root: Path = _ROOT) -> str:
     """Returns the processor's model, used as the kind of a CPU device."""
-    for line in _read(root / "proc/cpuinfo").splitlines():
+    for line in proc.read(root / "proc/cpuinfo").decode(errors="replace").splitlines():
         name, _, value = line.partition(":")
         if name.strip().lower() == "model name" and value.strip():
             return " ".join(value.split())
@@ -101,12 +103,8 @@ def resident_bytes(pid: int) -> tuple[int, int]:
     """Returns a process's private memory and its mapped files and shared memory; zeros when it is gone."""
     if not _has_proc():
         return _psutil_memory(pid), 0
-    try:
-        with open(f"/proc/{pid}/statm", "rb", buffering=0) as file:
-            fields = file.read().split()
-    except OSError:
-        return 0, 0
-    if len(fields) < 3:  # the file of a process that is just ending may be empty
+    fields = proc.read(f"/proc/{pid}/statm").split()
+    if len(fields) < 3:  # gone, or just ending
         return 0, 0
     resident, shared = int(fields[1]), int(fields[2])
     return (resident - shared) * _PAGE_BYTES, shared * _PAGE_BYTES
@@ -117,13 +115,8 @@ def activity(pid: int) -> tuple[str, int]:
 
     Returns an empty text and 0 where the process is gone or the system has no such figures.
     """
-    try:
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            # The command's name stands in parentheses and may itself hold spaces and parentheses.
-            fields = file.read().rpartition(b")")[2].split()
-            return fields[0].decode(), int(fields[11]) + int(fields[12])
-    except (OSError, IndexError):
-        return "", 0
+    fields = proc.status(pid)
+    return (fields[0].decode(), int(fields[11]) + int(fields[12])) if fields else ("", 0)
 
 
 def is_stopped(pid: int) -> bool:
@@ -183,23 +176,15 @@ def _children_from_tasks(pid: int) -> list[int]:
     except OSError:
         return found
     for thread in threads:
-        try:
-            with open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
-                found += map(int, file.readall().split())
-        except OSError:
-            continue  # the thread has ended and passed its children on to another one
+        # A thread that has ended has passed its children on to another one.
+        found += map(int, proc.read(f"/proc/{pid}/task/{thread}/children").split())
     return found
 
 
 def _parents_from_stat() -> Iterator[tuple[int, int]]:
     for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb", buffering=0) as file:
-                    # The command's name stands in parentheses and may itself hold spaces and parentheses.
-                    yield int(name), int(file.read().rpartition(b")")[2].split()[1])
-            except (OSError, IndexError):
-                continue
+        if name.isdigit() and (fields := proc.status(name)):
+            yield int(name), int(fields[1])
 
 
 def _parents_from_psutil() -> Iterator[tuple[int, int]]:
@@ -222,7 +207,7 @@ def _psutil_memory(pid: int) -> int:
 def _cgroup_directories(controller: str, root: Path) -> tuple[Path, ...]:
     """Returns the directories whose files may limit this process, innermost first, of both versions."""
     directories: dict[Path, None] = {}
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in map(os.fsdecode, proc.lines(root / "proc/self/cgroup")):
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -256,9 +241,9 @@ def _threads_of_user(root: Path) -> int:
 
 def _cpu_quota(directory: Path) -> float | None:
     """Returns how many cores' worth of time the cgroup may use; None when unlimited."""
-    fields = _read(directory / "cpu.max").split() or [
-        _read(directory / "cpu.cfs_quota_us").strip(),
-        _read(directory / "cpu.cfs_period_us").strip(),
+    fields = proc.text(directory / "cpu.max").split() or [
+        proc.text(directory / "cpu.cfs_quota_us").strip(),
+        proc.text(directory / "cpu.cfs_period_us").strip(),
     ]
     if len(fields) != 2 or not all(field.isdigit() for field in fields) or not int(fields[1]):
         return None  # "max", or -1, or no such file
@@ -267,14 +252,14 @@ def _cpu_quota(directory: Path) -> float | None:
 
 def _memory_limit(directory: Path) -> int | None:
     """Returns the cgroup's limit in bytes; None when it has none."""
-    text = (_read(directory / "memory.max") or _read(directory / "memory.limit_in_bytes")).strip()
+    text = (proc.text(directory / "memory.max") or proc.text(directory / "memory.limit_in_bytes")).strip()
     # In version 1, "unlimited" is the largest page-aligned 63-bit number.
     return int(text) if text.isdigit() and int(text) < 1 << 60 else None
 
 
 def _working_set(directory: Path) -> int:
     """Returns the cgroup's memory in use, less the page cache that the kernel can drop."""
-    used = (_read(directory / "memory.current") or _read(directory / "memory.usage_in_bytes")).strip()
+    used = (proc.text(directory / "memory.current") or proc.text(directory / "memory.usage_in_bytes")).strip()
     statistics = directory / "memory.stat"
     droppable = _counter(statistics, "total_inactive_file")
     if droppable is None:
@@ -293,15 +278,8 @@ def _available(root: Path) -> int:
 
 def _counter(file: Path, name: str) -> int | None:
     """Returns the number after `name` in a file of "name number" lines; None when there is none."""
-    for line in _read(file).splitlines():
+    for line in proc.text(file).splitlines():
         fields = line.split()
         if len(fields) > 1 and fields[0] == name and fields[1].isdigit():
             return int(fields[1])
     return None
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""

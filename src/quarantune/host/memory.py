@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeAlias
 
-from quarantune.host import machine
+from quarantune.host import machine, proc
 
 FileId: TypeAlias = tuple[int, int]
 """The device and the inode of a file."""
@@ -83,7 +83,7 @@ def proportional_bytes(family: Sequence[int]) -> int | None:
     """Returns the private memory of processes, a page shared by n processes counted as 1/n; None if unknown."""
     total = 0
     for pid in family:
-        text = _read(f"/proc/{pid}/smaps_rollup")
+        text = proc.read(f"/proc/{pid}/smaps_rollup")
         if text and b"Pss_Anon:" not in text:
             return None  # a kernel before 5.3
         total += sum(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith(b"Pss_Anon:"))
@@ -142,17 +142,17 @@ def _devices_in_memory() -> frozenset[int]:
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("quarantune-probe", os.MFD_CLOEXEC)) as file:
             found.add(os.fstat(file.fileno()).st_dev)
-    for line in _read("/proc/self/mountinfo").decode(errors="replace").splitlines():
-        fields, _, kind = line.partition(" - ")
-        if kind.startswith(("tmpfs ", "ramfs ")):
-            major, _, minor = fields.split()[2].partition(":")
+    for line in proc.lines("/proc/self/mountinfo"):
+        fields, _, kind = line.partition(b" - ")
+        if kind.startswith((b"tmpfs ", b"ramfs ")):
+            major, _, minor = fields.split()[2].partition(b":")
             found.add(os.makedev(int(major), int(minor)))
     return frozenset(found)
 
 
 def _resident_shared_bytes(pid: int) -> float:
     """Returns the shared memory that a process has mapped and touched; infinity if the system does not say."""
-    _, found, rest = _read(f"/proc/{pid}/status").partition(b"\nRssShmem:")
+    _, found, rest = proc.read(f"/proc/{pid}/status").partition(b"\nRssShmem:")
     return int(rest.split(maxsplit=1)[0]) << 10 if found else math.inf
 
 
@@ -171,13 +171,13 @@ def _open_files(pid: int) -> Iterator[os.stat_result]:
 
 def _mapped_files(pid: int) -> Iterator[tuple[FileId, str, str]]:
     """Yields the identity, the address range and the path of each file in memory that a process has mapped."""
-    for line in _read(f"/proc/{pid}/maps").decode(errors="surrogateescape").splitlines():
+    for line in proc.lines(f"/proc/{pid}/maps"):
         place, _, _, device, inode, *path = line.split(maxsplit=5)
-        if inode != "0":
-            major, _, minor = device.partition(":")
+        if inode != b"0":
+            major, _, minor = device.partition(b":")
             identity = os.makedev(int(major, 16), int(minor, 16)), int(inode)
             if identity[0] in _devices_in_memory():
-                yield identity, place, "".join(path)
+                yield identity, place.decode(), os.fsdecode(b"".join(path))
 
 
 def _stat_mapped(pid: int, identity: FileId, place: str, path: str) -> os.stat_result | None:
@@ -195,7 +195,7 @@ def _proportional_maps(pid: int, wanted: Collection[FileId]) -> dict[FileId, int
     """Returns a process's share of mapped files in bytes, a page mapped by n processes counted as 1/n."""
     found: dict[FileId, int] = {}
     identity = None
-    for line in _read(f"/proc/{pid}/smaps").splitlines():
+    for line in proc.lines(f"/proc/{pid}/smaps"):
         name, _, rest = line.partition(b" ")
         if name == b"Pss:" and identity in wanted and identity is not None:
             found[identity] = found.get(identity, 0) + (int(rest.split()[0]) << 10)
@@ -210,11 +210,3 @@ def _bytes_of(about: os.stat_result, since: float) -> int:
     """Returns the memory that a file takes; 0 for a file with a name that existed before."""
     was_there = about.st_nlink > 0 and max(about.st_mtime, about.st_ctime) < since
     return 0 if was_there else about.st_blocks * _BLOCK_BYTES
-
-
-def _read(name: str) -> bytes:
-    try:
-        with open(name, "rb") as file:
-            return file.read()
-    except OSError:
-        return b""  # the process is gone, or the system has no such file

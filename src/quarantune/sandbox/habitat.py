@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from pathlib import Path
+
+from quarantune.host import proc
 
 _READ_AT_START = ("LD_", "PYTHON", "JAX_", "XLA_", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_")
 """Prefixes of variables that the loader, Python, JAX, its plugins and numerical libraries read once, at start-up.
@@ -26,20 +27,16 @@ class Habitat:
 
     user: tuple[object, ...]
     cpus: frozenset[int]
-    cgroup: str
+    cgroup: bytes
     environ: tuple[tuple[str, str], ...]
 
 
 def current() -> Habitat:
     """Returns the habitat that a child started now would inherit."""
-    try:
-        cgroup = Path("/proc/self/cgroup").read_text(encoding="utf-8")
-    except OSError:
-        cgroup = ""
     groups = tuple(sorted(os.getgroups()))
     return Habitat(
         user=(os.getuid(), os.geteuid(), os.getgid(), os.getegid(), groups),
         cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
-        cgroup=cgroup,
+        cgroup=proc.read("/proc/self/cgroup"),
         environ=tuple(sorted(item for item in os.environ.items() if item[0].startswith(_READ_AT_START))),
     )
