@@ -115,7 +115,7 @@ def aside(store: Store) -> list[Path]:
     return sorted(store.directory.glob("*.corrupt-*"))
 
 
-@pytest.mark.parametrize("name", [*ODD_FILES, *WHOLE])
+@pytest.mark.parametrize("name", sorted((ODD_FILES.keys() - {"huge"}) | WHOLE.keys()))
 def test_an_invalid_file_of_entries_is_set_aside_and_reported_once(store: Store, name: str) -> None:
     path = store.path("f")
     (ODD_FILES[name] if name in ODD_FILES else put_bytes(WHOLE[name]))(path)
@@ -128,6 +128,18 @@ def test_an_invalid_file_of_entries_is_set_aside_and_reported_once(store: Store,
     assert kept.lstat().st_mode == kind
     store.put("f", "cpu", "k", ENTRY)
     assert store.get("f", "cpu", "k") == ENTRY
+
+
+def test_a_huge_file_of_entries_stays_as_it_is_and_is_reported_once(store: Store) -> None:
+    put_sparse(store.path("f"))
+    assert "it is larger than" in "".join(store.problems("f"))
+    with pytest.warns(CacheWarning, match="cannot be read") as told:
+        assert [store.get("f", "cpu", "k") for _ in range(2)] == [None, None]
+    assert len(told) == 1
+    store.put("f", "cpu", "k", ENTRY)
+    assert store.get("f", "cpu", "k") == ENTRY
+    assert store.path("f").stat().st_size == 1 << 40
+    assert aside(store) == []
 
 
 @pytest.mark.parametrize("name", PARTIAL)

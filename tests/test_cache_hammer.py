@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from quarantune.cache import SCHEMA, Store
+
 WRITERS, KEYS = 8, 20
 
 # One process imports the package and forks the writers and the reader, so that all start at once, and sooner.
 HAMMER = """
-import fcntl, json, os, sys, traceback
+import fcntl, json, os, sys, traceback, warnings
 from pathlib import Path
-from quarantune.cache import Store
+from quarantune.cache import Store, store as store_module
 
-directory, writers, victims, writes, keys, locks = Path(sys.argv[1]), *map(int, sys.argv[2:6]), sys.argv[6]
+directory, writers, victims, writes, keys = Path(sys.argv[1]), *map(int, sys.argv[2:6])
+locks, store_module._MAIN_BYTES = sys.argv[6], int(sys.argv[7])
 finished = directory / "finished"
 if locks == "no-op":
     fcntl.flock = lambda fd, operation: None
@@ -37,10 +40,10 @@ def write(writer, writes):
 
 def read():
     os.nice(19)  # Reads all the time without slowing down the writers.
-    path, reads, newest = directory / "kernel.json", 0, {}
+    store, reads, newest = Store(directory, read_only=True), 0, {}
+    warnings.simplefilter("error")
     while not (finished.exists() and reads):
-        if path.exists():
-            entries = json.loads(path.read_bytes())["cpu"]
+        if entries := store.read("kernel").get("cpu"):
             assert all(entries[key]["config"]["BM"] >= number for key, number in newest.items())
             reads, newest = reads + 1, {key: entry["config"]["BM"] for key, entry in entries.items()}
 
@@ -74,12 +77,15 @@ def acknowledged(directory: Path) -> list[tuple[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("locks", ["working", "no-op"])
+@pytest.mark.parametrize("room", [1 << 19, 1500], ids=["one file", "many files"])
 @pytest.mark.parametrize(("writes_each", "killed"), [(80, 0), (60, WRITERS // 2)])
 def test_no_acknowledged_write_is_lost_and_no_read_is_torn(
-    tmp_path: Path, locks: str, writes_each: int, killed: int
+    tmp_path: Path, locks: str, room: int, writes_each: int, killed: int
 ) -> None:
     rng = random.Random(killed)
-    arguments = [tmp_path, WRITERS, killed, writes_each, KEYS, locks]
+    before = {f"before/{number}": {"schema": SCHEMA, "config": {"BM": number}} for number in range(100)}
+    (tmp_path / "kernel.json").write_text(json.dumps({"cpu": before}))  # large, where there is little room
+    arguments = [tmp_path, WRITERS, killed, writes_each, KEYS, locks, room]
     command = [sys.executable, "-c", HAMMER, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hammer:
         assert hammer.stdout is not None
@@ -95,8 +101,10 @@ def test_no_acknowledged_write_is_lost_and_no_read_is_torn(
     assert endings == [-signal.SIGKILL] * killed + [0] * (WRITERS - killed) + [0]
     writes = acknowledged(tmp_path)
     assert len(writes) >= (WRITERS - killed) * writes_each
-    found = json.loads((tmp_path / "kernel.json").read_bytes())["cpu"]
+    found = Store(tmp_path, read_only=True).read("kernel")["cpu"]
+    assert before.items() <= found.items()
+    assert len(list(tmp_path.glob("kernel.entries/*.json"))) in (range(1) if room > 1500 else range(50, 257))
     # A killed writer may have made one write that it could not acknowledge.
     lost = {key: n for key, n in dict(writes).items() if found[key]["config"]["BM"] not in (n, n + KEYS)}
     assert lost == {}
-    assert list(tmp_path.glob("*.corrupt-*")) == []
+    assert list(tmp_path.rglob("*.corrupt-*")) == []

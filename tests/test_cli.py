@@ -22,7 +22,7 @@ from test_speed import best_of
 
 from quarantune import cli
 from quarantune.cache import Journal, Store, TuningCache
-from quarantune.cache.store import encode
+from quarantune.cache.entry_file import encode
 from quarantune.cli.call_texts import ArrayText, CallText, parse_call
 from quarantune.cli.parser import make_parser
 

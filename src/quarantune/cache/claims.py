@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.file_lease import open_lock, try_flock, unchanged_s
-from quarantune.cache.journal import problem_hash, trials_directory
+from quarantune.cache.journal import trials_directory
+from quarantune.cache.keys import problem_hash
 from quarantune.cache.owners import Owner, boot_id
 from quarantune.values.json_object import JsonObject
 

@@ -19,6 +19,7 @@ from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import is_plausible_ms
 
 LARGEST_ENTRIES_BYTES = 1 << 28
+"""The size that no writer lets a file of entries pass."""
 LARGEST_JOURNAL_BYTES = 1 << 28
 LARGEST_CLAIM_BYTES = 1 << 16
 LARGEST_FAILURE_BYTES = 1 << 26
@@ -36,6 +37,10 @@ class NotAFileError(OSError):
     """The path is not a regular file, or the file is too large to be one of ours."""
 
 
+class TooLargeError(NotAFileError):
+    """The file is larger than what is read."""
+
+
 def read_bounded(path: Path, *, largest_bytes: int) -> bytes:
     """Returns the content of a regular file; never waits for a pipe, a terminal or a device.
 
@@ -44,7 +49,8 @@ def read_bounded(path: Path, *, largest_bytes: int) -> bytes:
         largest_bytes: the largest size accepted.
 
     Raises:
-        NotAFileError: the path is something else, or the file is larger.
+        NotAFileError: the path is something else.
+        TooLargeError: the file is larger.
         OSError: the file cannot be read, or does not exist.
     """
     try:
@@ -60,10 +66,10 @@ def read_bounded(path: Path, *, largest_bytes: int) -> bytes:
         raise
     with os.fdopen(fd, "rb") as file:
         if os.fstat(fd).st_size > largest_bytes:
-            raise NotAFileError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB")
+            raise TooLargeError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB")
         content = file.read(largest_bytes + 1)
         if len(content) > largest_bytes:
-            raise NotAFileError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB")
+            raise TooLargeError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB")
         return content
 
 

@@ -10,9 +10,11 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from quarantune.cache import content
+from quarantune.cache.entry_file import Contents, Entry, encode
 from quarantune.cache.errors import CacheWriteError
 from quarantune.cache.keys import canonical_json, safe_name
-from quarantune.cache.store import Contents, Entry, Store, encode
+from quarantune.cache.store import Store
 from quarantune.values.texts import did_you_mean
 
 
@@ -224,13 +226,19 @@ def _joined(present: Contents, added: Contents) -> Contents:
 
 
 def _replace(path: Path, contents: Contents) -> None:
+    encoded = encode(contents)
+    if len(encoded) > content.LARGEST_ENTRIES_BYTES:
+        raise CacheWriteError(
+            f"nothing was exported to {str(path)!r}, which would pass {content.LARGEST_ENTRIES_BYTES >> 20} MiB: name "
+            "fewer devices, or another directory"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fd, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
         try:
             with os.fdopen(fd, "wb") as file:
                 os.fchmod(fd, 0o644)
-                file.write(encode(contents))
+                file.write(encoded)
                 file.flush()
                 os.fsync(fd)
             os.replace(draft, path)

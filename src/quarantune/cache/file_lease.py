@@ -38,7 +38,7 @@ class LeaseLostError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class FileLease:
-    """The right to replace one file, for as long as the block of `acquire` is open.
+    """The right to replace one file, for as long as the block of `announced` is open.
 
     Attributes:
         target: the file.
@@ -75,8 +75,8 @@ class FileLease:
 
 
 @contextlib.contextmanager
-def acquire(target: Path, *, timeout_s: float) -> Iterator[FileLease]:
-    """Waits until no other writer holds the lease on a file.
+def announced(target: Path, *, timeout_s: float) -> Iterator[FileLease]:
+    """Waits until no other writer has announced itself for a file; the caller holds the side lock of the writers.
 
     Writers queue on the lock of a side file that is never removed. In case that lock has no effect, a writer also
     announces itself: it creates its temporary file first, then looks for those of other writers, and backs off if
@@ -86,7 +86,7 @@ def acquire(target: Path, *, timeout_s: float) -> Iterator[FileLease]:
     replacement fails for want of that file, and it starts over.
 
     Args:
-        target: the file; its directory is made if necessary.
+        target: the file, whose directory exists.
         timeout_s: the longest wait in seconds.
 
     Yields:
@@ -96,15 +96,12 @@ def acquire(target: Path, *, timeout_s: float) -> Iterator[FileLease]:
         CacheWriteError: the wait was too long.
         OSError: the directory cannot be written to.
     """
-    deadline = time.monotonic() + timeout_s
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with side_lock(target.with_name(f".{target.name}.lock"), timeout_s=timeout_s):
-        announcement = _announce(target, deadline=deadline, timeout_s=timeout_s)
-        try:
-            yield FileLease(target, announcement)
-        finally:
-            with contextlib.suppress(OSError):
-                announcement.unlink(missing_ok=True)
+    announcement = _announce(target, deadline=time.monotonic() + timeout_s, timeout_s=timeout_s)
+    try:
+        yield FileLease(target, announcement)
+    finally:
+        with contextlib.suppress(OSError):
+            announcement.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

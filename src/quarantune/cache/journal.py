@@ -13,7 +13,7 @@ from typing import Any
 
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
-from quarantune.cache.keys import canonical_json, plain, safe_name, short_hash
+from quarantune.cache.keys import canonical_json, plain, problem_hash, safe_name
 from quarantune.cache.owners import this_host
 from quarantune.values.json_object import JsonObject
 
@@ -97,11 +97,6 @@ class Journal:
 def trials_directory(directory: Path, name: str) -> Path:
     """Returns the directory of a function's journals and claims, below the cache directory."""
     return directory / f"{safe_name(name)}.trials"
-
-
-def problem_hash(device: str, key: str) -> str:
-    """Returns the file name stem for one problem on one device."""
-    return short_hash(canonical_json([device, key]))
 
 
 def compile_failures(directory: Path, name: str, device: str, key: str) -> Journal:

@@ -98,3 +98,8 @@ def safe_name(name: str) -> str:
 def short_hash(text: str) -> str:
     """Returns a hash of a text, in 12 hexadecimal digits."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def problem_hash(device: str, key: str) -> str:
+    """Returns the file name stem for one problem on one device."""
+    return short_hash(canonical_json([device, key]))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import os
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from quarantune.cache import journal
+from quarantune.cache import content, journal
+from quarantune.cache.entry_file import Entry
 from quarantune.cache.exchange import CacheKey
-from quarantune.cache.store import Entry, Store
+from quarantune.cache.keys import problem_hash
+from quarantune.cache.store import Store
 
 _DRAFT_AGE_S = 3600.0
 """No process works on a draft for longer than this, in seconds."""
@@ -83,10 +87,13 @@ def prune(
 
 def _remains(directory: Path, now_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
     """Yields damaged files that were set aside, and the drafts of processes that died as they wrote."""
-    for path in sorted(directory.glob("*.json.corrupt-*")):
-        if is_chosen(path.name.partition(".json.corrupt-")[0]):
+    for path in sorted([*directory.glob("*.json.corrupt-*"), *directory.glob("*.entries/*.json.corrupt-*")]):
+        name = path.parent.stem if path.parent != directory else path.name.partition(".json.corrupt-")[0]
+        # One that was only too large for the version that set it aside holds results.
+        if is_chosen(name) and _is_readable(path, content.LARGEST_ENTRIES_BYTES):
             yield path
-    for path in sorted([*directory.glob(".*.json.*.tmp"), *directory.glob("*.trials/*.tmp")]):
+    drafts = (".*.json.*.tmp", "*.entries/.*.tmp", "*.trials/*.tmp")
+    for path in sorted(path for pattern in drafts for path in directory.glob(pattern)):
         name = path.parent.stem if path.parent != directory else path.name[1:].rpartition(".json.")[0]
         if is_chosen(name) and _written_s(path) < now_s - _DRAFT_AGE_S:
             yield path
@@ -97,11 +104,12 @@ def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str], bool])
     for folder in sorted(store.directory.glob("*.trials")):
         if not is_chosen(folder.stem):
             continue
-        known = {
-            journal.problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries
-        }
+        known = {problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries}
+        if store.problems(folder.stem):
+            continue  # there may be results that cannot be read
         for path in sorted(path for suffix in _RECORDS for path in folder.glob(f"*.{suffix}")):
-            if path.name.partition(".")[0] not in known and _written_s(path) < before_s:
+            is_known = path.name.partition(".")[0] in known
+            if not is_known and _written_s(path) < before_s and _is_readable(path, content.LARGEST_JOURNAL_BYTES):
                 yield path
 
 
@@ -109,6 +117,13 @@ def _forget(directory: Path, key: CacheKey) -> None:
     name, problem, device = key
     for kind in (journal.Journal, journal.compile_failures, journal.conclusions):
         kind(directory, name, device, problem).discard()
+
+
+def _is_readable(path: Path, largest_bytes: int) -> bool:
+    with contextlib.suppress(OSError):
+        found = path.lstat()
+        return stat.S_ISREG(found.st_mode) and found.st_size <= largest_bytes and os.access(path, os.R_OK)
+    return False
 
 
 def _created_s(entry: Entry) -> float:

@@ -1,33 +1,32 @@
-"""The store: one JSON file per function, `{device: {key: entry}}`, shared by any number of jobs."""
+"""The store: the entries of each function as JSON, `{device: {key: entry}}`, shared by any number of jobs."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from quarantune.cache import content, file_lease
+from quarantune.cache import content, entry_file, file_lease
+from quarantune.cache.entry_file import SCHEMA, Contents, DamagedError, Entry, NewerSchemaError, reason, typed_errors
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.file_lease import LeaseLostError
-from quarantune.cache.keys import plain, safe_name
-from quarantune.values.json_object import JsonObject
-
-SCHEMA = 1
-"""The version of an entry's layout; an entry of a later one makes its file untouchable for us."""
-
-Entry: TypeAlias = JsonObject
-Contents: TypeAlias = dict[str, dict[str, Entry]]
+from quarantune.cache.keys import plain, problem_hash, safe_name
 
 _SET_ASIDE_TIMEOUT_S = 2.0
+_MAIN_BYTES = 1 << 19
+"""The size that a function's main file does not pass; it takes 5 ms to read on a 2-core machine."""
 
 
 class Store:
     """The files of entries in one directory.
+
+    A function has one file, its main file. Entries for which it has no room are in further files beside it, each with
+    the entries whose keys have hashes that begin alike, so that look-ups and writes take as long for a hundred thousand
+    entries as for a thousand. Entries only ever move from the main file to the others, and one that is in both counts
+    as it is in the main file, which earlier versions of this package write too. So reading the main file first finds
+    every entry, without a lock.
 
     Every method takes a function's unmodified name; `safe_name` turns it into the name of a file. Reading takes no
     lock and never raises: an unreadable file is reported once and counts as empty.
@@ -50,35 +49,52 @@ class Store:
         self._lock_timeout_s = lock_timeout_s
 
     def path(self, name: str) -> Path:
-        """Returns the file that holds a function's entries, whether or not it exists."""
+        """Returns the main file of a function's entries, whether or not it exists."""
         return self.directory / f"{safe_name(name)}.json"
 
     def names(self) -> list[str]:
         """Returns the safe names of all functions that have a file."""
         with contextlib.suppress(OSError):
-            files = os.listdir(self.directory)
-            return sorted(file[:-5] for file in files if file.endswith(".json") and file[0] != ".")
+            files = [file.rpartition(".") for file in os.listdir(self.directory) if file[0] != "."]
+            return sorted({stem for stem, _, kind in files if kind in ("json", "entries")})
         return []
 
+    def paths(self, name: str) -> Iterator[Path]:
+        """Yields the files of a function's entries, the main file first; the others are looked for after that."""
+        yield self.path(name)
+        with contextlib.suppress(OSError):
+            yield from sorted(_folder(self.path(name)).glob("[0-9a-f][0-9a-f].json"))
+
     def read(self, name: str) -> Contents:
-        """Returns all entries in a function's file; none if there is no usable file."""
-        path = self.path(name)
-        try:
-            return _load(path)
-        except OSError as error:
-            report_once(f"the cache file {str(path)!r} cannot be read ({_reason(error)}): tuned results are not found")
-        except _NewerSchemaError as error:
-            report_once(str(error))
-        except _DamagedError as error:
-            if not self._read_only:
-                return self._read_damaged(path, error.usable)
-            report_once(f"{error}; the rest of this file is used, and the file stays, because it is only read")
-            return error.usable
-        return {}
+        """Returns all entries in a function's files; those in no usable file are left out."""
+        paths = self.paths(name)
+        contents = self._read(name, next(paths))
+        for path in paths:
+            for device, key, entry in _each(self._read(name, path)):
+                contents.setdefault(device, {}).setdefault(key, entry)
+        return contents
 
     def get(self, name: str, device: str, key: str) -> Entry | None:
         """Returns one entry, or None."""
-        return self.read(name).get(device, {}).get(key)
+        main = self.path(name)
+        for path in (main, _further(main, device, key)):
+            if (entry := self._read(name, path).get(device, {}).get(key)) is not None:
+                return entry
+        return None
+
+    def _read(self, name: str, path: Path) -> Contents:
+        try:
+            return entry_file.load(path)
+        except OSError as error:
+            report_once(f"the cache file {str(path)!r} cannot be read ({reason(error)}): tuned results are not found")
+        except NewerSchemaError as error:
+            report_once(str(error))
+        except DamagedError as error:
+            if not self._read_only:
+                return self._read_damaged(name, path, error.usable)
+            report_once(f"{error}; the rest of this file is used, and the file stays, because it is only read")
+            return error.usable
+        return {}
 
     def put(self, name: str, device: str, key: str, entry: Mapping[str, Any]) -> None:
         """Saves one entry, in place of any earlier one.
@@ -119,26 +135,9 @@ class Store:
             device: {key: plain({"schema": SCHEMA} | dict(entry)) for key, entry in entries.items()}
             for device, entries in contents.items()
         }
-
-        def change(present: Contents) -> Contents:
-            wanted: Contents = {}
-            for device, entries in offered.items():
-                there = present.setdefault(device, {})
-                wanted[device] = {
-                    key: prefer(device, key, there[key], entry) if key in there else entry
-                    for key, entry in entries.items()
-                }
-                there.update(wanted[device])
-            return wanted
-
-        def is_there(found: Contents, wanted: Contents) -> bool:
-            return all(
-                found.get(device, {}).get(key) == entry
-                for device, entries in wanted.items()
-                for key, entry in entries.items()
-            )
-
-        self._update(name, change, is_there)
+        with self._lock(name):
+            for path, part in self._places(name, offered).items():
+                self._add(path, part, prefer)
 
     def delete(self, name: str, device: str, key: str) -> bool:
         """Removes one entry.
@@ -151,8 +150,11 @@ class Store:
         """
         if self.get(name, device, key) is None:
             return False
-
-        self.discard(name, lambda its_device, its_key, _: (its_device, its_key) == (device, key))
+        main = self.path(name)
+        with self._lock(name):
+            for path in (_further(main, device, key), main):
+                if path.exists():
+                    self._remove(path, lambda its_device, its_key, _: (its_device, its_key) == (device, key))
         return True
 
     def discard(self, name: str, is_unwanted: Callable[[str, str, Entry], bool]) -> None:
@@ -165,210 +167,128 @@ class Store:
         Raises:
             CacheWriteError: they could not be removed; the message says why.
         """
+        with self._lock(name):
+            for path in reversed(list(self.paths(name))):  # an entry of the main file may hide one of another
+                self._remove(path, is_unwanted)
 
+    def clear(self, name: str) -> None:
+        """Removes all entries of a function, and its files; a file of a newer schema is left alone.
+
+        Raises:
+            CacheWriteError: one could not be removed; the message says why.
+        """
+        if any(os.path.lexists(path) for path in self.paths(name)):
+            with self._lock(name):
+                for path in reversed(list(self.paths(name))):
+                    with typed_errors(path), file_lease.announced(path, timeout_s=self._lock_timeout_s):
+                        with contextlib.suppress(content.TooLargeError):
+                            entry_file.load_or_set_aside(path)
+                        path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    _folder(self.path(name)).rmdir()
+
+    def problems(self, name: str) -> list[str]:
+        """Returns a sentence for each fault of a function's files and their entries; changes nothing."""
+        return [problem for path in self.paths(name) for problem in entry_file.problems(path)]
+
+    @contextlib.contextmanager
+    def _lock(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:
+        """Holds the lock for which all writers of a function's files queue."""
+        assert not self._read_only
+        path = self.path(name)
+        with typed_errors(path):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            wait_s = self._lock_timeout_s if timeout_s is None else timeout_s
+            with file_lease.side_lock(path.with_name(f".{path.name}.lock"), timeout_s=wait_s):
+                yield
+
+    def _places(self, name: str, offered: Contents) -> dict[Path, Contents]:
+        """Returns the files to which entries are added, each with its part of them."""
+        main = self.path(name)
+        with typed_errors(main):
+            size = main.stat().st_size if main.exists() else 0
+            if not _folder(main).is_dir() and size + len(entry_file.encode(offered)) <= _MAIN_BYTES:
+                return {main: offered}
+            content.make_shared(_folder(main))
+            try:
+                present = entry_file.load_or_set_aside(main)
+            except content.TooLargeError:
+                present = {}  # it stays as it is
+        if present and size > 2 * _MAIN_BYTES:  # an earlier version wrote it
+            for path, part in _divided(main, present).items():
+                self._add(path, part)
+            self._remove(main, lambda device, key, entry: present.get(device, {}).get(key) == entry)
+            present = {}
+        return _divided(main, offered, stay=present)
+
+    def _add(
+        self,
+        path: Path,
+        offered: Contents,
+        prefer: Callable[[str, str, Entry, Entry], Entry] = lambda device, key, present, offered: offered,
+    ) -> None:
+        def change(present: Contents) -> Contents:
+            wanted: Contents = {}
+            for device, entries in offered.items():
+                there = present.setdefault(device, {})
+                wanted[device] = {
+                    key: prefer(device, key, there[key], entry) if key in there else entry
+                    for key, entry in entries.items()
+                }
+                there.update(wanted[device])
+            return wanted
+
+        def is_there(found: Contents, wanted: Contents) -> bool:
+            return all(found.get(device, {}).get(key) == entry for device, key, entry in _each(wanted))
+
+        entry_file.update(path, change, is_there, timeout_s=self._lock_timeout_s)
+
+    def _remove(self, path: Path, is_unwanted: Callable[[str, str, Entry], bool]) -> None:
         def unwanted(contents: Contents) -> list[tuple[str, str]]:
-            return [
-                (device, key)
-                for device, entries in contents.items()
-                for key, entry in entries.items()
-                if is_unwanted(device, key, entry)
-            ]
+            return [(device, key) for device, key, entry in _each(contents) if is_unwanted(device, key, entry)]
 
         def change(present: Contents) -> None:
             for device, key in unwanted(present):
                 del present[device][key]
 
-        self._update(name, change, lambda found, _: not unwanted(found))
+        entry_file.update(path, change, lambda found, _: not unwanted(found), timeout_s=self._lock_timeout_s)
 
-    def clear(self, name: str) -> None:
-        """Removes all entries of a function, and its file; a file of a newer schema is left alone.
-
-        Raises:
-            CacheWriteError: it could not be removed; the message says why.
-        """
-        path = self.path(name)
-        if os.path.lexists(path):
-            with _typed_errors(path), file_lease.acquire(path, timeout_s=self._lock_timeout_s):
-                self._load_or_set_aside(path)
-                path.unlink(missing_ok=True)
-
-    def problems(self, name: str) -> list[str]:
-        """Returns a sentence for each fault of a function's file and its entries; changes nothing."""
-        try:
-            _load(self.path(name))
-        except OSError as error:
-            return [f"the cache file {str(self.path(name))!r} cannot be read ({_reason(error)})"]
-        except _DamagedError as error:
-            return error.faults or [str(error)]
-        except _NewerSchemaError as error:
-            return [str(error)]
-        return []
-
-    def _update(
-        self,
-        name: str,
-        change: Callable[[Contents], Any],
-        is_there: Callable[[Contents, Any], bool],
-    ) -> None:
-        assert not self._read_only
-        path = self.path(name)
-        deadline = time.monotonic() + self._lock_timeout_s
-        with _typed_errors(path):
-            while True:
-                with contextlib.suppress(LeaseLostError):
-                    if self._write_once(path, change, is_there):
-                        return
-                if time.monotonic() > deadline:
-                    raise CacheWriteError(
-                        f"what was written to {str(path)!r} was overwritten for {self._lock_timeout_s:g} s: "
-                        "see which other program writes there"
-                    )
-
-    def _write_once(
-        self, path: Path, change: Callable[[Contents], Any], is_there: Callable[[Contents, Any], bool]
-    ) -> bool:
-        with file_lease.acquire(path, timeout_s=self._lock_timeout_s) as lease:
-            contents = self._load_or_set_aside(path)
-            wanted = change(contents)
-            written = encode(contents)
-            lease.replace(written)
-            with contextlib.suppress(FileNotFoundError, _DamagedError):
-                found = content.read_bounded(path, largest_bytes=content.LARGEST_ENTRIES_BYTES)
-                return found == written or is_there(_decode(found, path), wanted)
-            return False
-
-    def _load_or_set_aside(self, path: Path) -> Contents:
-        try:
-            return _load(path)
-        except _DamagedError as error:
-            aside = content.free_name(path)
-            _set_aside(path, aside, keep=bool(error.usable))
-            report_once(f"{error}; it was set aside as {str(aside)!r}: look at it, or delete it")
-            return error.usable
-
-    def _read_damaged(self, path: Path, usable: Contents) -> Contents:
+    def _read_damaged(self, name: str, path: Path, usable: Contents) -> Contents:
         # Only under our own lease is the file that is moved aside certain to be the damaged one, not its successor.
+        timeout_s = min(self._lock_timeout_s, _SET_ASIDE_TIMEOUT_S)
         try:
             with (
-                _typed_errors(path),
-                file_lease.acquire(path, timeout_s=min(self._lock_timeout_s, _SET_ASIDE_TIMEOUT_S)) as lease,
+                self._lock(name, timeout_s=timeout_s),
+                typed_errors(path),
+                file_lease.announced(path, timeout_s=timeout_s) as lease,
             ):
-                found = self._load_or_set_aside(path)
+                found = entry_file.load_or_set_aside(path)
                 if found:
-                    lease.replace(encode(found))
+                    lease.replace(entry_file.encode(found))
                 return found
         except (CacheWriteError, LeaseLostError) as error:
             report_once(f"{str(path)!r} is damaged and could not be set aside: {error}")
             return usable
 
 
-def _set_aside(path: Path, aside: Path, *, keep: bool) -> None:
-    """Renames a damaged file; with `keep` it also keeps its name, until its usable entries replace it."""
-    if keep:
-        with contextlib.suppress(OSError):
-            os.link(path, aside)
-            return
-    path.rename(aside)
+def _folder(main: Path) -> Path:
+    """Returns the directory of the entries for which a main file has no room."""
+    return main.with_suffix(".entries")
 
 
-class _DamagedError(Exception):
-    """The file holds something other than valid entries.
-
-    Attributes:
-        usable: its valid entries.
-        faults: a sentence about each of the others.
-    """
-
-    def __init__(self, message: str, *, usable: Contents | None = None, faults: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.usable = usable or {}
-        self.faults = list(faults)
+def _further(main: Path, device: str, key: str) -> Path:
+    """Returns the file of an entry for which the main file has no room."""
+    return _folder(main) / f"{problem_hash(device, key)[:2]}.json"
 
 
-class _NewerSchemaError(Exception):
-    """The file was written by a later version of this package."""
+def _divided(main: Path, contents: Contents, *, stay: Contents | None = None) -> dict[Path, Contents]:
+    """Returns entries by their files; those of problems in `stay` are the main file's."""
+    parts: dict[Path, Contents] = {}
+    for device, key, entry in _each(contents):
+        path = main if stay and key in stay.get(device, {}) else _further(main, device, key)
+        parts.setdefault(path, {}).setdefault(device, {})[key] = entry
+    return parts
 
 
-def _load(path: Path) -> Contents:
-    for attempts_left in (2, 1, 0):
-        try:
-            return _decode(content.read_bounded(path, largest_bytes=content.LARGEST_ENTRIES_BYTES), path)
-        except content.NotAFileError as error:
-            raise _DamagedError(f"the cache file {str(path)!r} cannot be used: {error.strerror}") from None
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except OSError as error:
-            # A network filesystem reports ESTALE when the file is replaced while it is read.
-            if error.errno != errno.ESTALE or not attempts_left:
-                raise
-    raise AssertionError("unreachable")
-
-
-def _decode(data: bytes, path: Path) -> Contents:
-    if not data.strip():
-        raise _DamagedError(f"the cache file {str(path)!r} is empty")
-    try:
-        contents = content.decode(data)
-    except ValueError as error:
-        raise _DamagedError(f"the cache file {str(path)!r} is not JSON ({error})") from None
-    if not _is_contents(contents):
-        raise _DamagedError(f"the cache file {str(path)!r} does not hold {{device: {{key: entry}}}}")
-    faults: list[str] = []
-    usable: Contents = {}
-    for device, entries in contents.items():
-        for key, entry in entries.items():
-            schema = entry.get("schema")
-            if isinstance(schema, int) and schema > SCHEMA:
-                raise _NewerSchemaError(
-                    f"the cache file {str(path)!r} has schema {schema}, newer than {SCHEMA}: it is left "
-                    "alone and not used; upgrade quarantune, or set QUARANTUNE_CACHE_DIR to another directory"
-                )
-            if found := list(content.faults(entry)):
-                faults += [f"{str(path)!r}, device {device!r:.80}, key {key!r:.200}: {fault}" for fault in found]
-            else:
-                usable.setdefault(device, {})[key] = entry
-    if faults:
-        more = f", and {len(faults) - 1} faults more" if len(faults) > 1 else ""
-        raise _DamagedError(f"{faults[0]}{more}", usable=usable, faults=faults)
-    return contents  # type: ignore[no-any-return]
-
-
-def _is_contents(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(entries, dict) and all(isinstance(entry, dict) for entry in entries.values())
-        for entries in value.values()
-    )
-
-
-def encode(contents: Contents) -> bytes:
-    """Returns the content of a file of entries."""
-    # One line for each entry: people can read and grep it, and the fast encoder can be used for each.
-    text_of = json.JSONEncoder(allow_nan=False).encode
-    devices = (
-        f"{text_of(device)}: {{\n"
-        + ",\n".join(f"  {text_of(key)}: {text_of(entry)}" for key, entry in entries.items())
-        + "\n}"
-        for device, entries in contents.items()
-        if entries
-    )
-    return ("{\n" + ",\n".join(devices) + "\n}\n").encode("ascii")
-
-
-@contextlib.contextmanager
-def _typed_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        fix = "make the directory writable"
-        if isinstance(error, PermissionError) and os.access(path.parent, os.W_OK):
-            fix = "it belongs to another user, who can let others write to it and to the lock beside it (chmod a+w)"
-        raise CacheWriteError(
-            f"nothing was saved in {str(path)!r} ({_reason(error)}): {fix}, or set QUARANTUNE_CACHE_DIR to one that is "
-            "writable"
-        ) from error
-    except _NewerSchemaError as error:
-        raise CacheWriteError(str(error)) from None
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or type(error).__name__
+def _each(contents: Contents) -> Iterator[tuple[str, str, Entry]]:
+    return ((device, key, entry) for device, entries in contents.items() for key, entry in entries.items())

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quarantune.cache import exchange, journal
+from quarantune.cache.entry_file import SCHEMA, Contents, Entry
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.exchange import CacheDiff, CacheKey, MergeReport
 from quarantune.cache.keys import canonical_json, plain, safe_name
-from quarantune.cache.store import SCHEMA, Contents, Entry, Store
+from quarantune.cache.store import Store
 from quarantune.host import locks
 from quarantune.values.config_values import freeze
 from quarantune.values.trial import Config
@@ -253,7 +254,8 @@ class TuningCache:
         if self._store is None:
             return []
         problems = [problem for name in self._store.names() for problem in self._store.problems(name)]
-        for path in sorted(self.directory.glob("*.json.corrupt-*")):
+        aside = "*.json.corrupt-*"
+        for path in sorted([*self.directory.glob(aside), *self.directory.glob(f"*.entries/{aside}")]):
             problems.append(f"{str(path)!r} was damaged and set aside: look at it, or delete it")
         return problems + journal.damage(self.directory)
 

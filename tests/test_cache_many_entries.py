@@ -1,0 +1,347 @@
+"""A function with many entries: further files beside its main file, and files larger than what is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Journal, Store, TuningCache, content, pruning
+from quarantune.cache import store as store_module
+
+ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 32}, "time_ms": 0.5}
+OTHER: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 64}, "time_ms": 0.25}
+ROOM = 2000
+"""The size of a main file in these tests, in bytes."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "cache", lock_timeout_s=20)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves a main file little room, so that few entries are many."""
+    monkeypatch.setattr(store_module, "_MAIN_BYTES", ROOM)
+
+
+def of_an_earlier_version(store: Store, entries: dict[str, Any]) -> None:
+    """Writes the only file that earlier versions know, as they did."""
+    store.directory.mkdir(exist_ok=True)
+    store.path("f").write_text(json.dumps({"cpu": entries}))
+
+
+def further(store: Store) -> list[Path]:
+    return sorted(store.directory.glob("f.entries/*.json"))
+
+
+# --- where entries are --------------------------------------------------------------------------------------
+
+
+def test_a_function_with_few_entries_has_one_file(store: Store) -> None:
+    for number in range(20):
+        store.put("f", "cpu", f"k{number}", ENTRY)
+    assert sorted(os.listdir(store.directory)) == [".f.json.lock", "f.json"]
+
+
+@pytest.mark.usefixtures("small")
+def test_entries_beyond_the_main_files_room_are_found_everywhere(store: Store) -> None:
+    wanted = {f"k{number}": ENTRY | {"number": number} for number in range(200)}
+    for key, entry in wanted.items():
+        store.put("f", "cpu", key, entry)
+    assert store.path("f").stat().st_size <= ROOM
+    assert len(further(store)) > 50
+    for reader in (store, Store(store.directory, read_only=True)):
+        assert reader.read("f") == {"cpu": wanted}
+        assert reader.get("f", "cpu", "k0") == wanted["k0"]
+        assert reader.get("f", "cpu", "k199") == wanted["k199"]
+        assert reader.get("f", "cpu", "k200") is None
+        assert reader.get("f", "gpu", "k199") is None
+        assert reader.names() == ["f"]
+        assert reader.problems("f") == []
+    cache = TuningCache(store.directory)
+    assert len(cache) == 200
+    assert {record.key.problem_size: record.entry for record in cache} == wanted
+    assert cache.get("f", "k150", "cpu") == {"BM": 32}
+
+
+@pytest.mark.usefixtures("small")
+def test_an_entry_is_changed_and_removed_where_it_is(store: Store) -> None:
+    for number in range(100):
+        store.put("f", "cpu", f"k{number}", ENTRY)
+    for key in ("k0", "k99"):  # one of the main file, one of another
+        store.put("f", "cpu", key, OTHER)
+        assert store.get("f", "cpu", key) == OTHER
+        assert store.delete("f", "cpu", key)
+        assert store.get("f", "cpu", key) is None
+        assert not store.delete("f", "cpu", key)
+    assert len(store.read("f")["cpu"]) == 98
+    store.discard("f", lambda device, key, entry: int(key[1:]) % 2 == 0)
+    assert sorted(store.read("f")["cpu"], key=lambda key: int(key[1:])) == [f"k{n}" for n in range(1, 99, 2)]
+    store.clear("f")
+    assert store.names() == []
+    assert sorted(os.listdir(store.directory)) == [".f.json.lock"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_merge_and_an_export_take_entries_from_all_files(store: Store, tmp_path: Path) -> None:
+    for number in range(100):
+        store.put("f", "cpu", f"k{number}", ENTRY)
+    here = TuningCache(tmp_path / "here")
+    here.put("f", "k99", "cpu", {"BM": 32})
+    report = here.merge(store.directory)
+    assert (len(report.added), len(report.unchanged)) == (99, 1)
+    assert len(here) == 100
+    assert not here.diff(store.directory).different
+    assert len(here.export(tmp_path / "out")) == 100
+    # Earlier versions read a table that is shipped, too.
+    assert len(json.loads((tmp_path / "out" / "f.json").read_text())["cpu"]) == 100
+    assert os.listdir(tmp_path / "out") == ["f.json"]
+
+
+# --- earlier versions ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+def test_a_large_file_of_an_earlier_version_is_divided_when_something_is_saved(store: Store) -> None:
+    old = {f"k{number}": ENTRY | {"number": number} for number in range(200)}
+    of_an_earlier_version(store, old)
+    assert store.read("f") == {"cpu": old}
+    assert store.get("f", "cpu", "k150") == old["k150"]
+    assert further(store) == []
+    store.put("f", "cpu", "new", OTHER)
+    assert store.path("f").stat().st_size < ROOM
+    assert store.read("f") == {"cpu": old | {"new": OTHER}}
+    assert store.get("f", "cpu", "k150") == old["k150"]
+
+
+@pytest.mark.usefixtures("small")
+def test_an_entry_that_an_earlier_version_saves_counts_and_stays_its_own(store: Store) -> None:
+    for number in range(100):
+        store.put("f", "cpu", f"k{number}", ENTRY)
+    found = json.loads(store.path("f").read_bytes())["cpu"]
+    assert "k99" not in found
+    of_an_earlier_version(store, found | {"k99": OTHER, "another": OTHER})
+    for key in ("k99", "another"):
+        assert store.get("f", "cpu", key) == OTHER
+        assert store.read("f")["cpu"][key] == OTHER
+    store.put("f", "cpu", "k99", ENTRY | {"number": 3})
+    assert store.get("f", "cpu", "k99") == ENTRY | {"number": 3}
+    assert json.loads(store.path("f").read_bytes())["cpu"]["k99"]["number"] == 3
+    assert store.delete("f", "cpu", "k99")
+    assert store.get("f", "cpu", "k99") is None
+    assert len(store.read("f")["cpu"]) == 100
+
+
+DIVIDING = """
+import os, sys
+from pathlib import Path
+from quarantune.cache import Store, store
+store._MAIN_BYTES = 2000
+real, left = os.replace, int(sys.argv[2])
+def replace(source, target):
+    global left
+    if not left:
+        os._exit(9)
+    left -= 1
+    real(source, target)
+os.replace = replace
+Store(Path(sys.argv[1])).put("f", "cpu", "new", {"config": {}})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("replaced", [0, 1, 40])
+def test_a_writer_that_dies_while_it_divides_a_file_loses_nothing(store: Store, replaced: int) -> None:
+    old = {f"k{number}": ENTRY | {"number": number} for number in range(200)}
+    of_an_earlier_version(store, old)
+    command = [sys.executable, "-c", DIVIDING, str(store.directory), str(replaced)]
+    assert subprocess.run(command, check=False).returncode == 9
+    assert store.read("f") == {"cpu": old}
+    store.put("f", "cpu", "new", OTHER)
+    assert store.read("f") == {"cpu": old | {"new": OTHER}}
+    assert list(store.directory.rglob(".*.tmp")) == []
+
+
+# --- damage -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    "damage", [b"{", b"", json.dumps({"cpu": {"good": ENTRY, "bad": {"schema": 1, "config": 3}}}).encode()]
+)
+def test_damage_in_one_file_is_set_aside_and_the_other_files_stay(store: Store, damage: bytes) -> None:
+    for number in range(100):
+        store.put("f", "cpu", f"k{number}", ENTRY)
+    path = further(store)[0]
+    held = set(json.loads(path.read_bytes())["cpu"])
+    path.write_bytes(damage)
+    assert len(store.problems("f")) == 1
+    with pytest.warns(CacheWarning, match="set aside") as told:
+        found = [set(store.read("f")["cpu"]) for _ in range(2)]
+    assert len(told) == 1
+    assert found == [({f"k{number}" for number in range(100)} - held) | ({"good"} if b"good" in damage else set())] * 2
+    (aside,) = path.parent.glob("*.corrupt-*")
+    assert aside.read_bytes() == damage
+    assert any(str(aside) in problem for problem in TuningCache(store.directory).problems())
+    for key in held:
+        store.put("f", "cpu", key, OTHER)
+        assert store.get("f", "cpu", key) == OTHER
+    found_files = pruning.prune(store).files
+    assert found_files == (aside,)
+    assert not aside.exists()
+
+
+@pytest.mark.usefixtures("small")
+def test_one_file_of_a_newer_schema_is_left_alone_and_the_others_are_used(store: Store) -> None:
+    for number in range(100):
+        store.put("f", "cpu", f"k{number}", ENTRY)
+    path = further(store)[0]
+    (key, *_) = json.loads(path.read_bytes())["cpu"]
+    newer = json.dumps({"cpu": {key: {"schema": SCHEMA + 1}}})
+    path.write_text(newer)
+    with pytest.warns(CacheWarning, match="upgrade quarantune"):
+        assert store.get("f", "cpu", key) is None
+    assert store.get("f", "cpu", "k0") == ENTRY
+    with pytest.raises(CacheWriteError, match="newer"):
+        store.put("f", "cpu", key, OTHER)
+    store.put("f", "cpu", "k0", OTHER)
+    assert path.read_text() == newer
+
+
+# --- bounds -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bounded(monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[int]:
+    """Lets no writer make a file of entries larger than 20,000 bytes; twice that is read."""
+    monkeypatch.setattr(content, "LARGEST_ENTRIES_BYTES", 20_000)
+    return 20_000
+
+
+@pytest.mark.parametrize("entries", [450, 1000])
+def test_a_file_of_an_earlier_version_over_the_bound_loses_nothing(
+    store: Store, bounded: int, recwarn: pytest.WarningsRecorder, entries: int
+) -> None:
+    old = {f"k{number}": ENTRY | {"number": number} for number in range(entries)}
+    of_an_earlier_version(store, old)
+    size, is_read = store.path("f").stat().st_size, entries == 450
+    assert bounded < size < 2 * bounded if is_read else size > 2 * bounded
+    journal = Journal(store.directory, "f", "cpu", "k7")
+    journal.append({"n": 1})
+    os.utime(journal._files()[0], (0, 0))
+
+    store.put("f", "cpu", "new", OTHER)
+    assert store.get("f", "cpu", "new") == OTHER
+    assert store.get("f", "cpu", "k7") == (old["k7"] if is_read else None)
+    assert len(store.read("f")["cpu"]) == (entries + 1 if is_read else 1)
+    assert [str(it.message) for it in recwarn if "larger than" in str(it.message)] == [
+        *(
+            []
+            if is_read
+            else [
+                f"the cache file {str(store.path('f'))!r} cannot be read (it is larger than 39 KiB): "
+                "tuned results are not found"
+            ]
+        )
+    ]
+    assert pruning.prune(store, older_than_s=3600.0) == pruning.Pruned()
+    assert journal.records() == [{"n": 1}]
+    assert list(store.directory.glob("*.corrupt-*")) == []
+    assert is_read or store.path("f").stat().st_size == size
+    assert bool(store.problems("f")) is not is_read
+    store.clear("f")
+    assert store.names() == []
+
+
+@pytest.mark.usefixtures("bounded")
+def test_an_entry_that_no_file_may_hold_is_refused_and_the_others_stay(store: Store) -> None:
+    store.put("f", "cpu", "k", ENTRY)
+    with pytest.raises(CacheWriteError, match=r"would pass 0 MiB: remove old results with `quarantune cache prune"):
+        store.put("f", "cpu", "big", ENTRY | {"text": "x" * 20_000})
+    assert store.read("f") == {"cpu": {"k": ENTRY}}
+    assert list(store.directory.rglob(".*.tmp")) == []
+
+
+@pytest.mark.usefixtures("bounded")
+def test_a_table_that_nobody_could_read_is_not_exported(store: Store, tmp_path: Path) -> None:
+    for number in range(600):
+        store.put("f", "cpu" if number % 3 else "gpu", f"k{number}", ENTRY)
+    cache = TuningCache(store.directory)
+    with pytest.raises(CacheWriteError, match=r"nothing was exported to .*f\.json.*: name fewer"):
+        cache.export(tmp_path / "out")
+    assert not (tmp_path / "out" / "f.json").exists()
+    assert len(cache.export(tmp_path / "out", devices="gpu")) == 200
+
+
+def test_what_cannot_be_read_is_not_pruned(store: Store, bounded: int) -> None:
+    store.put("f", "cpu", "k", ENTRY)
+    small_one, large_one, folder = (store.directory / f"f.json.corrupt-{n}" for n in ("1", "2", "3"))
+    small_one.write_text("{")
+    large_one.write_text("x" * (bounded + 1))
+    folder.mkdir()
+    assert pruning.prune(store).files == (small_one,)
+    assert large_one.exists()
+    assert folder.is_dir()
+
+
+@pytest.mark.slow
+def test_a_file_over_256_mib_is_read_and_divided(store: Store) -> None:
+    entry = ENTRY | {"text": "x" * (1 << 20)}
+    store.directory.mkdir()
+    with store.path("f").open("w") as file:
+        file.write('{"cpu": {')
+        for number in range(280):
+            file.write(f'{"," if number else ""}\n"k{number}": {json.dumps(entry)}')
+        file.write("}}")
+    assert store.path("f").stat().st_size > 1 << 28
+    assert store.get("f", "cpu", "k279") == entry
+    store.put("f", "cpu", "new", OTHER)
+    assert store.path("f").stat().st_size < 1000
+    assert len(store.read("f")["cpu"]) == 281
+    assert store.get("f", "cpu", "k0") == entry
+    assert pruning.prune(store) == pruning.Pruned()
+
+
+# --- times --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_looking_up_and_saving_take_no_longer_with_20000_entries(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = ENTRY | {"fingerprint": {f"part {n}": "0123456789ab" for n in range(8)}, "space": {"configs": 48}}
+    store.merge("f", {"cpu": {f"k{number}": entry for number in range(20_000)}})
+    read_bytes: list[int] = []
+    real = content.read_bounded
+
+    def read_bounded(path: Path, *, largest_bytes: int) -> bytes:
+        found = real(path, largest_bytes=largest_bytes)
+        read_bytes.append(len(found))
+        return found
+
+    monkeypatch.setattr(content, "read_bounded", read_bounded)
+
+    def best_s(work: Any) -> float:
+        """Returns the shortest of several times, which other work of the machine lengthens least."""
+        times = []
+        for number in range(5):
+            read_bytes.clear()
+            began = time.perf_counter()
+            work(number)
+            times.append(time.perf_counter() - began)
+            assert sum(read_bytes) < 1 << 20
+        return min(times)
+
+    hit_s = best_s(lambda number: Store(store.directory).get("f", "cpu", f"k{number}"))
+    save_s = best_s(lambda number: [store.get("f", "cpu", f"n{number}"), store.put("f", "cpu", f"n{number}", entry)])
+    print(f"20,000 entries: a look-up {hit_s:.4f} s, a miss and saving {save_s:.4f} s")
+    assert hit_s < 0.25
+    assert save_s < 1.0
