@@ -30,12 +30,53 @@ class UnspeakableError(Exception):
         raise RuntimeError("no words for it")
 
 
+class Secretive(type):
+    """A class of classes that say nothing about themselves."""
+
+    def __getattribute__(cls, name: str) -> NoReturn:
+        raise RuntimeError("nothing to see")
+
+
+class ClasslessError(Exception):
+    """An exception that cannot be asked for its type."""
+
+    @property
+    def __class__(self) -> NoReturn:
+        raise RuntimeError("no class")
+
+
+class OddText(str):
+    """A text that cannot be used as one."""
+
+    def __getitem__(self, place: object) -> NoReturn:
+        raise RuntimeError("no letters")
+
+
+class OddError(Exception):
+    """An exception whose message is such a text."""
+
+    def __str__(self) -> str:
+        return OddText("odd" * 2000)
+
+
 def fail() -> NoReturn:
     raise ArithmeticError("this config is no good")
 
 
 def fail_unspeakably() -> NoReturn:
     raise UnspeakableError
+
+
+def fail_namelessly() -> NoReturn:
+    raise Secretive("NamelessError", (Exception,), {})
+
+
+def fail_without_a_class() -> NoReturn:
+    raise ClasslessError
+
+
+def fail_oddly() -> NoReturn:
+    raise OddError
 
 
 def exit_politely() -> NoReturn:
@@ -242,6 +283,9 @@ MISDEEDS: dict[str, Callable[[], object]] = {
     for act in (
         fail,
         fail_unspeakably,
+        fail_namelessly,
+        fail_without_a_class,
+        fail_oddly,
         exit_politely,
         interrupt,
         segfault,

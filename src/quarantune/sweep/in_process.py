@@ -26,7 +26,7 @@ from quarantune.transport.call import Call
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.worker.bench import Bench, Measurement, Program
 from quarantune.worker.failures import WrongResultError, outcome_of
-from quarantune.worker.main import describe_error
+from quarantune.worker.main import describe_error, readable
 
 _logger = logging.getLogger("quarantune")
 
@@ -197,6 +197,7 @@ def _run_one(bench: Bench, config: Config, index: int, reference: Reference, on_
 def failed(trial: Trial, error: BaseException) -> Trial:
     """Returns a trial that ended with an error in its phase."""
     assert trial.phase is not None
+    error = readable(error)
     about = describe_error(error)
     outcome = Outcome(outcome_of(error, trial.phase.value))
     is_wrong = outcome is Outcome.WRONG

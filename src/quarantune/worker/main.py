@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import traceback
+import types
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
 from quarantune.sandbox import codec, messages, spool, wire
@@ -31,6 +32,7 @@ codec.prepare(*messages.TASKS, messages.BenchOptions, CompileTarget)
 _NICENESS = 10
 _MESSAGE_CHARS = 4000
 _TRACEBACK_LINES = 12
+_TRACEBACKS = (types.TracebackType, type(None))
 
 
 def main(connection: Connection, shared: Shared, task: Frame, fds: list[int]) -> NoReturn:
@@ -41,8 +43,8 @@ def main(connection: Connection, shared: Shared, task: Frame, fds: list[int]) ->
     except wire.WireClosedError:
         pass  # the scheduler closed the connection: nothing is left to do
     except BaseException:
-        traceback.print_exc()
         code = 1
+        traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -92,7 +94,8 @@ class Worker:
         self._trial = task.trial
         try:
             reply = self._do(task, fds)
-        except BaseException as error:  # a config may raise anything, SystemExit and KeyboardInterrupt too
+        except BaseException as raised:  # a config may raise anything, SystemExit and KeyboardInterrupt too
+            error = readable(raised)
             is_ordinary = isinstance(error, Exception) and self._phase is Phase.COMPILE
             goes_on = is_ordinary and _only_compiles(task) and self._may_go_on(task)
             self._send(self._failure(error, goes_on=goes_on))
@@ -362,22 +365,32 @@ def load_call(payload_fd: int, cwd: str | None) -> Call:
     return payload.unpack_call(spool.read(payload_fd))
 
 
-def describe_error(error: BaseException) -> ErrorDescription:
-    """Describes an exception; never raises, whatever the exception's `__str__` does."""
+def readable(error: BaseException) -> BaseException:
+    """Returns an exception, or a stand-in for one that raises another when it is looked at: configs raise anything."""
+    kind, name_of = type(error), type.__dict__["__qualname__"].__get__  # whatever its metaclass says
     try:
-        text = str(error)
+        parts = (str(error), f"{kind.__module__} {kind.__qualname__} {kind.__name__}")
+        if {*map(type, parts)} == {str} and error.__class__ is kind and type(error.__traceback__) in _TRACEBACKS:
+            return error
+        reason = "its parts are of odd types"
     except BaseException as broken:
-        text = f"(its message cannot be printed: {type(broken).__name__})"
+        reason = name_of(type(broken))
+    stand_in: type[BaseException] = type(name_of(kind), (BaseException,), {"__module__": "builtins"})
+    trace = BaseException.__dict__["__traceback__"].__get__(error)
+    return stand_in(f"(it cannot be printed: {reason})").with_traceback(trace)
+
+
+def describe_error(error: BaseException) -> ErrorDescription:
+    """Describes an exception; never raises, whatever the exception and its class do when they are looked at."""
+    error = readable(error)
     try:
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        trace = "".join(lines)
-    except BaseException:
+        trace = "".join(traceback.format_exception(error))
+    except BaseException:  # an exception that it came from cannot be read
         trace = ""
     kind = type(error)
-    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return ErrorDescription(
-        error=f"{module}{kind.__qualname__}"[:_MESSAGE_CHARS],
-        text=_shorten(text),
+        error=f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")[:_MESSAGE_CHARS],
+        text=_shorten(str(error)),
         traceback="\n".join(trace.splitlines()[-_TRACEBACK_LINES:])[-_MESSAGE_CHARS:],
     )
 
