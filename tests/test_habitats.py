@@ -126,6 +126,45 @@ def test_the_owner_of_a_claim_may_have_a_name_that_is_no_text(tmp_path: Path) ->
     assert owner.is_dead()
 
 
+def test_a_frozen_application_is_told_what_to_do_and_never_started_again(tmp_path: Path) -> None:
+    application, started = tmp_path / "application", tmp_path / "started"
+    application.write_text(f"#!/bin/sh\necho again >> {started}\n")
+    application.chmod(0o755)
+    cache = tmp_path / "cache"
+    environ: dict[str, str | None] = {"QUARANTUNE_CACHE_DIR": str(cache)}
+    freeze = f"import sys\nsys.frozen, sys.executable = True, {str(application)!r}\n"
+    refused = f"""{KERNEL}
+{freeze}
+import quarantune
+from quarantune.host import machine
+from quarantune.sandbox.template import SandboxError
+
+for _ in range(2):
+    try:
+        kernel(X)
+    except SandboxError as error:
+        said = str(error)
+    else:
+        raise AssertionError("it was tuned")
+    assert "frozen application" in said and {str(application)!r} in said, said
+    for remedy in ("tables", "QUARANTUNE_CACHE_PATH", "QUARANTUNE_ON_MISS=default", "QUARANTUNE_ISOLATION=none"):
+        assert remedy in said, said
+    assert not machine.descendants(os.getpid())
+with quarantune.settings(on_miss="error"):
+    try:
+        kernel(X)
+    except quarantune.CacheMissError:
+        pass
+with quarantune.settings(isolation="none", disable_cache=True):
+    assert kernel.tune(X).best_config == {{"n": 2}}
+"""
+    run(refused, cwd=tmp_path, environ=environ)
+    assert not list(cache.glob("*.json"))
+    run(f"{KERNEL}\nagree()", cwd=tmp_path, environ=environ)  # an ordinary Python
+    run(f"{KERNEL}\n{freeze}\nagree()", cwd=tmp_path, environ=environ)
+    assert not started.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["unreachable", "full"])
 def test_tuning_works_with_an_unwritable_compilation_cache(kind: str, tmp_path: Path) -> None:

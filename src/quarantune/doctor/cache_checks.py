@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from quarantune.cache import file_lease
 from quarantune.cache.tuning_cache import TuningCache
 from quarantune.doctor.check import Check, fail, first_line, ok, warn
-from quarantune.host import proc
+from quarantune.host import interpreter, proc
 from quarantune.values.settings import Settings
 
 _LOCKS = "cache locks"
@@ -97,10 +96,10 @@ def _locks(probe: Path) -> Check:
 
 
 def _try_in_another_process(fd: int) -> str:
-    command = [sys.executable, "-c", _TRY]
     try:
+        command = [interpreter.path(), "-c", _TRY]
         done = subprocess.run(command, stdin=fd, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         return first_line(error)
     return done.stdout.strip() or (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
 

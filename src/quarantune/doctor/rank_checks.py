@@ -6,12 +6,12 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import quarantune
 from quarantune import jax_internals
 from quarantune.doctor.check import Check, ok, warn
+from quarantune.host import interpreter
 from quarantune.values.settings import Settings
 
 _NAME = "ranks"
@@ -78,7 +78,7 @@ def _two_ranks() -> str:
         started = []
         for rank in range(2):
             process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, address, str(rank)],
+                [interpreter.path(), "-c", _PROGRAM, address, str(rank)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from quarantune.host import origins
+from quarantune.host import interpreter, origins
 from quarantune.sandbox import codec, spool
 from quarantune.sandbox.template_messages import RoleOptions
 
@@ -48,19 +48,15 @@ def start(options: RoleOptions, *, pass_fds: Sequence[int], **popen: Any) -> sub
         **popen: as for `subprocess.Popen`.
 
     Raises:
-        RuntimeError: there is no interpreter to start, as in an embedded Python.
+        RuntimeError: there is no interpreter to start, as in a frozen application.
         OSError: the process cannot be started.
     """
-    if not sys.executable:
-        raise RuntimeError(
-            "sys.executable is empty, so no worker can be started: set sys.executable to a Python interpreter "
-            "or set QUARANTUNE_ISOLATION=none"
-        )
+    executable = interpreter.path()
     data = json.dumps({"path": origins.startup_path(), "options": codec.encode(options)}).encode()
     fd = spool.create("options", size_bytes=len(data))
     try:
         spool.write(fd, data)
-        command = [sys.executable, *_flags(), "-P", "-c", _BOOTSTRAP, str(fd), str(len(data))]
+        command = [executable, *_flags(), "-P", "-c", _BOOTSTRAP, str(fd), str(len(data))]
         return subprocess.Popen(command, pass_fds=[*pass_fds, fd], **popen)
     finally:
         os.close(fd)
