@@ -33,8 +33,9 @@ def moved(configs: Any = ({"n": 1}, {"n": 2}), **options: Any) -> quarantune.Aut
 @everywhere
 def test_a_list_for_a_static_argument_fails_and_the_tuple_is_tuned(isolation: str, cache_dir: Path) -> None:
     fn = moved()
-    fn(X)  # starts the template
-    for spoilt in (fn, moved([{"n": 1}, {"n": 2}, {"n": 3}]), fn):
+    with isolated(isolation), pytest.raises(ValueError, match="on-hashable static"):
+        fn(X, [0, 1])  # starts the template, and threads that stay
+    for spoilt in (moved([{"n": 1}, {"n": 2}, {"n": 3}]), fn):
         with nothing_is_left(), isolated(isolation), pytest.raises(ValueError, match=r"on-hashable static") as caught:
             spoilt(X, [0, 1])
         assert traceback.extract_tb(caught.value.__traceback__)[0].line == "spoilt(X, [0, 1])"

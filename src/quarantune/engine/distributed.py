@@ -24,7 +24,7 @@ from quarantune.transport.problem import Problem
 from quarantune.values import grid
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
-from quarantune.values.trial import END, Config, Trial
+from quarantune.values.trial import END, UNTUNED, Config, Trial
 
 _logger = logging.getLogger("quarantune")
 
@@ -147,7 +147,7 @@ def _lacks(ended: tuple[Shard, End], trials: Mapping[int, Trial]) -> bool:
 
 
 def _swept(end: End) -> Swept:
-    return Swept(end.final, default_time_ms=end.default_time_ms, complaint=end.complaint)
+    return Swept(end.final, untuned=end.untuned, complaint=end.complaint)
 
 
 class _Final:
@@ -162,6 +162,7 @@ class _Final:
         default = problem.default
         is_there = default is not None and default in measured and finalists.is_usable(measured[default])
         self._default = default if is_there else None
+        self._has_untuned = default is None and problem.untuned is not None  # which runs beside the finalists
         self._measured = measured
 
     def run(self, complaint: str) -> Swept:
@@ -175,7 +176,7 @@ class _Final:
             return Swept(complaint=complaint)
         while True:
             heats = finalists.heats(groups, self._default)
-            if len(heats) == 1 and len(heats[0]) == 1:
+            if len(heats) == 1 and len(heats[0]) == 1 and not self._has_untuned:
                 return Swept(_alone(heats[0][0], self._measured), complaint=complaint)
             trials: dict[int, Trial] = {}
             ends = self._play(heats, trials)
@@ -184,7 +185,9 @@ class _Final:
                 return self._without(groups[0], complaint)
             if len(heats) == 1:
                 end = ends[0][1]
-                final = end.final if end.final.rounds_ms else _alone(winners[0], trials)
+                played = trials if end.untuned is None else {**trials, UNTUNED: end.untuned}
+                fastest = finals.conclude(played, Final(), default=None)[1].winner
+                final = end.final if end.final.rounds_ms else _alone(fastest, played)
                 return dataclasses.replace(
                     _swept(end), final=final, complaint=end.complaint or complaint, retimed=trials
                 )

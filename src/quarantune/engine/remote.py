@@ -178,6 +178,6 @@ def _described(swept: Swept) -> JsonObject:
     return {
         "rounds_ms": [[index, list(samples_ms)] for index, samples_ms in swept.final.rounds_ms.items()],
         "warm_ms": [[index, list(samples_ms)] for index, samples_ms in swept.final.warm_ms.items()],
-        "default_time_ms": swept.default_time_ms,
+        "untuned": None if swept.untuned is None else swept.untuned.to_json(),
         "complaint": swept.complaint,
     }

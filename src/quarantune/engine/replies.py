@@ -45,7 +45,7 @@ class End:
         device: the kind of device of a machine that refused it.
         wanted: the kind of device that it is for.
         final: the comparison of its fastest configs, where it was whole.
-        default_time_ms: as `Swept.default_time_ms`.
+        untuned: as `Swept.untuned`.
         complaint: as `Swept.complaint`.
     """
 
@@ -55,7 +55,7 @@ class End:
     device: str = ""
     wanted: str = ""
     final: Final = dataclasses.field(default_factory=Final)
-    default_time_ms: float | None = None
+    untuned: Trial | None = None
     complaint: str = ""
 
 
@@ -67,15 +67,15 @@ def end(message: Mapping[str, Any]) -> End:
     """
     try:
         texts = {name: str(message.get(name, ""))[:_MOST_TEXT] for name in ("error", "kind", "device", "wanted")}
-        default_ms = message.get("default_time_ms")
+        untuned = message.get("untuned")
         return End(
             how=str(message["end"]),
             final=Final(_rounds(message.get("rounds_ms", [])), _rounds(message.get("warm_ms", []))),
-            default_time_ms=default_ms if is_plausible_ms(default_ms) else None,
+            untuned=None if untuned is None else Trial.from_json(untuned),
             complaint=str(message.get("complaint", ""))[:_MOST_TEXT],
             **texts,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamageError(f"its end makes no sense: {error!r:.200}") from error
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quarantune.host.waits import RunTime, fastest
 from quarantune.measure.sampling import ALL_DISTURBED, cautious_share, standard_error
-from quarantune.values.trial import Outcome, Trial, is_plausible_ms
+from quarantune.values.trial import UNTUNED, Outcome, Trial, is_plausible_ms
 
 FINALISTS = 4
 MOST_FINALISTS = 8
@@ -182,6 +182,7 @@ def decide(
 
     Configs near each other are told apart by their warm rounds, if there are any. Of those that tie, the function's own
     default is preferred, then the first in the list of configs, unless it is slower by more than `_PREFERENCE`.
+    Defaults that are not in the list, under `UNTUNED`, win only if no other one is as near to the fastest.
 
     Args:
         rounds: each finalist's samples, one per round, in milliseconds, by index.
@@ -194,9 +195,9 @@ def decide(
         tied = level(rounds, floor=WARM_FLOOR)
     leader = _leader(rounds, tied)
     preferred = [index for index in tied if index == leader or _behind(rounds[leader], rounds[index]) <= _PREFERENCE]
-    winner = default if default in preferred else preferred[0]
+    winner = default if default in preferred else next((index for index in preferred if index != UNTUNED), UNTUNED)
     assert winner is not None
-    return Verdict(winner, tuple(index for index in tied if index != winner))
+    return Verdict(winner, tuple(index for index in tied if index not in (winner, UNTUNED)))
 
 
 def level(rounds: Mapping[int, Sequence[float]], *, floor: float = _NOISE_FLOOR) -> list[int]:
@@ -226,8 +227,11 @@ def conclude(trials: Mapping[int, Trial], final: Final, *, default: int | None) 
         if (trial.outcome is Outcome.OK or index in final.rounds_ms) and trial.time_ms is not None
     }
     fastest = min(usable, key=lambda index: usable[index].level_ms or 0.0)
-    rounds = with_same_program(final.rounds_ms or {fastest: usable[fastest].samples_ms}, usable)
-    verdict = decide(rounds, default=default, warm=with_same_program(final.warm_ms, usable))
+    played, warm = (
+        {index: rounds[index] for index in rounds.keys() & usable.keys()} for rounds in (final.rounds_ms, final.warm_ms)
+    )
+    rounds = with_same_program(played or {fastest: usable[fastest].samples_ms}, usable)
+    verdict = decide(rounds, default=default, warm=with_same_program(warm, usable))
     settled = dict(trials)
     for index, samples_ms in rounds.items():
         timed = dataclasses.replace(trials[index], time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms))

@@ -11,6 +11,7 @@ import jax
 
 from quarantune.host import locks
 from quarantune.resolve import suitable
+from quarantune.resolve.entries import find_config
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import binding
 from quarantune.transport.call import Arguments
@@ -120,6 +121,21 @@ class BoundCall:
         if callable(self.function.configs) and self.has_no_key:
             return False  # it runs with its defaults anyway, and configs for symbolic shapes could not be made
         return not self.tunables.isdisjoint(self.function.signature.bind(*self.args, **self.kwargs).arguments)
+
+    def find(self, raw: Any) -> Config | None:
+        """Returns the config that is equal to an encoded one: of the configs, or the function's own defaults."""
+        found = find_config(raw, self.configs)
+        return found if found is not None or self.untuned is None else find_config(raw, [self.defaults])
+
+    @locks.lazy
+    def defaults(self) -> Config:
+        """The function's own defaults as a config; an empty one, which sets nothing, where JSON cannot hold them."""
+        parameters = self.function.parameters
+        defaults = {name: parameters[name].default for name in self.configs[0] if name in parameters}
+        try:
+            return config_space.expand([defaults], fn_name=self.name, parameters=None)[0]
+        except (TypeError, ValueError):
+            return {}
 
     @locks.lazy
     def default_index(self) -> int | None:

@@ -1,14 +1,20 @@
-"""Builds the result of a call: of a sweep that has ended, or of a config that was remembered."""
+"""Builds the result of a call, of a sweep that has ended or of a remembered config, and the entry to remember."""
 
 from __future__ import annotations
 
+import datetime
+from collections.abc import Sequence
+
+from quarantune.cache import Entry
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.entries import Saved, Searched, Times
+from quarantune.resolve.entries import Saved, Searched, Times, space_of
 from quarantune.results.compiled_winner import without_arrays
 from quarantune.results.result import FromCache, TuningResult
 from quarantune.transport import binding
 from quarantune.transport.problem import as_structs
 from quarantune.values import versions
+from quarantune.values.config_values import encode
+from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import Config, Trial, count_outcomes
 
 _UNKNOWN = Searched()
@@ -42,6 +48,7 @@ def call_result(
     """
     call = keyed.call
     default = call.default_index
+    is_untuned = default is None and call.untuned is not None and config == call.defaults
     return TuningResult(
         name=call.name,
         best_config=config,
@@ -51,7 +58,7 @@ def call_result(
         device=keyed.key.device,
         from_cache=from_cache,
         tie=tie,
-        default_config=None if default is None else call.configs[default],
+        default_config=config if is_untuned else None if default is None else call.configs[default],
         default_time_ms=times.default_ms,
         counts=count_outcomes(trials) or dict(saved.counts),
         created=saved.created,
@@ -64,3 +71,27 @@ def call_result(
         structs=as_structs(call.args, call.kwargs),
         fn=binding.bind(call.function.fn, config),
     )
+
+
+def entry_for(keyed: KeyedCall, config: Config, times: Times, trials: Sequence[Trial], search: JsonObject) -> Entry:
+    """Returns the entry that remembers a result.
+
+    Args:
+        keyed: the call.
+        config: the winner; the function's own defaults where these won, whether or not they are in the config space.
+        times: its times.
+        trials: the trials of all configs.
+        search: how the configs were searched.
+    """
+    return {
+        "config": encode(config),
+        "time_ms": times.best_ms,
+        "default_time_ms": times.default_ms,
+        "key_values": keyed.readable,
+        "fingerprint": keyed.call.function.fingerprint.parts,
+        "space": space_of(keyed.call.configs),
+        "versions": versions.versions(),
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "trials": count_outcomes(trials),
+        "search": search,
+    }

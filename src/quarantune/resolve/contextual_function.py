@@ -8,6 +8,7 @@ from typing import Any
 
 from quarantune import cache
 from quarantune.cache import Entry
+from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.entries import space_of
 from quarantune.resolve.known_results import KnownResults
 from quarantune.resolve.tuned_function import TunedFunction
@@ -53,9 +54,7 @@ class ContextualFunction(TunedFunction):
 class KnownAssignments(KnownResults):
     """The known assignments for the calls of one function."""
 
-    def config_of(
-        self, entry: Entry, configs: Sequence[Config], settings: Settings, *, is_own: bool = True
-    ) -> Config | None:
+    def config_of(self, entry: Entry, call: BoundCall, settings: Settings, *, is_own: bool = True) -> Config | None:
         """Returns the assignment of an entry if every kernel still has the config space that it had."""
         try:
             chosen = assignment.chosen_from(entry["config"]["assignment"])
@@ -69,7 +68,7 @@ class KnownAssignments(KnownResults):
             return None
         return {KEY: assignment.encode(chosen, others=OWN)}
 
-    def config_from(self, encoded: JsonObject, configs: Sequence[Config]) -> Config | None:
+    def config_from(self, encoded: JsonObject, call: BoundCall) -> Config | None:
         """Returns the assignment that another process has encoded, or None where it is none."""
         try:
             chosen = assignment.Assignment(str(encoded[KEY])).chosen

@@ -378,7 +378,7 @@ class ContextualJob(TuningJob):
         return self._contextual(result, [*choices.values()], baseline_ms)
 
     def _result_of(self, entry: Entry) -> ContextualResult:
-        config = self._context.known.config_of(entry, self._configs, self._settings)
+        config = self._context.known.config_of(entry, self._call, self._settings)
         assert config is not None  # or the entry would not be usable
         kernels = [
             KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=float(entry["time_ms"]))

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from quarantune import cache
 from quarantune.cache import Entry
 from quarantune.resolve import layers, misses, nearest
+from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import CallKey, KeyedCall
 from quarantune.resolve.entries import (
     Saved,
     Searched,
     Times,
     changed_versions,
-    find_config,
     open_store,
     saved_of,
     searched_of,
@@ -63,7 +63,7 @@ class KnownResults:
             entry = layer.store.get(self._function.name, keyed.key.device, keyed.key.text)
             if entry is None:
                 continue
-            config = self.config_of(entry, keyed.call.configs, settings, is_own=layer.is_own)
+            config = self.config_of(entry, keyed.call, settings, is_own=layer.is_own)
             if config is not None:
                 _logger.debug("%s: found in %s", self._function.name, layer.label)
                 known = self._winners[keyed.key] = Known(config, times_of(entry), searched_of(entry), saved_of(entry))
@@ -146,9 +146,9 @@ class KnownResults:
         self._failures[key] = _without_traceback(error)
         self._tuned.add(key)
 
-    def config_from(self, encoded: JsonObject, configs: Sequence[Config]) -> Config | None:
+    def config_from(self, encoded: JsonObject, call: BoundCall) -> Config | None:
         """Returns the config that another process has encoded, or None where it cannot be used here."""
-        return find_config(encoded, configs)
+        return call.find(encoded)
 
     def text_of(self, config: Config) -> str:
         """Returns a config as messages show it."""
@@ -159,20 +159,18 @@ class KnownResults:
     def usable_entry(self, keyed: KeyedCall, settings: Settings) -> Entry | None:
         """Returns the cache entry for a call, or None where there is none that can be used."""
         entry = open_store(settings).get(self._function.name, keyed.key.device, keyed.key.text)
-        return entry if entry and self.config_of(entry, keyed.call.configs, settings) is not None else None
+        return entry if entry and self.config_of(entry, keyed.call, settings) is not None else None
 
-    def config_of(
-        self, entry: Entry, configs: Sequence[Config], settings: Settings, *, is_own: bool = True
-    ) -> Config | None:
-        """Returns the config of an entry if it can be used for this config space under these versions.
+    def config_of(self, entry: Entry, call: BoundCall, settings: Settings, *, is_own: bool = True) -> Config | None:
+        """Returns the config of an entry if it can be used for the config space of a call under these versions.
 
         Args:
             entry: the entry.
-            configs: the config space.
+            call: the call.
             settings: the operator's settings.
             is_own: whether the entry is in the user's cache, so that the user should know why it is not used.
         """
-        config = find_config(entry.get("config"), configs)
+        config = call.find(entry.get("config"))
         if config is None:
             if is_own:
                 cache.report_once(
@@ -180,7 +178,7 @@ class KnownResults:
                     "more: it is not used"
                 )
             return None
-        if entry.get("space") != space_of(configs):
+        if entry.get("space") != space_of(call.configs):
             return None  # new configs must be measured; the journal holds the trials of the others
         return config if self.versions_serve(entry, settings, is_own=is_own) else None
 
@@ -215,7 +213,7 @@ class KnownResults:
 
 def _kept(found: Found, keyed: KeyedCall) -> Config | None:
     """Returns the config of an entry if it is one of a call's that `prune_fn` accepts."""
-    config = find_config(found.entry.get("config"), keyed.call.configs)
+    config = keyed.call.find(found.entry.get("config"))
     return config if config is not None and keyed.call.keeps(config) else None
 
 

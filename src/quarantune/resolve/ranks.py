@@ -182,7 +182,7 @@ class Ranks:
             log("%s runs the defaults, as all ranks do: %s%s", label, reason, self._besides(own, found))
             agreed = Agreed(known=None, reason=reason)
         else:
-            config = self._known.config_from(answer.config, keyed.call.configs)
+            config = self._known.config_from(answer.config, keyed.call)
             if config is None:
                 raise RuntimeError(
                     f"{label}: all ranks run {answer.config!r}, which rank {answer.rank} offers and this rank cannot "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,13 +15,12 @@ from quarantune.host import locks
 from quarantune.measure import finals
 from quarantune.resolve import engines, winner_log
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.call_result import call_result
+from quarantune.resolve.call_result import call_result, entry_for
 from quarantune.resolve.callers_error import callers_error
 from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.entries import (
     Searched,
     Times,
-    find_config,
     more_thorough,
     open_store,
     saved_of,
@@ -44,12 +42,18 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits, space_for
 from quarantune.sweep.searching import Searching
 from quarantune.sweep.swept import Swept
-from quarantune.values import versions
-from quarantune.values.config_values import encode
 from quarantune.values.grid import Positions
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
-from quarantune.values.trial import READY, Config, Outcome, Trial, TuningFailedError, count_outcomes, pruned_trial
+from quarantune.values.trial import (
+    READY,
+    UNTUNED,
+    Config,
+    Outcome,
+    Trial,
+    TuningFailedError,
+    pruned_trial,
+)
 
 _logger = logging.getLogger("quarantune")
 
@@ -349,20 +353,25 @@ class TuningJob:
                 raise error
             raise self._leave_failure()
         default = self._call.default_index
-        self._trials |= swept.retimed
-        self._trials, verdict = finals.conclude(self._trials, swept.final, default=default)
+        if swept.untuned is not None and default is None:
+            self._trials[UNTUNED] = dataclasses.replace(swept.untuned, config=self._call.defaults)
+        settled, verdict = finals.conclude(self._trials | swept.retimed, swept.final, default=default)
+        self._trials = {index: trial for index, trial in settled.items() if index != UNTUNED}
         trials = self._all_trials()
-        best, tie = self._trials[verdict.winner], tuple(self._trials[index].config for index in verdict.tie)
-        winner_log.log_winner(self._name, self._key.device, best, tie, usable, tried=len(self._trials))
+        best, tie = settled[verdict.winner], tuple(settled[index].config for index in verdict.tie)
+        winner_log.log_winner(
+            self._name, self._key.device, best, tie, usable, tried=len(trials), is_untuned=verdict.winner == UNTUNED
+        )
+        defaults = settled.get(UNTUNED if default is None else default)
         self._records.append_conclusion(
-            [self._trials[index] for index in swept.final.rounds_ms],
+            [settled[index] for index in swept.final.rounds_ms],
             best=best.config,
             tie=tie,
-            default=None if default is None else self._configs[default],
+            default=None if defaults is None else defaults.config,
         )
         assert best.time_ms is not None
-        defaults = None if default is None else self._trials.get(default)
-        times = Times(best.time_ms, swept.default_time_ms if defaults is None else defaults.time_ms)
+        untuned = swept.untuned if defaults is None else defaults
+        times = Times(best.time_ms, None if untuned is None else untuned.time_ms)
         entry = self._entry(best.config, times, trials) | {"samples": len(best.samples_ms)}
         self._save(entry)
         progress.conclude(best.config, best.time_ms, times.default_ms, saved=self._records.saved)
@@ -391,18 +400,8 @@ class TuningJob:
         return self._failure(trials)
 
     def _entry(self, config: Config, times: Times, trials: Sequence[Trial]) -> Entry:
-        return {
-            "config": encode(config),
-            "time_ms": times.best_ms,
-            "default_time_ms": times.default_ms,
-            "key_values": self._keyed.readable,
-            "fingerprint": self._call.function.fingerprint.parts,
-            "space": space_of(self._configs),
-            "versions": versions.versions(),
-            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "trials": count_outcomes(trials),
-            "search": {"name": self._search.label, "seed": self._search.seed} | self._searched().to_json(),
-        }
+        search = {"name": self._search.label, "seed": self._search.seed} | self._searched().to_json()
+        return entry_for(self._keyed, config, times, trials, search)
 
     def _save(self, entry: Entry) -> None:
         if self._directory is not None:
@@ -411,7 +410,7 @@ class TuningJob:
                 open_store(self._settings).merge(self._name, contents, prefer=more_thorough)
 
     def _result_of(self, entry: Entry) -> TuningResult:
-        config = find_config(entry["config"], self._configs)
+        config = self._call.find(entry["config"])
         assert config is not None  # or the entry would not be usable
         about, saved = searched_of(entry), saved_of(entry)
         return call_result(self._keyed, config, times_of(entry), from_cache=True, searched=about, saved=saved)

@@ -13,7 +13,7 @@ from typing import Any
 from quarantune.cache import CacheKey, CacheRecord, Entry, safe_name
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import keyed
-from quarantune.resolve.entries import changed_versions, dict_or_empty, find_config, space_of, times_of
+from quarantune.resolve.entries import changed_versions, dict_or_empty, space_of, times_of
 from quarantune.resolve.rebuilt_call import CannotRebuildError, rebuilt
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
@@ -154,7 +154,7 @@ def _verify(
     if now.key.text != record.key.problem_size:
         origin = "the arguments given" if given is not None else "arguments made from its key"
         return _verified(record, Verdict.UNKNOWN, f"{origin} have another key under the JAX settings of this process")
-    config = find_config(record.entry.get("config"), configs)
+    config = call.find(record.entry.get("config"))
     if config is None:
         return _verified(record, Verdict.UNUSED, "its config is not in the list of configs any more")
     if record.entry.get("space") != space_of(configs):
@@ -165,7 +165,7 @@ def _verify(
 def _measured(record: CacheRecord, call: BoundCall, config: Config) -> Verified:
     default = None if call.default_index is None else dict(call.configs[call.default_index])
     if default is None and call.untuned is not None:
-        default = _own_defaults(call, config)
+        default = call.defaults
     try:
         result = _swept(call, [config, *([default] if default not in (None, config) else [])])
     except TuningFailedError as error:
@@ -209,12 +209,6 @@ def _swept(call: BoundCall, configs: list[Config]) -> TuningResult:
         disable_cache=True, search="exhaustive", max_trials=None, time_budget=None, agree="0", progress=False
     ):
         return resolver.tune(resolver.bind(call.args, call.kwargs))
-
-
-def _own_defaults(call: BoundCall, config: Config) -> Config | None:
-    """Returns the function's own defaults as a config, where they are none of those in the list."""
-    parameters = call.function.parameters
-    return {name: parameters[name].default for name in config if name in parameters}
 
 
 def _code_of(key: CacheKey) -> Any:

@@ -13,9 +13,16 @@ _logger = logging.getLogger("quarantune")
 
 
 def log_winner(
-    name: str, device: str, best: Trial, tie: Sequence[Config], usable: Sequence[Trial], *, tried: int
+    name: str,
+    device: str,
+    best: Trial,
+    tie: Sequence[Config],
+    usable: Sequence[Trial],
+    *,
+    tried: int,
+    is_untuned: bool,
 ) -> None:
-    """Logs the winner of a sweep, and warns where times scattered far above the usual.
+    """Logs the winner of a sweep, and warns where no config won or times scattered far above the usual.
 
     Args:
         name: the function's.
@@ -24,7 +31,11 @@ def log_winner(
         tie: the configs that are as fast.
         usable: the trials of all configs that were measured.
         tried: the number of all configs.
+        is_untuned: whether the winner is no config, but the function's own defaults.
     """
+    if is_untuned:
+        shown_best = shown.format_config(best.config)
+        _logger.warning("%s: its own defaults (%s) beat all %d configs: calls run with them", name, shown_best, tried)
     _logger.info(
         "%s: best of %d is %s: %.4g ms%s",
         name,

@@ -66,6 +66,9 @@ def explain(trials: Sequence[Trial], standing: Standing) -> list[str]:
     default = next(filter(standing.is_default, trials), None)
     if default is not None and default.outcome.is_failure:
         notes.append(f"{standing.default_label} ended as {default.outcome.value}, so there is no speed-up")
+    elif default is None and standing.default is not None and standing.default == standing.best:
+        own = f"{standing.default_label} ({format_config(standing.default)})"
+        notes.append(f"{own} beat every config: calls run with them")
     elif default is None and standing.default_ms is not None:
         notes.append(f"speed-up: against {standing.default_label}: {standing.default_ms:.4g} ms")
     if any(trial.outcome is Outcome.SLOW and trial.level_ms is not None for trial in trials):

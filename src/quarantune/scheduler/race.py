@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from quarantune.measure import finals, sampling
 from quarantune.sandbox import spool
-from quarantune.scheduler.reference import UNTUNED
 from quarantune.scheduler.workers import Job
+from quarantune.values.trial import UNTUNED
 
 
 class Race:

@@ -14,10 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from quarantune.sandbox import spool
 from quarantune.values.shown import format_config
-from quarantune.values.trial import INCOMPARABLE, Config, Outcome, Phase, Trial
+from quarantune.values.trial import INCOMPARABLE, UNTUNED, Config, Outcome, Phase, Trial
 
-UNTUNED = -1
-"""The index under which the function's own defaults run where they are not one of the configs."""
 _MOST_GROUPS = 8
 """The number of different outputs that are kept while it is not known which is right."""
 _MOST_WRONG_GROUPS = 3
@@ -47,7 +45,7 @@ class Reference:
 
     Attributes:
         fds: descriptors of the outputs to compare with, which nobody can write to.
-        default_time_ms: how long the function's defaults took, where they ran as `UNTUNED`; None where they did not.
+        untuned: the trial of the function's defaults, where they ran as `UNTUNED` and were timed; else None.
         is_coming: whether a worker must compute the output of `ref_fn` before anything is compared.
     """
 
@@ -60,7 +58,7 @@ class Reference:
             is_first: whether all other configs wait for the defaults, and are not compared with each other until then.
         """
         self.fds: list[int] = []
-        self.default_time_ms: float | None = None
+        self.untuned: Trial | None = None
         self._compares = compares
         self.is_coming = False
         self._is_given = False
@@ -174,7 +172,7 @@ class Reference:
         def take(index: int, trial: Trial, log: str) -> None:
             self._configs[index] = trial.config
             if index == UNTUNED:
-                self.default_time_ms = trial.time_ms
+                self.untuned = None if trial.time_ms is None else trial
                 on_untuned(trial)
                 if trial.outcome.is_failure:
                     self.ended(index, f"{trial.outcome.value}: {trial.message}")
@@ -210,6 +208,15 @@ class Reference:
             )
             finish(index, wrong, log)
         self._held.clear()
+
+    def contenders(self, measured: Mapping[int, Trial], default: int | None) -> Mapping[int, Trial]:
+        """Returns the trials that may be in the final: those of the configs, and that of the function's defaults.
+
+        Args:
+            measured: the trials of the configs.
+            default: the index of the config that equals the defaults; None where there is none.
+        """
+        return measured if default is not None or self.untuned is None else {**measured, UNTUNED: self.untuned}
 
     def complaint(self) -> str:
         """Returns the warning for the author on how outputs disagree; empty where they do not."""

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
-from quarantune.scheduler.reference import UNTUNED
 from quarantune.scheduler.workers import Job
-from quarantune.values.trial import Trial
+from quarantune.values.trial import UNTUNED, Trial
 
 _Program = TypeVar("_Program")
 

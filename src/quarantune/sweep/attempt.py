@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from quarantune.scheduler.reference import UNTUNED
 from quarantune.values.shown import format_config
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import UNTUNED, Outcome, Trial
 from quarantune.worker.bench import Program
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from quarantune.scheduler.reference import UNTUNED
-from quarantune.values.trial import END, Trial
+from quarantune.values.trial import END, UNTUNED, Trial
 
 
 def _ignore(*_: object) -> None:

@@ -21,7 +21,7 @@ from quarantune.devices.leases import Lease
 from quarantune.measure import finals
 from quarantune.scheduler.plan import TICK_S
 from quarantune.scheduler.race import Race
-from quarantune.scheduler.reference import UNTUNED, Reference
+from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.workers import Job
 from quarantune.sweep import in_process
 from quarantune.sweep.attempt import Attempt
@@ -30,7 +30,7 @@ from quarantune.sweep.routes import Routes, reference_for, worker_options
 from quarantune.sweep.swept import Swept
 from quarantune.sweep.watchdog import Watchdog, Watched
 from quarantune.transport.call import Call
-from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
+from quarantune.values.trial import UNTUNED, Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.worker.bench import Bench, Program
 
 _logger = logging.getLogger("quarantune")
@@ -96,8 +96,9 @@ class MeasuredHere:
             while not source.is_closed and (taken := source.take(max(_SEARCH_BATCH, self._limits.compile_slots))):
                 self._run_batch(taken)
             reference.settle(finish)
-            final = self._compare({index: measured[index].config for index in finals.finalists(measured)})
-            return Swept(final, default_time_ms=reference.default_time_ms, complaint=reference.complaint())
+            trials = reference.contenders(measured, request.problem.default)
+            final = self._compare({index: trials[index].config for index in finals.finalists(trials)})
+            return Swept(final, untuned=reference.untuned, complaint=reference.complaint())
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from quarantune.scheduler.confirmation import settle
 from quarantune.scheduler.loop import Scheduler
 from quarantune.scheduler.plan import MEMORY_SHARE, Leftovers, Plan
 from quarantune.scheduler.race import Race
-from quarantune.scheduler.reference import UNTUNED, Reference
+from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.reference_task import NoReferenceError
 from quarantune.scheduler.same_program import SamePrograms
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource, only_stopping
@@ -33,7 +33,7 @@ from quarantune.sweep.swept import Swept
 from quarantune.transport.problem import Problem
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
-from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
+from quarantune.values.trial import UNTUNED, Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
 
@@ -125,15 +125,16 @@ class Routes:
             except NoReferenceError as error:
                 raise ReferenceFailedError(f"{self._problem.name}: {error}") from None
             self._reference.settle(finish)
-            chosen = finals.finalists(measured) if self._has_final else []
-            contenders = {index: measured[index].config for index in chosen}
+            trials = self._reference.contenders(measured, self._problem.default)
+            chosen = finals.finalists(trials) if self._has_final else []
+            contenders = {index: trials[index].config for index in chosen}
             last = self._made[-1] if self._made else self._new_scheduler(Route.TOGETHER, self._finish)
             # The last route may have run nothing but the config that confirms an error.
             comparing = next((scheduler for scheduler in self._made if scheduler.has_idle_worker), last)
             final = comparing.compare(contenders) if len(contenders) > 1 else finals.Final()
             executables, for_cache = last.compiled()
             reference = self._reference
-            return Swept(final, for_cache, executables, reference.default_time_ms, reference.complaint())
+            return Swept(final, for_cache, executables, reference.untuned, reference.complaint())
 
     def compile(self, configs: dict[int, Config]) -> Swept:
         """Compiles configs without running them, and returns their executables."""
@@ -332,7 +333,7 @@ def reference_for(
         troubled: the indices of configs that others do not wait for.
     """
     configs = dict(configs)
-    if not options.compares_outputs or not configs:
+    if not options.compares_outputs or not (configs or problem.default is None):
         return Reference(default=problem.default if problem.default in configs else None), configs
     if problem.untuned is None:
         # The output of a plain callable may well differ between configs.

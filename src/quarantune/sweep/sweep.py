@@ -276,8 +276,13 @@ def _run_here(
                 source=request.source,
                 events=request.events,
             )
-            final = in_process.compare(packed.call, measured, arrays_fd=arrays_fd, options=worker_options)
-            return Swept(final, default_time_ms=reference.default_time_ms, complaint=reference.complaint())
+            final = in_process.compare(
+                packed.call,
+                reference.contenders(measured, problem.default),
+                arrays_fd=arrays_fd,
+                options=worker_options,
+            )
+            return Swept(final, untuned=reference.untuned, complaint=reference.complaint())
 
 
 def _why_here(request: SweepRequest) -> str:

@@ -16,7 +16,7 @@ class Swept:
         final: the comparison of the finalists.
         compiled: by the index of a config, the contents for JAX's compilation cache, by JAX's own key.
         executables: by the index of a config, its executable as `compiled_winner.Winner` loads it.
-        default_time_ms: the time of the function's defaults in milliseconds, where they ran beside the configs.
+        untuned: the trial of the function's defaults, where they ran beside the configs.
         complaint: how outputs disagreed, where the author should know; else empty.
         retimed: by the index of a config, its trial on the machine of the final, where it was tried on another before.
     """
@@ -24,6 +24,6 @@ class Swept:
     final: finals.Final = dataclasses.field(default_factory=finals.Final)
     compiled: dict[int, dict[str, bytes]] = dataclasses.field(default_factory=dict)
     executables: dict[int, bytes] = dataclasses.field(default_factory=dict)
-    default_time_ms: float | None = None
+    untuned: Trial | None = None
     complaint: str = ""
     retimed: dict[int, Trial] = dataclasses.field(default_factory=dict)

@@ -15,6 +15,8 @@ ConfigValue: TypeAlias = Any
 """A number, a string, a boolean or None; an enum's member; or a tuple, `FrozenDict` or frozen dataclass of them."""
 Config: TypeAlias = dict[str, ConfigValue]
 
+UNTUNED = -1
+"""The index under which the function's own defaults run where they are not one of the configs."""
 INCOMPARABLE = -1
 """Takes the place of a position among reference outputs where an output cannot be compared with any."""
 
