@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarantune.cache import CacheWarning, CacheWriteError, Journal, remember_trouble, troublesome
+from quarantune.cache import CacheWarning, CacheWriteError, Journal, content, remember_trouble, troublesome
+from quarantune.cache import journal as journal_module
+from quarantune.cache.keys import problem_hash
 
 
 @pytest.fixture
@@ -129,12 +131,14 @@ def test_a_file_in_place_of_the_directory_is_a_typed_error(tmp_path: Path) -> No
         journal.append({"n": 1})
 
 
-def test_concurrent_appends_lose_no_acknowledged_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("largest", [1 << 28, 40_000], ids=["one file", "many files"])
+def test_concurrent_appends_lose_no_acknowledged_record(tmp_path: Path, largest: int) -> None:
     script = """
 import sys
 import warnings
 from pathlib import Path
-from quarantune.cache import Journal
+from quarantune.cache import Journal, content
+content.LARGEST_JOURNAL_BYTES = int(sys.argv[4])
 journal = Journal(Path(sys.argv[1]), "f", "cpu", "key")
 for number in range(int(sys.argv[3])):
     journal.append({"writer": sys.argv[2], "number": number, "filling": "x" * (number % 50) * 100})
@@ -142,7 +146,7 @@ for number in range(int(sys.argv[3])):
 """
 
     def start(name: str, records: int) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", script, str(tmp_path), name, str(records)]
+        command = [sys.executable, "-c", script, str(tmp_path), name, str(records), str(largest)]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     with start("victim", 10**9) as victim, start("a", 200) as one, start("b", 200) as other:
@@ -162,6 +166,9 @@ for number in range(int(sys.argv[3])):
         found.setdefault(record["writer"], []).append(record["number"])
     assert found["a"] == found["b"] == list(range(200))
     assert found["victim"][: acknowledged + 1] == list(range(acknowledged + 1))
+    sizes = [path.stat().st_size for path in tmp_path.glob("f.trials/*.jsonl")]
+    assert max(sizes) <= largest
+    assert (len(sizes) > 5) is (largest == 40_000)
 
 
 def test_hosts_append_to_files_of_their_own_and_all_are_read(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +179,31 @@ def test_hosts_append_to_files_of_their_own_and_all_are_read(journal: Journal, m
     assert sorted(record["n"] for record in journal.records()) == [1, 2]
     journal.discard()
     assert journal.records() == []
+
+
+def test_a_journal_that_becomes_large_goes_on_in_another_file(
+    tmp_path: Path, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content, "LARGEST_JOURNAL_BYTES", 2000)
+    monkeypatch.setattr(content, "LARGEST_READ_JOURNAL_BYTES", 2000)
+    records = [{"n": n, "filling": "x" * (n * 37 % 400)} for n in range(100)]
+    for record in records:
+        journal.append(record)
+    files = sorted(journal.directory.glob("*.jsonl"))
+    assert len(files) > 10
+    assert max(path.stat().st_size for path in files) <= 2000
+    assert journal.records() == records
+    files[3].write_bytes(files[3].read_bytes()[:-5])
+    assert journal_module.damage(tmp_path) == []  # its last line is torn
+    assert len(journal.records()) == 99
+    assert [path.name.partition(".")[0] for path in files] == [problem_hash("cpu", "key")] * len(files)
+    journal.discard()
+    assert list(journal.directory.glob("*")) == []
+    for number in range(300):
+        remember_trouble(tmp_path, "f", "cpu", {"BM": number % 7}, "timeout" if number % 2 else "crashed")
+    assert len(list(tmp_path.glob("f.trials/*.jsonl"))) > 5
+    last = {number % 7: "timeout" if number % 2 else "crashed" for number in range(300)}
+    assert troublesome(tmp_path, "f", "cpu") == {f'{{"BM":{n}}}': outcome for n, outcome in last.items()}
 
 
 def test_trouble_is_remembered_for_a_device_and_all_its_problems(tmp_path: Path) -> None:

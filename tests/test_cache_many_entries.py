@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import quarantune
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Journal, Store, TuningCache, content, pruning
 from quarantune.cache import store as store_module
 
@@ -225,6 +227,7 @@ def test_one_file_of_a_newer_schema_is_left_alone_and_the_others_are_used(store:
 def bounded(monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[int]:
     """Lets no writer make a file of entries larger than 20,000 bytes; twice that is read."""
     monkeypatch.setattr(content, "LARGEST_ENTRIES_BYTES", 20_000)
+    monkeypatch.setattr(content, "LARGEST_READ_ENTRIES_BYTES", 40_000)
     return 20_000
 
 
@@ -310,6 +313,53 @@ def test_a_file_over_256_mib_is_read_and_divided(store: Store) -> None:
     assert len(store.read("f")["cpu"]) == 281
     assert store.get("f", "cpu", "k0") == entry
     assert pruning.prune(store) == pruning.Pruned()
+
+
+# --- journals -----------------------------------------------------------------------------------------------
+
+
+def grown(journal_directory: Path, megabytes: int) -> None:
+    """Puts records of configs that are in no space before those of a journal, as a long sweep might."""
+    (path,) = journal_directory.glob("*.jsonl")
+    records = path.read_bytes()
+    trial = json.loads(records.splitlines()[0][9:])
+    with path.open("wb") as file:
+        for number in range(megabytes):
+            trial["trial"] |= {"config": {"n": -1 - number}, "log_tail": "x" * (1 << 20)}
+            text = json.dumps(trial).encode()
+            file.write(b"%08x %b\n" % (zlib.crc32(text), text))
+        file.write(records)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("large", [False, True], ids=["many small files", "one file over 256 MiB"])
+def test_a_sweep_goes_on_from_a_very_large_journal(
+    cache_dir: Path, swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    if not large:
+        monkeypatch.setattr(content, "LARGEST_JOURNAL_BYTES", 1000)
+        monkeypatch.setattr(content, "LARGEST_READ_JOURNAL_BYTES", 4000)
+
+    def kernel(x: float, *, n: int) -> float:
+        return x
+
+    def tune(configs: list[int]) -> quarantune.TuningResult:
+        return quarantune.AutoTuner(kernel, {"n": configs}, name="kernel", rep=1, warmup=0, ref_fn=None).run(1.0)
+
+    first = tune([1, 2, 3, 4])
+    folder = cache_dir / "kernel.trials"
+    if large:
+        grown(folder, 280)
+        assert max(path.stat().st_size for path in folder.glob("*.jsonl")) > 1 << 28
+    for record in TuningCache(cache_dir):
+        assert Store(cache_dir).delete(record.key.kernel_type, record.key.device, record.key.problem_size)
+    again = tune([1, 2, 3, 4, 5])
+    assert [sorted(configs) for configs in swept] == [[1, 2, 3, 4], [5]]
+    assert [trial.config for trial in again.trials] == [{"n": n} for n in (1, 2, 3, 4, 5)]
+    assert first.counts == {"ok": 4}
+    assert len(list(folder.glob("*.jsonl"))) == (2 if large else 3)
+    assert pruning.prune(Store(cache_dir), older_than_s=3600.0) == pruning.Pruned()
+    assert tune([1, 2, 3, 4, 5]).from_cache
 
 
 # --- times --------------------------------------------------------------------------------------------------

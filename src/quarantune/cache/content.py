@@ -19,8 +19,11 @@ from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import is_plausible_ms
 
 LARGEST_ENTRIES_BYTES = 1 << 28
-"""The size that no writer lets a file of entries pass."""
 LARGEST_JOURNAL_BYTES = 1 << 28
+"""The sizes that no writer lets a file pass."""
+LARGEST_READ_ENTRIES_BYTES = 1 << 29
+LARGEST_READ_JOURNAL_BYTES = 1 << 30
+"""The sizes of the largest files that are read: earlier versions wrote without looking at their size."""
 LARGEST_CLAIM_BYTES = 1 << 16
 LARGEST_FAILURE_BYTES = 1 << 26
 _DEEPEST = 100

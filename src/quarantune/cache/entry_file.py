@@ -79,8 +79,7 @@ def load(path: Path) -> Contents:
 
 
 def _read(path: Path) -> bytes:
-    # Earlier versions did not look at the size of the files that they wrote.
-    return content.read_bounded(path, largest_bytes=2 * content.LARGEST_ENTRIES_BYTES)
+    return content.read_bounded(path, largest_bytes=content.LARGEST_READ_ENTRIES_BYTES)
 
 
 def _decode(data: bytes, path: Path) -> Contents:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,8 @@ class Journal:
 
     Any number of processes may append at once. Each host writes a file of its own, because appending is atomic only
     within a host. Once `append` returns, a record survives the death of its process. It is not forced onto the disk:
-    that would slow down every trial, and after a crash of the machine only a few trials are measured again.
+    that would slow down every trial, and after a crash of the machine only a few trials are measured again. A file that
+    has become large is not appended to any more, but another one begun, so that readers accept all of them.
     """
 
     def __init__(self, directory: Path, name: str, device: str, key: str, *, suffix: str = ".jsonl") -> None:
@@ -61,9 +64,16 @@ class Journal:
         except (TypeError, ValueError):
             plainer = plain(record, finite_only=False)
             text = json.dumps(plainer, separators=(",", ":"), allow_nan=False).encode("ascii")
-        path = self.directory / f"{self._stem}.{this_host()}{self._suffix}"
+        line = b"%08x %b\n" % (zlib.crc32(text), text)
+        for number in itertools.count():
+            turn = f"_{number:04}" if number else ""
+            path = self.directory / f"{self._stem}.{this_host()}{turn}{self._suffix}"
+            if self._append_line(path, line):
+                return
+
+    def _append_line(self, path: Path, line: bytes) -> bool:
         try:
-            _append_line(path, b"%08x %b\n" % (zlib.crc32(text), text))
+            return _append_line(path, line)
         except OSError as error:
             raise CacheWriteError(
                 f"the trial was not recorded in {str(path)!r} ({error.strerror}): an interrupted sweep "
@@ -72,13 +82,19 @@ class Journal:
 
     def records(self) -> list[JsonObject]:
         """Returns all whole records, each host's in order; damaged lines are left out and reported once."""
-        records: list[JsonObject] = []
+        return list(self.each())
+
+    def each(self) -> Iterator[JsonObject]:
+        """Yields what `records` returns, without holding all of it in memory."""
         for path in self._files():
-            whole, damaged = _read_lines(path)
-            records += whole
+            damaged = 0
+            for record in _read_lines(path):
+                if record is None:
+                    damaged += 1
+                else:
+                    yield record
             if damaged:
                 report_once(_damage_of(path, damaged))
-        return records
 
     def discard(self) -> None:
         """Removes the journal, so that the next sweep starts over.
@@ -176,7 +192,8 @@ def remove(paths: list[Path]) -> None:
             ) from error
 
 
-def _append_line(path: Path, line: bytes) -> None:
+def _append_line(path: Path, line: bytes) -> bool:
+    """Appends a line, unless the file is large; returns whether it did."""
     try:
         fd = content.open_shared(path, _APPEND)
     except FileNotFoundError:
@@ -186,23 +203,26 @@ def _append_line(path: Path, line: bytes) -> None:
         content.check_regular(fd)
         # A line torn by a full disk lacks its end: one is added, or this record would be lost with it.
         size = os.fstat(fd).st_size
+        if size > content.LARGEST_JOURNAL_BYTES // 2:  # whatever the line's length is, so that records stay in order
+            return False
         separator = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
         written = os.write(fd, separator + line)
         if written < len(separator) + len(line):
             raise OSError(0, f"only {written} bytes could be written")
+        return True
     finally:
         os.close(fd)
 
 
 def read(path: Path) -> list[JsonObject]:
     """Returns the whole records of one file."""
-    return _read_lines(path)[0]
+    return [record for record in _read_lines(path) if record is not None]
 
 
 def damage(directory: Path) -> list[str]:
     """Returns a sentence for each journal below a cache directory that has damaged lines."""
     paths = sorted(path for suffix in ("jsonl", "uncompiled") for path in directory.glob(f"*.trials/*.{suffix}"))
-    found = {path: _read_lines(path)[1] for path in paths}
+    found = {path: sum(record is None for record in _read_lines(path)) for path in paths}
     return [_damage_of(path, damaged) for path, damaged in found.items() if damaged]
 
 
@@ -210,19 +230,18 @@ def _damage_of(path: Path, damaged: int) -> str:
     return f"{damaged} damaged lines of the journal {str(path)!r} are left out: their trials are measured again"
 
 
-def _read_lines(path: Path) -> tuple[list[JsonObject], int]:
-    """Returns the whole records of a file and the number of damaged lines; a torn last line is not counted."""
+def _read_lines(path: Path) -> Iterator[JsonObject | None]:
+    """Yields the records of a file, None for each damaged line; a torn last line is left out."""
     try:
-        data = content.read_bounded(path, largest_bytes=content.LARGEST_JOURNAL_BYTES)
+        data = content.read_bounded(path, largest_bytes=content.LARGEST_READ_JOURNAL_BYTES)
     except content.NotAFileError as error:
         report_once(f"the journal {str(path)!r} cannot be used: {error.strerror}; look at it, or delete it")
-        return [], 0
+        return
     except OSError:
-        return [], 0
-    *lines, _torn_tail = data.split(b"\n")
-    records = [_parse(line) for line in lines if line]
-    whole = [record for record in records if record is not None]
-    return whole, len(records) - len(whole)
+        return
+    for line in io.BytesIO(data):
+        if line.endswith(b"\n") and len(line) > 1:
+            yield _parse(line[:-1])
 
 
 def _parse(line: bytes) -> JsonObject | None:

@@ -109,7 +109,7 @@ def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str], bool])
             continue  # there may be results that cannot be read
         for path in sorted(path for suffix in _RECORDS for path in folder.glob(f"*.{suffix}")):
             is_known = path.name.partition(".")[0] in known
-            if not is_known and _written_s(path) < before_s and _is_readable(path, content.LARGEST_JOURNAL_BYTES):
+            if not is_known and _written_s(path) < before_s and _is_readable(path, content.LARGEST_READ_JOURNAL_BYTES):
                 yield path
 
 

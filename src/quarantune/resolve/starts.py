@@ -87,7 +87,7 @@ def _winner(entry: Entry, positions: Positions) -> int | None:
 def _fastest(journal: Journal, positions: Positions) -> list[int]:
     """Returns the configs of a journal that were measured, the fastest first."""
     times: dict[int, float] = {}
-    for record in journal.records():
+    for record in journal.each():
         try:
             trial = Trial.from_json(record["trial"])
         except (KeyError, TypeError, ValueError, AttributeError):

@@ -60,7 +60,7 @@ class SweepRecords:
         """
         trials: dict[int, Trial] = {}
         refused = 0
-        for record in self._journal.records():
+        for record in self._journal.each():
             try:
                 trial = Trial.from_json(record["trial"])
                 index = positions.of(trial.config)

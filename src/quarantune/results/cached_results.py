@@ -108,7 +108,7 @@ def _origin(trials: dict[str, Trial], *, is_concluded: bool) -> str:
 
 def _trials(journal: Journal) -> Iterator[Trial]:
     """Yields the trials of a journal; a later one of the same config replaces an earlier one."""
-    for record in journal.records():
+    for record in journal.each():
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             yield Trial.from_json(record["trial"])
 
