@@ -126,7 +126,7 @@ def test_an_entry_of_changed_code_is_a_seed_and_not_an_answer(tmp_path: Path) ->
     with on_path(tmp_path):
         call = described(fn, X)
         assert known.find(call, environment.current()) is None
-        assert known.seeds(call, environment.current()) == [{"n": 2}], "once, in the space, of this call"
+        assert known.seeds(call, known.entries(environment.current())) == [{"n": 2}], "once, in the space, of this call"
 
 
 # --- the nearest entry --------------------------------------------------------------------------------------
@@ -344,7 +344,8 @@ def test_a_package_answers_from_its_tables_without_writing_anything(tmp_path: Pa
         except quarantune.CacheMissError as error:
             print(error)
         resolver = double._resolver
-        print(*resolver._known.seeds(keyed(resolver.bind((x,), {})), current()), negate.lookup(x))
+        seeds = resolver._known.seeds(keyed(resolver.bind((x,), {})), resolver._known.entries(current()))
+        print(*seeds, negate.lookup(x))
         """,
         user,
         QUARANTUNE_ON_MISS="error",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from quarantune import cache
 from quarantune.cache import Entry
@@ -95,13 +95,13 @@ class KnownResults:
                 return Known(config, Times(math.nan, None))
         return None
 
-    def seeds(self, keyed: KeyedCall, settings: Settings) -> list[Config]:
+    def seeds(self, keyed: KeyedCall, entries: Iterable[Found]) -> list[Config]:
         """Returns configs that are worth trying first: those that won for this call with other code or configs.
 
-        They come from all layers in their order, each once, and only those in the call's config space.
+        They come in the order of the entries, each once, and only those in the call's config space.
         """
         seeds: list[Config] = []
-        for found in self.entries(settings):
+        for found in entries:
             if found.device == keyed.key.device and misses.describe_same_call(found.key, keyed.key.text):
                 config = _kept(found, keyed)
                 if config is not None and config not in seeds:

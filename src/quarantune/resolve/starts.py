@@ -35,13 +35,14 @@ def starts(keyed: KeyedCall, known: KnownResults, positions: Positions, settings
         settings: the operator's settings.
     """
     name, device = keyed.call.name, keyed.key.device
+    everything = list(known.entries(settings))
     entries: dict[str, Entry] = {}
-    for it in known.entries(settings):
+    for it in everything:
         if it.device == device and it.key != keyed.key.text:
             entries.setdefault(it.key, it.entry)
     ours = keyed.readable
     nearest = sorted(entries, key=lambda key: (distance(ours, dict_or_empty(entries[key].get("key_values"))), key))
-    won = [*map(positions.of, known.seeds(keyed, settings)), *(_winner(entries[key], positions) for key in nearest)]
+    won = [*map(positions.of, known.seeds(keyed, everything)), *(_winner(entries[key], positions) for key in nearest)]
     found = dict.fromkeys([index for index in dict.fromkeys(won) if index is not None][:_MOST_NEIGHBOURS])
     for key in nearest[:1]:
         journal = Journal(settings.cache_dir, name, device, key)
