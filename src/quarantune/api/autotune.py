@@ -16,7 +16,8 @@ from quarantune.resolve import suitable
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding, differentiation, pickling
 from quarantune.transport.call import Arguments
-from quarantune.values import config_space, grid, naming
+from quarantune.values import config_space, grid, naming, remembered
+from quarantune.values.config_values import as_given
 from quarantune.values.options import OptionKeywords, Options, checked_options
 from quarantune.values.trial import Config
 
@@ -117,6 +118,7 @@ class Autotuned:
         self._own_memo: Memo[Callable[..., Any]] = {}
         self._last = _NOTHING
         assignments.register(self)
+        remembered.register(self)
 
     @locks.lazy
     def _resolver(self) -> Resolver:
@@ -166,8 +168,7 @@ class Autotuned:
         try:
             return self._resolver.result(self._resolver.bind(*call))
         finally:
-            self._own_memo.clear()
-            self._last = _NOTHING
+            self.forget()
 
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Tunes for these arguments now, even if a result is cached, and remembers the result.
@@ -185,13 +186,17 @@ class Autotuned:
             with on_engine(self._signature, kwargs) as kwargs:
                 return self._resolver.tune(self._resolver.bind(args, kwargs))
         finally:
-            self._own_memo.clear()
-            self._last = _NOTHING
+            self.forget()
+
+    def forget(self, device: str = "", key: str = "") -> None:
+        """Has all calls ask for their choices again; see `remembered.Keeper`."""
+        self._own_memo.clear()
+        self._last = _NOTHING
 
     def lookup(self, *args: Any, **kwargs: Any) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
         config = self._resolver.lookup(self._resolver.bind(args, kwargs))
-        return None if config is None else dict(config)
+        return None if config is None else as_given(config)
 
     def default(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with its own defaults, tuned or not."""

@@ -14,7 +14,7 @@ from quarantune.host import locks
 from quarantune.results.contextual_result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.transport.problem import describe_function
-from quarantune.values import naming
+from quarantune.values import naming, remembered
 from quarantune.values.options import ContextualKeywords, Options, checked_options
 from quarantune.values.trial import Config
 
@@ -97,6 +97,11 @@ class Contextual:
         jit = jax_internals.jit_options(fn) if self._static_names is not None else None
         self._memo_keys = MemoKeys(jit)
         self._memo: Memo[str] = {}
+        remembered.register(self)
+
+    def forget(self, device: str = "", key: str = "") -> None:
+        """Has all calls ask for their choices again; see `remembered.Keeper`."""
+        self._memo.clear()
 
     @locks.lazy
     def _resolver(self) -> ContextualResolver:
@@ -143,7 +148,7 @@ class Contextual:
         try:
             return cast("ContextualResult", self._resolver.tune(self._resolver.bind(args, kwargs)))
         finally:
-            self._memo.clear()
+            self.forget()
 
     def lookup(self, *args: Any, **kwargs: Any) -> dict[assignment.Slot, Config] | None:
         """Returns each kernel's remembered config for these arguments, by the kernel's name and key, or None."""

@@ -17,14 +17,15 @@ _reported: set[str] = set()
 _reported_lock = locks.new()
 
 
-def report_once(message: str) -> None:
+def report_once(message: str, *, topic: str | None = None) -> None:
     """Warns about a problem, the first time that it occurs in this process.
 
     Args:
         message: the problem and its remedy; the same message is the same problem.
+        topic: stands for the message where further messages tell of the same problem.
     """
     with _reported_lock:
-        if message in _reported:
+        if (topic or message) in _reported:
             return
-        _reported.add(message)
+        _reported.add(topic or message)
     caller.warn(message, CacheWarning)

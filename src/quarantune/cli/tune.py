@@ -135,7 +135,7 @@ def _of_result(result: TuningResult) -> JsonObject:
         "time_ms": result.time_ms,
         "default_time_ms": result.default_time_ms,
         "speedup": result.speedup,
-        "from_cache": bool(result.from_cache),
+        "from_cache": result.from_cache not in (False, "default"),
         "outcomes": count_outcomes(result.trials) or result.counts,
         "tie": [encode(config) for config in result.tie],
         "stopped": result.stopped,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from quarantune.results.result import FromCache, TuningResult
 from quarantune.transport import binding
 from quarantune.transport.problem import as_structs
 from quarantune.values import versions
-from quarantune.values.config_values import encode
+from quarantune.values.config_values import as_given, encode
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import Config, Trial, count_outcomes
 
@@ -51,14 +52,14 @@ def call_result(
     is_untuned = default is None and call.untuned is not None and config == call.defaults
     return TuningResult(
         name=call.name,
-        best_config=config,
+        best_config=as_given(config),
         time_ms=times.best_ms,
-        trials=trials,
+        trials=tuple(dataclasses.replace(trial, config=as_given(trial.config)) for trial in trials),
         key=keyed.key.text,
         device=keyed.key.device,
         from_cache=from_cache,
-        tie=tie,
-        default_config=config if is_untuned else None if default is None else call.configs[default],
+        tie=tuple(map(as_given, tie)),
+        default_config=config if is_untuned else None if default is None else as_given(call.configs[default]),
         default_time_ms=times.default_ms,
         counts=count_outcomes(trials) or dict(saved.counts),
         created=saved.created,

@@ -10,7 +10,7 @@ from typing import Any
 from quarantune import cache
 from quarantune.cache import Entry, Store
 from quarantune.values import grid, versions
-from quarantune.values.config_values import text_of
+from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, text_of
 from quarantune.values.grid import Grid
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
@@ -136,7 +136,12 @@ def times_of(entry: Entry) -> Times:
 
 
 def find_config(raw: Any, configs: Sequence[Config]) -> Config | None:
-    """Returns the config that is equal to the `config` of an entry, or None where there is none."""
+    """Returns the config that is equal to the `config` of an entry, or None where there is none.
+
+    One that lacks options for XLA is equal to one that has none.
+    """
+    if isinstance(raw, dict) and COMPILER_OPTIONS not in raw and any(COMPILER_OPTIONS in each for each in configs[:1]):
+        raw = {**raw, COMPILER_OPTIONS: NO_OPTIONS}
     if isinstance(configs, Grid):
         index = configs.index_of(raw) if isinstance(raw, dict) else None
         return None if index is None else configs[index]

@@ -27,7 +27,8 @@ from quarantune.resolve.layers import Found, Layer
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
 from quarantune.sweep.search_limits import SearchLimits
-from quarantune.values import shown
+from quarantune.values import remembered, shown
+from quarantune.values import settings as environment
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, TuningFailedError
@@ -54,6 +55,11 @@ class KnownResults:
         self._winners: dict[CallKey, Known] = {}
         self._failures: dict[CallKey, TuningFailedError] = {}
         self._tuned: set[CallKey] = set()
+        remembered.register(self)
+
+    def forget(self, device: str, key: str) -> None:
+        """Forgets the result for a key, which somebody has replaced on the disk."""
+        self._winners.pop(CallKey(device, key), None)
 
     def find(self, keyed: KeyedCall, settings: Settings) -> Known | None:
         """Returns the result that memory or the cache holds for a call, or None."""
@@ -90,7 +96,8 @@ class KnownResults:
                 )
                 cache.report_once(
                     f"{self._function.name}: nothing is cached for {wanted}: using the config of the nearest entry, "
-                    f"{there} in {found.layer.label} (ON_MISS=nearest)"
+                    f"{there} in {found.layer.label} (ON_MISS=nearest; this is said once)",
+                    topic=f"nearest {self._function.name}",
                 )
                 return Known(config, Times(math.nan, None))
         return None
@@ -119,8 +126,14 @@ class KnownResults:
         return not is_larger or settings.on_miss != "tune"
 
     def must_tune(self, key: CallKey, settings: Settings) -> bool:
-        """Returns whether `ALWAYS_TUNE` demands another sweep, which it does once per process and key."""
-        return settings.always_tune and key not in self._tuned
+        """Returns whether `ALWAYS_TUNE` demands another sweep: once per key and process, or `settings` block."""
+        block = environment.block_of("always_tune")
+        return settings.always_tune and (key not in self._tuned if block is None else (self, key) not in block.tuned)
+
+    def _note_tuned(self, key: CallKey) -> None:
+        self._tuned.add(key)
+        if (block := environment.block_of("always_tune")) is not None:
+            block.tuned.add((self, key))
 
     def raise_failure(self, key: CallKey) -> None:
         """Raises the error with which tuning for a key ended earlier in this process, if it did."""
@@ -139,12 +152,12 @@ class KnownResults:
         searched = Searched(result.stopped, result.seen, result.space_size, budget)
         times, saved = Times(result.time_ms, result.default_time_ms), Saved(result.created, result.counts)
         self._winners[key] = Known(result.best_config, times, searched, saved)
-        self._tuned.add(key)
+        self._note_tuned(key)
 
     def remember_failure(self, key: CallKey, error: TuningFailedError) -> None:
         """Remembers in this process that every config failed."""
         self._failures[key] = _without_traceback(error)
-        self._tuned.add(key)
+        self._note_tuned(key)
 
     def config_from(self, encoded: JsonObject, call: BoundCall) -> Config | None:
         """Returns the config that another process has encoded, or None where it cannot be used here."""

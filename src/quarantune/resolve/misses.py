@@ -11,7 +11,8 @@ from quarantune.resolve.entries import changed_versions, dict_or_empty, space_of
 from quarantune.resolve.layers import Found
 from quarantune.values.settings import Settings
 
-_FIX = "tune it with QUARANTUNE_ON_MISS=tune, or allow defaults with QUARANTUNE_ON_MISS=default"
+_FIX = "tune it with QUARANTUNE_ON_MISS=tune"
+_ALLOW = f"{_FIX}, or allow defaults with QUARANTUNE_ON_MISS=default"
 
 
 def explain(keyed: KeyedCall, layers: Sequence[str], entries: Iterable[Found], settings: Settings) -> str:
@@ -25,18 +26,19 @@ def explain(keyed: KeyedCall, layers: Sequence[str], entries: Iterable[Found], s
     """
     name = keyed.call.name
     wanted = f"{name}: nothing is cached for {cache.canonical_json(keyed.readable)} on {keyed.key.device!r}"
+    fix = f"{_FIX}, or give its tunables defaults" if keyed.call.untuned is None else _ALLOW
     if settings.disable_cache:
-        return f"{wanted}: the cache is off (QUARANTUNE_DISABLE_CACHE); {_FIX}"
+        return f"{wanted}: the cache is off (QUARANTUNE_DISABLE_CACHE); {fix}"
     candidates = [(_differences(keyed, found, settings), found) for found in entries]
     if not candidates:
         asked = ", ".join(layers)
         asked = f"{asked} holds no entry" if len(layers) == 1 else f"none of these holds an entry: {asked}"
-        return f"{wanted}: {asked}; {_FIX}"
+        return f"{wanted}: {asked}; {fix}"
     differences, found = min(candidates, key=lambda candidate: len(candidate[0]))
     differences = differences or ["its config, which is not in the config space"]
     place = f" in {found.layer.label}" if len(layers) > 1 else ""
     others = f" (asked: {', '.join(layers)})" if len(layers) > 1 else ""
-    return f"{wanted}{others}; the nearest entry{place} differs in {'; '.join(differences)}; {_FIX}"
+    return f"{wanted}{others}; the nearest entry{place} differs in {'; '.join(differences)}; {fix}"
 
 
 def describe_same_call(found: str, wanted: str) -> bool:

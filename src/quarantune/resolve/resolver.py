@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -16,7 +17,7 @@ from quarantune.resolve.call_key import KeyedCall, keyed, keyed_to_tune
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.compile_failures import CompileFailures, note_check
-from quarantune.resolve.entries import space_of
+from quarantune.resolve.entries import Times, space_of
 from quarantune.resolve.key_locks import KeyLocks
 from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.resolve.ranks import Agreed, Ranks
@@ -112,7 +113,7 @@ class Resolver:
 
         Raises:
             TuningFailedError: every config failed, now or earlier in this process.
-            CacheMissError: nothing is remembered and `ON_MISS` is not `tune`.
+            CacheMissError: nothing is remembered, and `ON_MISS` is neither `tune` nor `default`.
             TypeError: the call sets a tunable parameter by hand.
         """
         settings = environment.current()
@@ -136,7 +137,7 @@ class Resolver:
                 if settings.on_miss == "nearest" and (near := self._known.nearest(described, settings)) is not None:
                     return call_result(described, near.config, near.times, from_cache="nearest")
                 if settings.on_miss != "tune":
-                    raise CacheMissError(self._known.explain_miss(described, settings))
+                    return self._untuned(described, settings)
             return self._tune(described, settings, start_over=must_tune)
 
     def tune(self, call: BoundCall) -> TuningResult:
@@ -354,8 +355,20 @@ class Resolver:
             return call_result(described, agreed.known.config, agreed.known.times, from_cache=origin)
         self._known.raise_failure(described.key)
         if settings.on_miss != "tune":
-            raise CacheMissError(self._known.explain_miss(described, settings))
+            return self._untuned(described, settings)
         raise TuningFailedError(f"{described.call.name}: {agreed.reason}", trials=(), key=described.key.text)
+
+    def _untuned(self, described: KeyedCall, settings: Settings) -> TuningResult:
+        """Returns the result of a call that is not tuned, with the function's own defaults.
+
+        Raises:
+            CacheMissError: `ON_MISS` does not allow them, or the function has none.
+        """
+        call = described.call
+        if settings.on_miss != "default" or call.untuned is None:
+            raise CacheMissError(self._known.explain_miss(described, settings))
+        cache.report_once(_UNTUNED.format(call.name, settings.on_miss))
+        return call_result(described, call.defaults, Times(math.nan, None), from_cache="default")
 
     def _check_outside(self) -> None:
         """Raises in a worker, where tuning would start workers that tune, and so on."""

@@ -19,6 +19,7 @@ from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
 from quarantune.transport.call import Arguments
+from quarantune.values.config_values import as_given
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import settings
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
@@ -180,7 +181,7 @@ def _judged(record: CacheRecord, config: Config, default: Config | None, result:
     times = {"time_ms": winner.time_ms, "default_time_ms": others[0].time_ms if others else None}
     if winner.outcome not in (Outcome.OK, Outcome.SLOW):
         return _verified(record, Verdict.STALE, _failure(winner), **times)
-    if result.best_config == config or config in result.tie:
+    if as_given(config) in (result.best_config, *result.tie):
         if config == default:
             return _verified(record, Verdict.CURRENT, "it is the defaults, and works", **times)
         if not others or others[0].time_ms is None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics
     from quarantune.results.report_data import ResultData
 
-FromCache: TypeAlias = bool | Literal["nearest"]
+FromCache: TypeAlias = bool | Literal["nearest", "default"]
 
 _JSON, _FUNCTION, _WINNER = "result.json", "function.bin", "winner.bin"
 
@@ -46,7 +46,8 @@ class TuningResult:
         key: the problem's key in the cache.
         device: the kind of device it was tuned on.
         from_cache: whether it was found in the cache and not measured now; `"nearest"` for the config of another call
-            that stands in for one that was never tuned, whose time is not known (NaN).
+            that stands in for one that was never tuned, and `"default"` for the function's own defaults that do, whose
+            times are not known (NaN).
         tie: the configs that the noise cannot tell from the best, without the best.
         default_config: the config that equals the function's own defaults; None where there is none.
         default_time_ms: the time of the function with its own defaults, in milliseconds; None where it is not known.
@@ -218,6 +219,7 @@ class TuningResult:
         note = {
             True: "The result is from the cache, which holds no trials.",
             "nearest": "The config of a near call stands in for this one, which was never tuned.",
+            "default": "The call was never tuned: the function's own defaults stand in.",
             False: "",
         }[self.from_cache]
         return ResultData(

@@ -45,6 +45,8 @@ def _sweep(result: TuningResult) -> str:
         parts.append(f"tuned {result.created}")
     if result.from_cache == "nearest":
         parts.append("the config of the nearest call in the cache")
+    elif result.from_cache == "default":
+        parts.append("not tuned: the function's own defaults")
     elif result.from_cache:
         parts.append("from the cache")
     return "; ".join(parts)

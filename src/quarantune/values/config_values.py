@@ -32,6 +32,12 @@ COMPILER_OPTIONS = "compiler_options"
 NO_OPTIONS = FrozenDict()
 """The compiler options of a config without any, where others have some."""
 
+
+def as_given(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config without the options for XLA that it has only because others have some."""
+    return {name: value for name, value in config.items() if value is not NO_OPTIONS}
+
+
 _PLAIN = frozenset({int, str, float, bool, type(None)})
 """Most values by far are of these types, and need no look at their fields."""
 

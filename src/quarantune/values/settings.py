@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from quarantune.host import caller
+from quarantune.values import remembered
 from quarantune.values.scoped_stack import ScopedStack
 from quarantune.values.search_choice import Search, check_search
 from quarantune.values.texts import did_you_mean, shown
@@ -231,6 +232,9 @@ _FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 class settings:
     """Sets options of the environment for a block of code, in this thread only; blocks nest.
 
+    Attributes:
+        tuned: what was tuned in the block because its `always_tune` demands it, once each.
+
     Args:
         **overrides: the settings by the names of their variables, in lower case and without the prefix; as Python
             values, or as the strings that the variables would hold; None for the default.
@@ -250,9 +254,13 @@ class settings:
             hint = did_you_mean(unknown[0], _FIELDS)
             raise TypeError(f"settings() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(_FIELDS)}.")
         self._values = {name: _parse(name, name, value) for name, value in overrides.items()}
+        self.tuned: set[Any] = set()
 
     def __enter__(self) -> None:
         _blocks.enter(self)
+        if self._values.get("always_tune"):
+            self.tuned.clear()
+            remembered.forget()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -300,9 +308,14 @@ def adopt_blocks(blocks: list[settings]) -> None:
     _blocks.entered[:] = blocks
 
 
+def block_of(name: str) -> settings | None:
+    """Returns the innermost `settings` block of this thread that sets an option; None where none does."""
+    return next((block for block in reversed(_blocks.entered) if name in block.values), None)
+
+
 def is_set_in_block(name: str) -> bool:
     """Returns whether a `settings` block of this thread sets an option, and it does not hold for the whole process."""
-    return any(name in block.values for block in _blocks.entered)
+    return block_of(name) is not None
 
 
 @functools.cache
