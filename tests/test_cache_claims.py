@@ -214,14 +214,14 @@ def test_a_slower_waiter_does_not_take_the_fresh_claim_of_a_quicker_one(
     dead, quick, slow = make(worst_case_s=1), make(), make()
     assert dead.try_acquire()
     age(dead, 100)
-    real = Path.rename
+    real = os.replace
 
-    def rename(path: Path, target: Path) -> Path:
-        monkeypatch.setattr(Path, "rename", real)
+    def rename(*names: str, **where: int) -> None:
+        monkeypatch.setattr(os, "replace", real)
         assert quick.try_acquire()
-        return real(path, target)
+        real(*names, **where)
 
-    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(os, "replace", rename)
     assert not slow.try_acquire()
     assert quick.refresh()
     assert list(quick._path.parent.glob("*.tmp")) == []

@@ -17,7 +17,7 @@ WRITERS, KEYS = 8, 20
 
 # One process imports the package and forks the writers and the reader, so that all start at once, and sooner.
 HAMMER = """
-import fcntl, json, os, sys, traceback, warnings
+import errno, fcntl, json, os, sys, traceback, warnings
 from pathlib import Path
 from quarantune.cache import Store, store as store_module
 
@@ -26,6 +26,10 @@ locks, store_module._MAIN_BYTES = sys.argv[6], int(sys.argv[7])
 finished = directory / "finished"
 if locks == "no-op":
     fcntl.flock = lambda fd, operation: None
+if locks == "none":
+    def refuse(fd, operation):
+        raise OSError(errno.ENOLCK, "no locks")
+    fcntl.flock = refuse
 
 def write(writer, writes):
     store = Store(directory, lock_timeout_s=100)
@@ -76,7 +80,7 @@ def acknowledged(directory: Path) -> list[tuple[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("locks", ["working", "no-op"])
+@pytest.mark.parametrize("locks", ["working", "no-op", "none"])
 @pytest.mark.parametrize("room", [1 << 19, 1500], ids=["one file", "many files"])
 @pytest.mark.parametrize(("writes_each", "killed"), [(80, 0), (60, WRITERS // 2)])
 def test_no_acknowledged_write_is_lost_and_no_read_is_torn(

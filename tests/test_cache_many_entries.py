@@ -17,6 +17,7 @@ import pytest
 import quarantune
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Journal, Store, TuningCache, content, pruning
 from quarantune.cache import store as store_module
+from quarantune.host import shared_files
 
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 32}, "time_ms": 0.5}
 OTHER: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 64}, "time_ms": 0.25}
@@ -149,12 +150,12 @@ from pathlib import Path
 from quarantune.cache import Store, store
 store._MAIN_BYTES = 2000
 real, left = os.replace, int(sys.argv[2])
-def replace(source, target):
+def replace(source, target, **where):
     global left
     if not left:
         os._exit(9)
     left -= 1
-    real(source, target)
+    real(source, target, **where)
 os.replace = replace
 Store(Path(sys.argv[1])).put("f", "cpu", "new", {"config": {}})
 """
@@ -370,14 +371,14 @@ def test_looking_up_and_saving_take_no_longer_with_20000_entries(store: Store, m
     entry = ENTRY | {"fingerprint": {f"part {n}": "0123456789ab" for n in range(8)}, "space": {"configs": 48}}
     store.merge("f", {"cpu": {f"k{number}": entry for number in range(20_000)}})
     read_bytes: list[int] = []
-    real = content.read_bounded
+    real = shared_files.read
 
-    def read_bounded(path: Path, *, largest_bytes: int) -> bytes:
-        found = real(path, largest_bytes=largest_bytes)
+    def read(path: Path, **how: Any) -> bytes:
+        found = real(path, **how)
         read_bytes.append(len(found))
         return found
 
-    monkeypatch.setattr(content, "read_bounded", read_bounded)
+    monkeypatch.setattr(shared_files, "read", read)
 
     def best_s(work: Any) -> float:
         """Returns the shortest of several times, which other work of the machine lengthens least."""

@@ -121,7 +121,6 @@ def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Pa
         kernel._resolver  # what the first call imports
         from quarantune.values import settings as environment
         from quarantune.cache import Store
-        import filelock
         started = time.process_time()  # as others may want the CPU, too
         assert kernel.lookup(1.0) is not None
         looked_up = time.process_time()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import itertools
 import json
 import os
 import platform
+import secrets
 import time
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
@@ -16,17 +16,18 @@ from typing import Any, TypeVar
 
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
-from quarantune.cache.file_lease import open_lock, try_flock, unchanged_s
-from quarantune.cache.journal import trials_directory
+from quarantune.cache.file_lease import LOCK, try_flock, unchanged_s
+from quarantune.cache.journal import trials_folder
 from quarantune.cache.keys import problem_hash
 from quarantune.cache.owners import Owner, boot_id
+from quarantune.host import shared_files
+from quarantune.host.shared_files import Directory
 from quarantune.values.json_object import JsonObject
 
 T = TypeVar("T")
 
 _GRACE_S = 2.0
 """Added to every worst case: the coarsest clock of a filesystem ticks once in two seconds."""
-_serial = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,10 +77,13 @@ class Claim:
             key: the key of the problem.
             worst_case_s: the holder will call `refresh` at least this often, in seconds.
         """
-        stem = trials_directory(directory, name) / problem_hash(device, key)
-        self._lock_path = stem.with_suffix(".lock")
-        self._path = stem.with_suffix(".claim")
-        self._failure_path = stem.with_suffix(".failed")
+        stem = problem_hash(device, key)
+        self._where = directory, trials_folder(name)
+        self._path = directory / trials_folder(name) / f"{stem}.claim"
+        self._name = self._path.name
+        self._lock_name = f"{stem}.lock"
+        self._failure_name = f"{stem}.failed"
+        self._place: Directory | None = None
         self._token = ""
         self._worst_case_s = min(worst_case_s, content.LONGEST_WORST_CASE_S)
         self._fd: int | None = None
@@ -110,13 +114,12 @@ class Claim:
         if self.held:
             return True
         try:
-            content.make_shared(self._lock_path.parent)
-            locked = self._try_lock()
+            self._place = Directory(*self._where, make=True)
             try:
-                return self._take(locked=locked)
+                return self._take(self._place, locked=self._try_lock(self._place))
             finally:
                 if not self.held:
-                    self._unlock()
+                    self._let_go()
         except OSError as error:
             raise CacheWriteError(
                 f"other jobs cannot see that this call is being tuned: {str(self._path)!r} cannot be written "
@@ -134,7 +137,7 @@ class Claim:
         """
         if self._fd is None:
             return False
-        if not self._is_ours(self._fd):
+        if self._place is None or not self._place.is_same(self._name, self._fd):
             self.release()
             return False
         with contextlib.suppress(OSError):
@@ -149,10 +152,10 @@ class Claim:
         if self._fd is not None:
             fd, self._fd = self._fd, None
             with contextlib.suppress(OSError):
-                if self._is_ours(fd):
-                    self._path.unlink()
+                if self._place is not None and self._place.is_same(self._name, fd):
+                    self._place.remove(self._name)
             os.close(fd)
-        self._unlock()
+        self._let_go()
 
     def leave_failure(self, about: Mapping[str, Any]) -> None:
         """Leaves a record for the jobs that wait for this claim, saying that there is no answer; before `release`.
@@ -160,21 +163,15 @@ class Claim:
         Args:
             about: JSON-able data for those jobs.
         """
-        if self._fd is None:
-            return
-        draft = self._failure_path.with_name(f"{self._failure_path.name}.{os.getpid()}-{next(_serial)}.tmp")
-        with contextlib.suppress(OSError):  # without it, each of them finds out for itself
-            try:
-                draft.write_text(json.dumps({"token": self._token, "about": dict(about)}))
-                os.replace(draft, self._failure_path)
-            finally:
-                draft.unlink(missing_ok=True)
+        if self._place is not None:
+            record = json.dumps({"token": self._token, "about": dict(about)}).encode()
+            with contextlib.suppress(OSError):  # without it, each of them finds out for itself
+                self._place.replace(self._failure_name, record)
 
     def failure(self, tokens: Container[str]) -> JsonObject | None:
         """Returns the record that a holder left instead of an answer, if its token is one of these; else None."""
         try:
-            data = content.read_bounded(self._failure_path, largest_bytes=content.LARGEST_FAILURE_BYTES)
-            record = content.decode(data)
+            record = content.decode(self._content(self._failure_name, largest_bytes=content.LARGEST_FAILURE_BYTES))
         except (OSError, ValueError):
             return None
         if not isinstance(record, dict) or not isinstance(record.get("about"), dict):
@@ -183,14 +180,32 @@ class Claim:
 
     def holder(self) -> Holder | None:
         """Returns the holder of the claim, dead or alive, or None."""
-        return _read_holder(self._path)
+        return self._read_holder(self._name)
 
     def silent_s(self) -> float | None:
         """Returns the seconds since the claim was last refreshed; None if there is none."""
         try:
-            return unchanged_s(self._path, clock=self._lock_path)
+            with Directory(*self._where) as place:
+                return unchanged_s(place, self._name, clock=self._lock_name)
         except OSError:
             return None
+
+    def _read_holder(self, name: str) -> Holder | None:
+        try:
+            return Holder(**content.claim_fields(self._content(name)))
+        except (OSError, ValueError):
+            return None
+
+    def _is_unfinished(self, name: str) -> bool:
+        """Returns whether a claim's holder died while writing it."""
+        try:
+            content.decode(self._content(name))
+        except (OSError, ValueError) as error:
+            return isinstance(error, ValueError)
+        return False
+
+    def _content(self, name: str, *, largest_bytes: int = content.LARGEST_CLAIM_BYTES) -> bytes:
+        return shared_files.read(self._path.with_name(name), below=self._where[0], largest_bytes=largest_bytes)
 
     def _is_stale(self, *, lock_is_free: bool) -> bool:
         """Returns whether the claim's holder is dead or has been silent for too long."""
@@ -204,19 +219,19 @@ class Claim:
             return True
         return abs(silent_s) > holder.worst_case_s + _GRACE_S  # a time in the future was set by hand
 
-    def _take(self, *, locked: bool | None) -> bool:
-        if not os.path.lexists(self._path):
+    def _take(self, place: Directory, *, locked: bool | None) -> bool:
+        if not place.is_there(self._name):
             # Another process may have the lock and not yet the claim. At our next look it has both, or it hangs.
             self._gave_way = locked is False and not self._gave_way
-            return not self._gave_way and self._create()
+            return not self._gave_way and self._create(place)
         holder = self.holder()
-        return self._is_stale(lock_is_free=bool(locked)) and self._remove(holder) and self._create()
+        return self._is_stale(lock_is_free=bool(locked)) and self._remove(place, holder) and self._create(place)
 
-    def _create(self) -> bool:
+    def _create(self, place: Directory) -> bool:
         # Made in one step that fails if it is there. Its content is written, and later changed, through the same
         # descriptor, so that a holder that was taken for dead cannot write into its successor's claim.
         try:
-            fd = content.open_shared(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+            fd = place.open(self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except FileExistsError:
             return False
         owner = Owner.this_process()
@@ -224,12 +239,12 @@ class Claim:
         try:
             self._describe(fd)
         except OSError:
-            self._path.unlink(missing_ok=True)
+            place.remove(self._name)
             os.close(fd)
             raise
         self._fd = fd
-        for grave in self._path.parent.glob(f"{self._path.name}.*.tmp"):
-            grave.unlink(missing_ok=True)
+        for grave in place.names(f"{self._name}.*.tmp"):
+            place.remove(grave)
         return True
 
     def _describe(self, fd: int) -> None:
@@ -246,35 +261,31 @@ class Claim:
         os.pwrite(fd, text, 0)
         os.ftruncate(fd, len(text))
 
-    def _is_ours(self, fd: int) -> bool:
+    def _remove(self, place: Directory, expected: Holder | None) -> bool:
+        grave = f"{self._name}.{secrets.token_hex(8)}.tmp"
         try:
-            return os.path.samestat(os.fstat(fd), self._path.lstat())
-        except OSError:
-            return False
-
-    def _remove(self, expected: Holder | None) -> bool:
-        grave = self._path.with_name(f"{self._path.name}.{os.getpid()}-{next(_serial)}.tmp")
-        try:
-            self._path.rename(grave)
+            place.rename(self._name, grave)
         except FileNotFoundError:
             return True
-        mistaken = _read_holder(grave) != expected
+        mistaken = self._read_holder(grave) != expected
         if mistaken:
             # Another waiter was quicker, and this is its fresh claim: put it back.
             with contextlib.suppress(OSError):
-                os.link(grave, self._path)
-        if not mistaken and expected is None and not _is_unfinished(grave):
-            aside = content.free_name(self._path)
-            grave.rename(aside)
-            report_once(f"{str(self._path)!r} is no claim of ours; it was set aside as {str(aside)!r}: look at it")
+                place.link(grave, self._name)
+        if not mistaken and expected is None and not self._is_unfinished(grave):
+            aside = place.free_name(self._name)
+            place.rename(grave, aside)
+            report_once(
+                f"{str(self._path)!r} is no claim of ours; it was set aside as {str(place.path / aside)!r}: look at it"
+            )
         else:
-            grave.unlink(missing_ok=True)
+            place.remove(grave)
         return not mistaken
 
-    def _try_lock(self) -> bool | None:
+    def _try_lock(self, place: Directory) -> bool | None:
         """Returns whether the lock was free and is now ours; None where locks have no effect."""
-        self._lock_fd = open_lock(self._lock_path)
-        rival_fd = open_lock(self._lock_path)
+        self._lock_fd = place.open(self._lock_name, LOCK)
+        rival_fd = place.open(self._lock_name, LOCK)
         try:
             if not (granted := try_flock(self._lock_fd)):
                 return granted
@@ -284,7 +295,7 @@ class Claim:
         finally:
             os.close(rival_fd)
 
-    def _unlock(self) -> None:
+    def _let_go(self) -> None:
         self._locked = False
         if self._lock_fd is not None:
             fd, self._lock_fd = self._lock_fd, None
@@ -292,6 +303,9 @@ class Claim:
                 # Closing alone is not enough: a forked child may still hold the same lock open.
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
+        if self._place is not None:
+            self._place.close()
+            self._place = None
 
 
 def wait(
@@ -346,21 +360,3 @@ def wait(
             waited_for.add(holder.token)
         on_wait(str(holder or "another job"), time.monotonic() - started)
         time.sleep(poll_s)
-
-
-def _read_holder(path: Path) -> Holder | None:
-    try:
-        return Holder(**content.claim_fields(content.read_bounded(path, largest_bytes=content.LARGEST_CLAIM_BYTES)))
-    except (OSError, ValueError):
-        return None
-
-
-def _is_unfinished(path: Path) -> bool:
-    """Returns whether a claim's holder died while writing it."""
-    try:
-        content.decode(content.read_bounded(path, largest_bytes=content.LARGEST_CLAIM_BYTES))
-    except ValueError:
-        return True
-    except OSError:
-        pass
-    return False

@@ -1,16 +1,11 @@
-"""Reads files of a cache directory, which may hold anything: regular files only, of bounded size, checked."""
+"""The content of files in a cache directory, which may be anything: bounded in size, decoded and checked."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import json
-import os
-import stat
-import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
@@ -34,85 +29,6 @@ _TEXTS = frozenset({str})
 _OF_TEXTS = ("fingerprint", "versions")
 LONGEST_WORST_CASE_S = 24 * 3600.0
 """The longest silence that a claim's holder may announce, in seconds."""
-
-
-class NotAFileError(OSError):
-    """The path is not a regular file, or the file is too large to be one of ours."""
-
-
-class TooLargeError(NotAFileError):
-    """The file is larger than what is read."""
-
-
-def read_bounded(path: Path, *, largest_bytes: int) -> bytes:
-    """Returns the content of a regular file; never waits for a pipe, a terminal or a device.
-
-    Args:
-        path: the file.
-        largest_bytes: the largest size accepted.
-
-    Raises:
-        NotAFileError: the path is something else.
-        TooLargeError: the file is larger.
-        OSError: the file cannot be read, or does not exist.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link to itself, a socket
-            raise NotAFileError(error.errno, "it is no regular file") from None
-        raise
-    try:
-        check_regular(fd)
-    except NotAFileError:
-        os.close(fd)
-        raise
-    with os.fdopen(fd, "rb") as file:
-        if os.fstat(fd).st_size > largest_bytes:
-            raise TooLargeError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB")
-        content = file.read(largest_bytes + 1)
-        if len(content) > largest_bytes:
-            raise TooLargeError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB")
-        return content
-
-
-def check_regular(fd: int) -> None:
-    """Raises `NotAFileError` where a descriptor is not that of a regular file."""
-    mode = os.fstat(fd).st_mode
-    if stat.S_ISDIR(mode):
-        raise NotAFileError(errno.EISDIR, "it is a directory")
-    if not stat.S_ISREG(mode):
-        raise NotAFileError(errno.EINVAL, "it is no regular file")
-
-
-def open_shared(path: Path, flags: int) -> int:
-    """Opens a file and lets all who may write to its directory write to it, regardless of the umask."""
-    fd = os.open(path, flags, 0o666)
-    with contextlib.suppress(OSError):
-        found, directory = os.fstat(fd), path.parent.stat()
-        wanted = (0o060 if directory.st_mode & 0o020 else 0) | (0o006 if directory.st_mode & 0o002 else 0)
-        if found.st_uid == os.geteuid() and found.st_mode & wanted != wanted and stat.S_ISREG(found.st_mode):
-            os.fchmod(fd, stat.S_IMODE(found.st_mode) | wanted)
-    return fd
-
-
-def make_shared(directory: Path) -> None:
-    """Makes a directory below the cache directory, writable for all who may write to that one."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir()
-        with contextlib.suppress(OSError):
-            wanted = directory.parent.stat().st_mode & 0o022
-            directory.chmod(stat.S_IMODE(directory.stat().st_mode) | wanted)
-
-
-def free_name(path: Path) -> Path:
-    """Returns an unused name for setting an unusable file aside."""
-    stem = f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}"
-    aside, number = path.with_name(stem), 1
-    while os.path.lexists(aside):
-        aside, number = path.with_name(f"{stem}-{number}"), number + 1
-    return aside
 
 
 def decode(content: bytes) -> Any:

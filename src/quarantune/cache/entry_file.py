@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 from quarantune.cache import content, file_lease
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.file_lease import LeaseLostError
+from quarantune.host import shared_files
+from quarantune.host.shared_files import NotAFileError, TooLargeError
 from quarantune.values.json_object import JsonObject
 
 SCHEMA = 1
@@ -41,10 +43,10 @@ class NewerSchemaError(Exception):
     """The file was written by a later version of this package."""
 
 
-def problems(path: Path) -> list[str]:
+def problems(path: Path, *, below: Path | None) -> list[str]:
     """Returns a sentence for each fault of a file and its entries; changes nothing."""
     try:
-        load(path)
+        load(path, below=below)
     except OSError as error:
         return [f"the cache file {str(path)!r} cannot be read ({reason(error)})"]
     except DamagedError as error:
@@ -54,20 +56,24 @@ def problems(path: Path) -> list[str]:
     return []
 
 
-def load(path: Path) -> Contents:
+def load(path: Path, *, below: Path | None) -> Contents:
     """Returns the entries of a file; none if there is no file.
+
+    Args:
+        path: the file.
+        below: the cache directory; None where the file may be a link, as in a mounted or an installed table.
 
     Raises:
         DamagedError: it holds something other than valid entries.
         NewerSchemaError: it was written by a later version of this package.
-        OSError: it cannot be read; `content.TooLargeError` if it is too large, as earlier versions could leave it.
+        OSError: it cannot be read; `TooLargeError` if it is too large, as earlier versions could leave it.
     """
     for attempts_left in (2, 1, 0):
         try:
-            return _decode(_read(path), path)
-        except content.TooLargeError:
+            return _decode(_read(path, below), path)
+        except TooLargeError:
             raise
-        except content.NotAFileError as error:
+        except NotAFileError as error:
             raise DamagedError(f"the cache file {str(path)!r} cannot be used: {error.strerror}") from None
         except (FileNotFoundError, NotADirectoryError):
             return {}
@@ -78,8 +84,8 @@ def load(path: Path) -> Contents:
     raise AssertionError("unreachable")
 
 
-def _read(path: Path) -> bytes:
-    return content.read_bounded(path, largest_bytes=content.LARGEST_READ_ENTRIES_BYTES)
+def _read(path: Path, below: Path | None) -> bytes:
+    return shared_files.read(path, below=below, largest_bytes=content.LARGEST_READ_ENTRIES_BYTES)
 
 
 def _decode(data: bytes, path: Path) -> Contents:
@@ -133,14 +139,20 @@ def encode(contents: Contents) -> bytes:
 
 
 def update(
-    path: Path, change: Callable[[Contents], Any], is_there: Callable[[Contents, Any], bool], *, timeout_s: float
+    path: Path,
+    change: Callable[[Contents], Any],
+    is_there: Callable[[Contents, Any], bool],
+    *,
+    below: Path,
+    timeout_s: float,
 ) -> None:
     """Replaces a file; the caller holds the lock of its writers.
 
     Args:
-        path: the file, whose directory exists.
+        path: the file; its folder is made if necessary.
         change: changes the entries, and returns a description of the wanted ones for `is_there`.
         is_there: takes the entries as they were read back and that description; returns whether the change is in them.
+        below: the cache directory.
         timeout_s: the longest wait for other writers, in seconds.
 
     Raises:
@@ -150,7 +162,7 @@ def update(
     with typed_errors(path):
         while True:
             with contextlib.suppress(LeaseLostError):
-                if _write_once(path, change, is_there, timeout_s):
+                if _write_once(path, change, is_there, below, timeout_s):
                     return
             if time.monotonic() > deadline:
                 raise CacheWriteError(
@@ -160,10 +172,14 @@ def update(
 
 
 def _write_once(
-    path: Path, change: Callable[[Contents], Any], is_there: Callable[[Contents, Any], bool], timeout_s: float
+    path: Path,
+    change: Callable[[Contents], Any],
+    is_there: Callable[[Contents, Any], bool],
+    below: Path,
+    timeout_s: float,
 ) -> bool:
-    with file_lease.announced(path, timeout_s=timeout_s) as lease:
-        contents = load_or_set_aside(path)
+    with file_lease.announced(path, below=below, timeout_s=timeout_s) as lease:
+        contents = load_or_set_aside(path, below=below)
         wanted = change(contents)
         written = encode(contents)
         if len(written) > content.LARGEST_ENTRIES_BYTES:
@@ -173,12 +189,12 @@ def _write_once(
             )
         lease.replace(written)
         with contextlib.suppress(FileNotFoundError, DamagedError):
-            found = _read(path)
+            found = _read(path, below)
             return found == written or is_there(_decode(found, path), wanted)
         return False
 
 
-def load_or_set_aside(path: Path) -> Contents:
+def load_or_set_aside(path: Path, *, below: Path) -> Contents:
     """Returns the entries of a file; one with damage is set aside, and its usable entries are returned.
 
     Raises:
@@ -186,21 +202,23 @@ def load_or_set_aside(path: Path) -> Contents:
         NewerSchemaError: it was written by a later version of this package.
     """
     try:
-        return load(path)
+        return load(path, below=below)
     except DamagedError as error:
-        aside = content.free_name(path)
-        _set_aside(path, aside, keep=bool(error.usable))
+        aside = _set_aside(path, below, keep=bool(error.usable))
         report_once(f"{error}; it was set aside as {str(aside)!r}: look at it, or delete it")
         return error.usable
 
 
-def _set_aside(path: Path, aside: Path, *, keep: bool) -> None:
+def _set_aside(path: Path, below: Path, *, keep: bool) -> Path:
     """Renames a damaged file; with `keep` it also keeps its name, until its usable entries replace it."""
-    if keep:
-        with contextlib.suppress(OSError):
-            os.link(path, aside)
-            return
-    path.rename(aside)
+    with shared_files.directory_of(path, below=below) as place:
+        aside = place.free_name(path.name)
+        if keep:
+            with contextlib.suppress(OSError):
+                place.link(path.name, aside)
+                return place.path / aside
+        place.rename(path.name, aside)
+        return place.path / aside
 
 
 @contextlib.contextmanager

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import os
-import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +13,7 @@ from quarantune.cache.entry_file import Contents, Entry, encode
 from quarantune.cache.errors import CacheWriteError
 from quarantune.cache.keys import canonical_json, safe_name
 from quarantune.cache.store import Store
+from quarantune.host.shared_files import Directory
 from quarantune.values.texts import did_you_mean
 
 
@@ -200,7 +199,7 @@ def export(
                 f"There are results for: {', '.join(sorted(kinds)) or 'none'}."
             )
     written: list[CacheKey] = []
-    target = Store(directory, read_only=True)
+    target = Store(directory)
     if faults := [fault for name in chosen for fault in target.problems(name)]:
         raise CacheWriteError(
             f"nothing was exported: {faults[0]}; what the file holds would be lost, so move it away, or name another "
@@ -233,18 +232,8 @@ def _replace(path: Path, contents: Contents) -> None:
             "fewer devices, or another directory"
         )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(fd, "wb") as file:
-                os.fchmod(fd, 0o644)
-                file.write(encoded)
-                file.flush()
-                os.fsync(fd)
-            os.replace(draft, path)
-        except BaseException:
-            Path(draft).unlink(missing_ok=True)
-            raise
+        with Directory(path.parent, make=True) as place:
+            place.replace(path.name, encoded)
     except OSError as error:
         raise CacheWriteError(
             f"nothing was exported to {str(path)!r} ({error.strerror}): name a directory that is writable"

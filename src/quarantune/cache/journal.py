@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,11 @@ from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.keys import canonical_json, plain, problem_hash, safe_name
 from quarantune.cache.owners import this_host
+from quarantune.host import shared_files
+from quarantune.host.shared_files import Directory, NotAFileError
 from quarantune.values.json_object import JsonObject
 
-_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW
+_APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
 _TROUBLE_KEY = "trouble"
 _TROUBLE = frozenset({"crashed", "timeout"})
@@ -44,7 +45,8 @@ class Journal:
             key: the key of the problem.
             suffix: the end of its files' names.
         """
-        self.directory = trials_directory(directory, name)
+        self._root = directory
+        self.directory = directory / trials_folder(name)
         self._suffix = suffix
         self._stem = problem_hash(device, key)
 
@@ -67,14 +69,15 @@ class Journal:
         line = b"%08x %b\n" % (zlib.crc32(text), text)
         for number in itertools.count():
             turn = f"_{number:04}" if number else ""
-            path = self.directory / f"{self._stem}.{this_host()}{turn}{self._suffix}"
-            if self._append_line(path, line):
+            if self._append_line(f"{self._stem}.{this_host()}{turn}{self._suffix}", line):
                 return
 
-    def _append_line(self, path: Path, line: bytes) -> bool:
+    def _append_line(self, name: str, line: bytes) -> bool:
         try:
-            return _append_line(path, line)
+            with Directory(self._root, self.directory.name, make=True) as place:
+                return _append_line(place, name, line)
         except OSError as error:
+            path = self.directory / name
             raise CacheWriteError(
                 f"the trial was not recorded in {str(path)!r} ({error.strerror}): an interrupted sweep "
                 "measures it again; make the directory writable, or set QUARANTUNE_CACHE_DIR to one that is"
@@ -88,7 +91,7 @@ class Journal:
         """Yields what `records` returns, without holding all of it in memory."""
         for path in self._files():
             damaged = 0
-            for record in _read_lines(path):
+            for record in _read_lines(path, below=self._root):
                 if record is None:
                     damaged += 1
                 else:
@@ -102,17 +105,15 @@ class Journal:
         Raises:
             CacheWriteError: it could not be removed; the message says why.
         """
-        remove(self._files())
+        remove(self._root, self._files())
 
     def _files(self) -> list[Path]:
-        with contextlib.suppress(OSError):
-            return sorted(self.directory.glob(f"{self._stem}.*{self._suffix}"))
-        return []
+        return shared_files.paths(self._root, f"{self.directory.name}/{self._stem}.*{self._suffix}")
 
 
-def trials_directory(directory: Path, name: str) -> Path:
-    """Returns the directory of a function's journals and claims, below the cache directory."""
-    return directory / f"{safe_name(name)}.trials"
+def trials_folder(name: str) -> str:
+    """Returns the name of the folder of a function's journals and claims, in the cache directory."""
+    return f"{safe_name(name)}.trials"
 
 
 def compile_failures(directory: Path, name: str, device: str, key: str) -> Journal:
@@ -137,8 +138,8 @@ def discard_all(directory: Path, name: str) -> None:
     Raises:
         CacheWriteError: one could not be removed; the message says why.
     """
-    folder = trials_directory(directory, name)
-    remove(sorted(path for suffix in ("jsonl", "failed", "final", "uncompiled") for path in folder.glob(f"*.{suffix}")))
+    for suffix in ("jsonl", "failed", "final", "uncompiled"):
+        remove(directory, shared_files.paths(directory, f"{trials_folder(name)}/*.{suffix}"))
 
 
 def remember_trouble(directory: Path, name: str, device: str, config: Mapping[str, Any], outcome: str) -> None:
@@ -174,33 +175,28 @@ def troublesome(directory: Path, name: str, device: str) -> dict[str, str]:
     return {config: outcome for config, outcome in last.items() if outcome in _TROUBLE}
 
 
-def remove(paths: list[Path]) -> None:
-    """Removes files; a directory in the place of one is set aside.
+def remove(directory: Path, paths: Iterable[Path]) -> None:
+    """Removes files below a cache directory; a directory in the place of one is set aside.
 
     Raises:
         CacheWriteError: one could not be removed; the message says why.
     """
     for path in paths:
         try:
-            if path.is_dir() and not path.is_symlink():  # not one of ours
-                path.rename(content.free_name(path))
-            else:
-                path.unlink(missing_ok=True)
+            with shared_files.directory_of(path, below=directory) as place:
+                place.remove(path.name)
+        except FileNotFoundError:
+            continue
         except OSError as error:
             raise CacheWriteError(
                 f"the file {str(path)!r} could not be removed ({error.strerror}): remove it by hand"
             ) from error
 
 
-def _append_line(path: Path, line: bytes) -> bool:
+def _append_line(place: Directory, name: str, line: bytes) -> bool:
     """Appends a line, unless the file is large; returns whether it did."""
+    fd = place.open(name, _APPEND)
     try:
-        fd = content.open_shared(path, _APPEND)
-    except FileNotFoundError:
-        content.make_shared(path.parent)
-        fd = content.open_shared(path, _APPEND)
-    try:
-        content.check_regular(fd)
         # A line torn by a full disk lacks its end: one is added, or this record would be lost with it.
         size = os.fstat(fd).st_size
         if size > content.LARGEST_JOURNAL_BYTES // 2:  # whatever the line's length is, so that records stay in order
@@ -221,8 +217,9 @@ def read(path: Path) -> list[JsonObject]:
 
 def damage(directory: Path) -> list[str]:
     """Returns a sentence for each journal below a cache directory that has damaged lines."""
-    paths = sorted(path for suffix in ("jsonl", "uncompiled") for path in directory.glob(f"*.trials/*.{suffix}"))
-    found = {path: sum(record is None for record in _read_lines(path)) for path in paths}
+    patterns = ("*.trials/*.jsonl", "*.trials/*.uncompiled")
+    paths = [path for pattern in patterns for path in shared_files.paths(directory, pattern)]
+    found = {path: sum(record is None for record in _read_lines(path, below=directory)) for path in paths}
     return [_damage_of(path, damaged) for path, damaged in found.items() if damaged]
 
 
@@ -230,11 +227,11 @@ def _damage_of(path: Path, damaged: int) -> str:
     return f"{damaged} damaged lines of the journal {str(path)!r} are left out: their trials are measured again"
 
 
-def _read_lines(path: Path) -> Iterator[JsonObject | None]:
+def _read_lines(path: Path, *, below: Path | None = None) -> Iterator[JsonObject | None]:
     """Yields the records of a file, None for each damaged line; a torn last line is left out."""
     try:
-        data = content.read_bounded(path, largest_bytes=content.LARGEST_READ_JOURNAL_BYTES)
-    except content.NotAFileError as error:
+        data = shared_files.read(path, below=below, largest_bytes=content.LARGEST_READ_JOURNAL_BYTES)
+    except NotAFileError as error:
         report_once(f"the journal {str(path)!r} cannot be used: {error.strerror}; look at it, or delete it")
         return
     except OSError:

@@ -16,6 +16,7 @@ from quarantune.cache.entry_file import Entry
 from quarantune.cache.exchange import CacheKey
 from quarantune.cache.keys import problem_hash
 from quarantune.cache.store import Store
+from quarantune.host.shared_files import paths
 
 _DRAFT_AGE_S = 3600.0
 """No process works on a draft for longer than this, in seconds."""
@@ -81,19 +82,19 @@ def prune(
     if older_than_s is not None:
         files += _unfinished(store, now_s - older_than_s, lambda name: is_chosen(name, None))
     if not dry_run:
-        journal.remove(files)
+        journal.remove(store.directory, files)
     return Pruned(entries=tuple(entries), files=tuple(files))
 
 
 def _remains(directory: Path, now_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
     """Yields damaged files that were set aside, and the drafts of processes that died as they wrote."""
-    for path in sorted([*directory.glob("*.json.corrupt-*"), *directory.glob("*.entries/*.json.corrupt-*")]):
+    for path in [*paths(directory, "*.json.corrupt-*"), *paths(directory, "*.entries/*.json.corrupt-*")]:
         name = path.parent.stem if path.parent != directory else path.name.partition(".json.corrupt-")[0]
         # One that was only too large for the version that set it aside holds results.
         if is_chosen(name) and _is_readable(path, content.LARGEST_ENTRIES_BYTES):
             yield path
     drafts = (".*.json.*.tmp", "*.entries/.*.tmp", "*.trials/*.tmp")
-    for path in sorted(path for pattern in drafts for path in directory.glob(pattern)):
+    for path in [path for pattern in drafts for path in paths(directory, pattern)]:
         name = path.parent.stem if path.parent != directory else path.name[1:].rpartition(".json.")[0]
         if is_chosen(name) and _written_s(path) < now_s - _DRAFT_AGE_S:
             yield path
@@ -101,13 +102,13 @@ def _remains(directory: Path, now_s: float, is_chosen: Callable[[str], bool]) ->
 
 def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
     """Yields old files about problems that have no result."""
-    for folder in sorted(store.directory.glob("*.trials")):
+    for folder in paths(store.directory, "*.trials"):
         if not is_chosen(folder.stem):
             continue
         known = {problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries}
         if store.problems(folder.stem):
             continue  # there may be results that cannot be read
-        for path in sorted(path for suffix in _RECORDS for path in folder.glob(f"*.{suffix}")):
+        for path in [path for suffix in _RECORDS for path in paths(store.directory, f"{folder.name}/*.{suffix}")]:
             is_known = path.name.partition(".")[0] in known
             if not is_known and _written_s(path) < before_s and _is_readable(path, content.LARGEST_READ_JOURNAL_BYTES):
                 yield path

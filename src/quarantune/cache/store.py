@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quarantune.cache import content, entry_file, file_lease
+from quarantune.cache import entry_file, file_lease
 from quarantune.cache.entry_file import SCHEMA, Contents, DamagedError, Entry, NewerSchemaError, reason, typed_errors
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.file_lease import LeaseLostError
 from quarantune.cache.keys import plain, problem_hash, safe_name
+from quarantune.host.shared_files import Directory, TooLargeError, directory_of, paths
 
 _SET_ASIDE_TIMEOUT_S = 2.0
 _MAIN_BYTES = 1 << 19
@@ -46,6 +47,7 @@ class Store:
         """
         self.directory = directory
         self._read_only = read_only
+        self._below = None if read_only else directory
         self._lock_timeout_s = lock_timeout_s
 
     def path(self, name: str) -> Path:
@@ -62,8 +64,8 @@ class Store:
     def paths(self, name: str) -> Iterator[Path]:
         """Yields the files of a function's entries, the main file first; the others are looked for after that."""
         yield self.path(name)
-        with contextlib.suppress(OSError):
-            yield from sorted(_folder(self.path(name)).glob("[0-9a-f][0-9a-f].json"))
+        folder, pattern = _folder(self.path(name)), "[0-9a-f][0-9a-f].json"
+        yield from paths(folder, pattern) if self._read_only else paths(self.directory, f"{folder.name}/{pattern}")
 
     def read(self, name: str) -> Contents:
         """Returns all entries in a function's files; those in no usable file are left out."""
@@ -84,7 +86,7 @@ class Store:
 
     def _read(self, name: str, path: Path) -> Contents:
         try:
-            return entry_file.load(path)
+            return entry_file.load(path, below=self._below)
         except OSError as error:
             report_once(f"the cache file {str(path)!r} cannot be read ({reason(error)}): tuned results are not found")
         except NewerSchemaError as error:
@@ -180,16 +182,20 @@ class Store:
         if any(os.path.lexists(path) for path in self.paths(name)):
             with self._lock(name):
                 for path in reversed(list(self.paths(name))):
-                    with typed_errors(path), file_lease.announced(path, timeout_s=self._lock_timeout_s):
-                        with contextlib.suppress(content.TooLargeError):
-                            entry_file.load_or_set_aside(path)
-                        path.unlink(missing_ok=True)
+                    with (
+                        typed_errors(path),
+                        file_lease.announced(path, below=self.directory, timeout_s=self._lock_timeout_s),
+                    ):
+                        with contextlib.suppress(TooLargeError):
+                            entry_file.load_or_set_aside(path, below=self.directory)
+                        with directory_of(path, below=self.directory) as place:
+                            place.remove(path.name)
                 with contextlib.suppress(OSError):
                     _folder(self.path(name)).rmdir()
 
     def problems(self, name: str) -> list[str]:
         """Returns a sentence for each fault of a function's files and their entries; changes nothing."""
-        return [problem for path in self.paths(name) for problem in entry_file.problems(path)]
+        return [problem for path in self.paths(name) for problem in entry_file.problems(path, below=self._below)]
 
     @contextlib.contextmanager
     def _lock(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:
@@ -197,9 +203,11 @@ class Store:
         assert not self._read_only
         path = self.path(name)
         with typed_errors(path):
-            self.directory.mkdir(parents=True, exist_ok=True)
             wait_s = self._lock_timeout_s if timeout_s is None else timeout_s
-            with file_lease.side_lock(path.with_name(f".{path.name}.lock"), timeout_s=wait_s):
+            with (
+                Directory(self.directory, make=True) as place,
+                file_lease.side_lock(place, f".{path.name}.lock", timeout_s=wait_s),
+            ):
                 yield
 
     def _places(self, name: str, offered: Contents) -> dict[Path, Contents]:
@@ -209,10 +217,10 @@ class Store:
             size = main.stat().st_size if main.exists() else 0
             if not _folder(main).is_dir() and size + len(entry_file.encode(offered)) <= _MAIN_BYTES:
                 return {main: offered}
-            content.make_shared(_folder(main))
+            Directory(self.directory, _folder(main).name, make=True).close()
             try:
-                present = entry_file.load_or_set_aside(main)
-            except content.TooLargeError:
+                present = entry_file.load_or_set_aside(main, below=self.directory)
+            except TooLargeError:
                 present = {}  # it stays as it is
         if present and size > 2 * _MAIN_BYTES:  # an earlier version wrote it
             for path, part in _divided(main, present).items():
@@ -241,7 +249,7 @@ class Store:
         def is_there(found: Contents, wanted: Contents) -> bool:
             return all(found.get(device, {}).get(key) == entry for device, key, entry in _each(wanted))
 
-        entry_file.update(path, change, is_there, timeout_s=self._lock_timeout_s)
+        entry_file.update(path, change, is_there, below=self.directory, timeout_s=self._lock_timeout_s)
 
     def _remove(self, path: Path, is_unwanted: Callable[[str, str, Entry], bool]) -> None:
         def unwanted(contents: Contents) -> list[tuple[str, str]]:
@@ -251,7 +259,8 @@ class Store:
             for device, key in unwanted(present):
                 del present[device][key]
 
-        entry_file.update(path, change, lambda found, _: not unwanted(found), timeout_s=self._lock_timeout_s)
+        timeout_s = self._lock_timeout_s
+        entry_file.update(path, change, lambda found, _: not unwanted(found), below=self.directory, timeout_s=timeout_s)
 
     def _read_damaged(self, name: str, path: Path, usable: Contents) -> Contents:
         # Only under our own lease is the file that is moved aside certain to be the damaged one, not its successor.
@@ -260,9 +269,9 @@ class Store:
             with (
                 self._lock(name, timeout_s=timeout_s),
                 typed_errors(path),
-                file_lease.announced(path, timeout_s=timeout_s) as lease,
+                file_lease.announced(path, below=self.directory, timeout_s=timeout_s) as lease,
             ):
-                found = entry_file.load_or_set_aside(path)
+                found = entry_file.load_or_set_aside(path, below=self.directory)
                 if found:
                     lease.replace(entry_file.encode(found))
                 return found

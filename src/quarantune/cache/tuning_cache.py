@@ -15,7 +15,7 @@ from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.exchange import CacheDiff, CacheKey, MergeReport
 from quarantune.cache.keys import canonical_json, plain, safe_name
 from quarantune.cache.store import Store
-from quarantune.host import locks
+from quarantune.host import locks, shared_files
 from quarantune.values.config_values import freeze
 from quarantune.values.trial import Config
 
@@ -244,7 +244,7 @@ class TuningCache:
             self._configs = {key: config for key, config in self._configs.items() if stem not in (None, key[0])}
         if self._store is None:
             return
-        swept = [path.stem for path in self.directory.glob("*.trials")]
+        swept = [path.stem for path in shared_files.paths(self.directory, "*.trials")]
         for known in {*self._store.names(), *swept} if stem is None else {stem}:
             self._store.clear(known)
             journal.discard_all(self.directory, known)
@@ -255,7 +255,8 @@ class TuningCache:
             return []
         problems = [problem for name in self._store.names() for problem in self._store.problems(name)]
         aside = "*.json.corrupt-*"
-        for path in sorted([*self.directory.glob(aside), *self.directory.glob(f"*.entries/{aside}")]):
+        paths = shared_files.paths
+        for path in [*paths(self.directory, aside), *paths(self.directory, f"*.entries/{aside}")]:
             problems.append(f"{str(path)!r} was damaged and set aside: look at it, or delete it")
         return problems + journal.damage(self.directory)
 

@@ -14,6 +14,7 @@ from quarantune.api.tune_many import tune_many
 from quarantune.cli import calls, engines, functions
 from quarantune.cli.calls import Call
 from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
+from quarantune.host.shared_files import Directory
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.contextual_result import labels
 from quarantune.results.result import TuningResult
@@ -84,7 +85,7 @@ def _check_cache() -> None:
     if settings.disable_cache:
         raise InputError("QUARANTUNE_DISABLE_CACHE is set, so that nothing would be saved: unset it")
     try:
-        settings.cache_dir.mkdir(parents=True, exist_ok=True)
+        Directory(settings.cache_dir, make=True).close()
         with tempfile.NamedTemporaryFile(dir=settings.cache_dir, prefix=".probe-", suffix=".tmp"):
             pass
     except OSError as error:

@@ -6,18 +6,18 @@ package holds short ones, with the fields that all versions know, and complete o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.resources
-import itertools
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
-from quarantune.cache import content
 from quarantune.cache.keys import safe_name
+from quarantune.host import shared_files
+from quarantune.host.shared_files import Directory
 
 _FOLDER = "targets"
 _ORIGIN = "# Origin: "
@@ -26,8 +26,6 @@ _PLATFORM = re.compile(r'^platform_name: "(CUDA|ROCM)"', re.MULTILINE)
 _CORES = re.compile(r"^\s*core_count: (\d{1,6})$", re.MULTILINE)
 _LARGEST_BYTES = 1 << 18
 """The largest description accepted; one of an H200 has 5 KB."""
-_serial = itertools.count()
-"""Tells the drafts of this process's threads apart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +77,9 @@ def packaged(stem: str) -> TargetText:
 
 def saved(directory: Path) -> Iterator[TargetText]:
     """Yields the descriptions in a cache directory that the JAX that is running can read; others are passed over."""
-    for path in sorted((directory / _FOLDER).glob(f"*.jax{jax.__version__}.textproto")):
+    for path in shared_files.paths(directory, f"{_FOLDER}/*.jax{jax.__version__}.textproto"):
         try:
-            yield TargetText.of(content.read_bounded(path, largest_bytes=_LARGEST_BYTES).decode())
+            yield TargetText.of(shared_files.read(path, below=directory, largest_bytes=_LARGEST_BYTES).decode())
         except (OSError, ValueError):  # anybody may have written it
             continue
 
@@ -95,17 +93,9 @@ def save(directory: Path, kind: str, text: str) -> None:
     if _KIND.search(text) is None:  # JAX's name of the device and XLA's are the same
         text = f'{text.rstrip()}\ndevice_description_str: "{kind}"\n'
     written = f"{_ORIGIN}read from {kind} by JAX {jax.__version__}\n{text}".encode()
-    folder = directory / _FOLDER
-    path = folder / f"{safe_name(kind)}.jax{jax.__version__}.textproto"
-    try:
-        if content.read_bounded(path, largest_bytes=_LARGEST_BYTES) == written:
-            return
-    except OSError:
-        content.make_shared(folder)
-    draft = path.with_name(f"{path.name}.{os.getpid()}-{next(_serial)}.tmp")
-    try:
-        with os.fdopen(content.open_shared(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            file.write(written)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    name = f"{safe_name(kind)}.jax{jax.__version__}.textproto"
+    with Directory(directory, _FOLDER, make=True) as place:
+        with contextlib.suppress(OSError):
+            if place.read(name, largest_bytes=_LARGEST_BYTES) == written:
+                return
+        place.replace(name, written)

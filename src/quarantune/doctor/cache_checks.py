@@ -15,6 +15,7 @@ from quarantune.cache import file_lease
 from quarantune.cache.tuning_cache import TuningCache
 from quarantune.doctor.check import Check, fail, first_line, ok, warn
 from quarantune.host import interpreter, proc
+from quarantune.host.shared_files import Directory
 from quarantune.values.settings import Settings
 
 _LOCKS = "cache locks"
@@ -69,8 +70,9 @@ def _locks(probe: Path) -> Check:
     """Returns whether a lock that this process holds keeps another process out."""
     kind = filesystem(probe)
     place = f" ({kind})" if kind else ""
-    fd = file_lease.open_lock(probe / "lock")
-    second = os.open(probe / "lock", os.O_RDWR | os.O_CLOEXEC)  # the lock belongs to the open file, not to the name
+    with Directory(probe) as opened:
+        fd = opened.open("lock", file_lease.LOCK)
+        second = opened.open("lock", file_lease.LOCK)  # the lock belongs to the open file, not to the name
     try:
         if file_lease.try_flock(fd) is None:
             return warn(
@@ -122,7 +124,7 @@ def _content(path: Path) -> Check:
 def _probe_directory(path: Path) -> Iterator[Path]:
     """Makes a directory inside the cache directory, which is itself made if necessary; removes what it made."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    Directory(path, make=True).close()
     try:
         with tempfile.TemporaryDirectory(dir=path, prefix=".doctor-") as probe:
             yield Path(probe)

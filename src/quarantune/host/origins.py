@@ -7,7 +7,7 @@ import os
 import sys
 import sysconfig
 
-_NEEDED = ("jax", "jaxlib", "numpy", "ml_dtypes", "cloudpickle", "psutil", "filelock", "platformdirs", "quarantune")
+_NEEDED = ("jax", "jaxlib", "numpy", "ml_dtypes", "cloudpickle", "psutil", "platformdirs", "quarantune")
 """Packages that a process of ours imports before any module of the user's."""
 
 

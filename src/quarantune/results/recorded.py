@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quarantune.cache import content, journal
+from quarantune.host import shared_files
 from quarantune.results.result import TuningResult
 from quarantune.values.config_values import text_of
 from quarantune.values.json_object import JsonObject
@@ -78,7 +79,7 @@ def _read_path(path: Path) -> list[Trial]:
         return _read_journals(path)
     if path.suffix == ".jsonl":
         return _trials_of([path])
-    data = content.read_bounded(path, largest_bytes=_LARGEST_BYTES)
+    data = shared_files.read(path, largest_bytes=_LARGEST_BYTES)
     if data[:2] == b"\x1f\x8b":
         data = _unzipped(data, path)
     try:

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from quarantune.cache import content
+from quarantune.host import shared_files
 from quarantune.values.json_object import JsonObject
 
 SCHEMA = 1
@@ -66,7 +67,7 @@ def _read(path: Path) -> bytes:
     try:
         if path.resolve().parent != path.parent.resolve():
             raise SavedResultError(f"{path} is not within its directory: put the file itself there")
-        return content.read_bounded(path, largest_bytes=_LARGEST_BYTES)
+        return shared_files.read(path, largest_bytes=_LARGEST_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(*error.args) from None
     except (OSError, RuntimeError) as error:  # a link to itself is a RuntimeError to some versions of Python

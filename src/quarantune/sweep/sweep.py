@@ -17,6 +17,7 @@ from quarantune import jax_internals
 from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery, targets
 from quarantune.devices.targets import Target
+from quarantune.host.shared_files import Directory
 from quarantune.sandbox import codec, shortages, spool, template, wire
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep_inputs
@@ -376,9 +377,7 @@ def _keep_log(directory: Path, name: str, label: str, trial: Trial, log: str) ->
     """Keeps the output of a trial; warns where it cannot be written."""
     text = f"# {shown.format_config(trial.config)}\n# {trial.outcome.value}: {trial.message}\n{log}"
     try:
-        folder = directory / safe_name(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / f"{label}.log"
-        file.write_text(text, encoding="utf-8", errors="backslashreplace")
+        with Directory(directory, safe_name(name), make=True) as place:
+            place.replace(f"{label}.log", text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         _logger.warning("cannot keep a trial's log in %s: %s", directory, error)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from quarantune.host import caller
+from quarantune.host import caller, shared_files
 from quarantune.values import remembered
 from quarantune.values.scoped_stack import ScopedStack
 from quarantune.values.search_choice import Search, check_search
@@ -148,7 +148,7 @@ def _default_cache_dir() -> Path:
 
     if not os.environ.get("XDG_CACHE_HOME") and os.path.expanduser("~").startswith("~"):
         # A container may run its job as a user without a home.
-        return Path(tempfile.gettempdir()) / f"quarantune-{os.getuid()}"
+        return shared_files.own_directory(Path(tempfile.gettempdir()))
     return platformdirs.user_cache_path("quarantune", appauthor=False)
 
 

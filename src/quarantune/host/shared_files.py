@@ -1,0 +1,340 @@
+"""Files in directories where others may make names, too: caches, logs and saved results.
+
+Whoever may write to a directory may put a link where a program expects its own file. So files are opened by their names
+in an open directory, links there are not followed, and only a file that was made here gets its mode from here. A draft
+is made under a name that nothing has, is written through the descriptor that made it, and then renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import itertools
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_FILE = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+_DIRECTORY = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
+"""With O_PATH a directory needs no permission to be listed."""
+_ODD = {
+    errno.ELOOP: "it is a symbolic link, which is not followed",
+    errno.ENXIO: "it is no regular file",  # a socket, or a pipe
+    errno.EISDIR: "it is a directory",
+}
+
+
+class NotAFileError(OSError):
+    """The path is not a regular file, or the file is too large to be one of ours."""
+
+
+class TooLargeError(NotAFileError):
+    """The file is larger than what is read."""
+
+
+class Directory:
+    """An open directory; files in it are opened, renamed and removed by their names, without following links.
+
+    The way to the directory may lead over links, because the user has chosen it. Folders below it may be no links.
+    """
+
+    def __init__(self, path: Path, *below: str, make: bool = False) -> None:
+        """Opens a directory.
+
+        Args:
+            path: the directory that the user has chosen.
+            below: the names of folders on the way to one below it.
+            make: whether to make what is missing; a folder becomes writable for all who may write to the one above.
+
+        Raises:
+            OSError: it cannot be opened, a folder is a link, or the directory is another user's while its name says
+                that it is this user's.
+        """
+        self.path = path.joinpath(*below)
+        self._fd = _open_root(path, make=make)
+        try:
+            for name in below:
+                inner = self._open_folder(name, make=make)
+                os.close(self._fd)
+                self._fd = inner
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> Directory:
+        """Returns the directory."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the directory."""
+        self.close()
+
+    def close(self) -> None:
+        """Closes the directory; it cannot be used afterwards."""
+        os.close(self._fd)
+
+    def open(self, name: str, flags: int) -> int:
+        """Opens a regular file, and never waits for a pipe, a terminal or a device.
+
+        With `O_CREAT` a missing file is made, writable for all who may write to the directory, whatever the umask is.
+
+        Raises:
+            NotAFileError: the name stands for something else.
+            OSError: the file cannot be opened.
+        """
+        try:
+            if not flags & os.O_EXCL:
+                return _opened(name, flags & ~os.O_CREAT | os.O_NOFOLLOW, self._fd)
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+        try:
+            fd = os.open(name, flags | _FILE | os.O_EXCL, 0o666, dir_fd=self._fd)
+        except FileExistsError:
+            if flags & os.O_EXCL:
+                raise
+            return self.open(name, flags)  # another process was quicker
+        mode = os.fstat(self._fd).st_mode
+        _add_mode(fd, (0o060 if mode & 0o020 else 0) | (0o006 if mode & 0o002 else 0))
+        return fd
+
+    def read(self, name: str, *, largest_bytes: int) -> bytes:
+        """Returns the content of a regular file.
+
+        Args:
+            name: the file.
+            largest_bytes: the largest size accepted.
+
+        Raises:
+            NotAFileError: the name stands for something else.
+            TooLargeError: the file is larger.
+            OSError: the file cannot be read, or does not exist.
+        """
+        return _content(self.open(name, os.O_RDONLY), largest_bytes)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Makes `content` a file's content, all of it or none; a link is replaced, not followed.
+
+        Raises:
+            OSError: the disk or the directory refused; nothing was written.
+        """
+        with Draft(self, f".{name}.{secrets.token_hex(8)}.tmp") as draft:
+            draft.replace(name, content)
+
+    def names(self, pattern: str = "*") -> list[str]:
+        """Returns the names that match a pattern, sorted."""
+        with self._readable() as fd:
+            return sorted(fnmatch.filter(os.listdir(fd), pattern))
+
+    def status(self, name: str) -> os.stat_result:
+        """Returns the status of a file, or of a link itself."""
+        return os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+
+    def is_there(self, name: str) -> bool:
+        """Returns whether there is anything of this name."""
+        with contextlib.suppress(FileNotFoundError):
+            return bool(self.status(name))
+        return False
+
+    def is_same(self, name: str, fd: int) -> bool:
+        """Returns whether a name still stands for an open file."""
+        with contextlib.suppress(OSError):
+            return os.path.samestat(self.status(name), os.fstat(fd))
+        return False
+
+    def touch(self, name: str) -> None:
+        """Sets the time of a file to the filesystem's present."""
+        os.utime(name, dir_fd=self._fd, follow_symlinks=False)
+
+    def rename(self, name: str, new: str) -> None:
+        """Renames a file, which replaces one that has the new name."""
+        os.replace(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+
+    def link(self, name: str, new: str) -> None:
+        """Gives a file a second name, which nothing may have yet."""
+        os.link(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd, follow_symlinks=False)
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there; a directory in its place is set aside."""
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(self.status(name).st_mode):
+                self.rename(name, self.free_name(name))
+            else:
+                os.unlink(name, dir_fd=self._fd)
+
+    def free_name(self, name: str) -> str:
+        """Returns an unused name for setting an unusable file aside."""
+        stem = f"{name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}"
+        names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(1)))
+        return next(aside for aside in names if not self.is_there(aside))
+
+    def sync(self) -> None:
+        """Waits until the names are on the disk, where the filesystem can tell."""
+        with contextlib.suppress(OSError), self._readable() as fd:
+            os.fsync(fd)
+
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[int]:
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _open_folder(self, name: str, *, make: bool) -> int:
+        if make and not self.is_there(name):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, dir_fd=self._fd)
+                fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+                _add_mode(fd, os.fstat(self._fd).st_mode & 0o022)
+                os.close(fd)
+        return _open_folder(name, self._fd)
+
+
+class Draft:
+    """The new content of a file, under a name of its own until it takes the file's place.
+
+    Use it as a context manager to remove it, unless it has been renamed.
+    """
+
+    def __init__(self, directory: Directory, name: str) -> None:
+        """Makes an empty draft.
+
+        Raises:
+            FileExistsError: there is something of this name.
+        """
+        self.name = name
+        self._directory = directory
+        self._fd = directory.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+    def __enter__(self) -> Draft:
+        """Returns the draft."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Removes the draft, if it is still there."""
+        with contextlib.suppress(OSError):
+            if self._directory.is_same(self.name, self._fd):
+                self._directory.remove(self.name)
+        os.close(self._fd)
+
+    def replace(self, target: str, content: bytes) -> None:
+        """Makes `content` the target's content, all of it or none, safe from a crash of the machine.
+
+        Raises:
+            FileNotFoundError: the draft was removed; nothing was written.
+            OSError: the disk or the directory refused; nothing was written.
+        """
+        view = memoryview(content)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        os.fsync(self._fd)
+        if not self._directory.is_same(self.name, self._fd):
+            raise FileNotFoundError(errno.ENOENT, "the draft was removed")
+        self._directory.rename(self.name, target)
+        self._directory.sync()
+
+
+def read(path: Path, *, largest_bytes: int, below: Path | None = None) -> bytes:
+    """Returns the content of a regular file.
+
+    Args:
+        path: the file.
+        largest_bytes: the largest size accepted.
+        below: the directory that the user has chosen, where nothing below it may be a link; None where the user has
+            named the file, or nothing is ever written beside it.
+
+    Raises:
+        NotAFileError: the path is something else.
+        TooLargeError: the file is larger.
+        OSError: the file cannot be read, or does not exist.
+    """
+    if below is None:
+        return _content(_opened(os.fspath(path), 0, None), largest_bytes)
+    with directory_of(path, below=below) as place:
+        return place.read(path.name, largest_bytes=largest_bytes)
+
+
+def directory_of(path: Path, *, below: Path, make: bool = False) -> Directory:
+    """Opens the directory of a file that lies in `below`, or in a folder there."""
+    return Directory(below, *path.relative_to(below).parts[:-1], make=make)
+
+
+def paths(directory: Path, pattern: str) -> list[Path]:
+    """Returns the paths that match `name` or `folder/name`, sorted; without those of folders that cannot be read."""
+    folder, _, pattern = pattern.rpartition("/")
+    folders = _names(directory, pattern=folder) if "*" in folder else [folder]
+    return [directory / folder / name for folder in folders for name in _names(directory, folder, pattern=pattern)]
+
+
+def _names(directory: Path, folder: str = "", *, pattern: str) -> list[str]:
+    with contextlib.suppress(OSError), Directory(directory, *filter(None, [folder])) as place:
+        return place.names(pattern)
+    return []
+
+
+def own_directory(parent: Path) -> Path:
+    """Returns a directory for this user alone in one where everybody may make names, such as /tmp.
+
+    `Directory` refuses it where it belongs to another user.
+    """
+    return parent / _own_name()
+
+
+def _own_name() -> str:
+    return f"quarantune-{os.getuid()}"
+
+
+def _open_root(path: Path, *, make: bool) -> int:
+    is_own = path.name == _own_name()
+    if make:
+        path.mkdir(mode=0o700 if is_own else 0o777, parents=True, exist_ok=True)
+    fd = _open_folder(os.fspath(path), None) if is_own else os.open(path, _DIRECTORY)
+    about = os.fstat(fd)
+    if is_own and (about.st_uid != os.geteuid() or about.st_mode & 0o002):
+        os.close(fd)
+        raise PermissionError(errno.EPERM, "its name says that it is yours alone, and others may write to it")
+    return fd
+
+
+def _open_folder(name: str, directory_fd: int | None) -> int:
+    try:
+        return os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory_fd)
+    except NotADirectoryError:
+        found = f"{os.path.basename(name)!r} is no directory, or a symbolic link, which is not followed"
+        raise NotADirectoryError(errno.ENOTDIR, found) from None
+
+
+def _opened(name: str, flags: int, directory_fd: int | None) -> int:
+    """Opens a regular file that exists."""
+    try:
+        fd = os.open(name, flags | _FILE, dir_fd=directory_fd)
+    except OSError as error:
+        if error.errno not in _ODD:
+            raise
+        raise NotAFileError(error.errno, _ODD[error.errno]) from None
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.ENXIO
+        raise NotAFileError(code, _ODD[code])
+    return fd
+
+
+def _content(fd: int, largest_bytes: int) -> bytes:
+    with os.fdopen(fd, "rb") as file:
+        if os.fstat(fd).st_size <= largest_bytes and len(content := file.read(largest_bytes + 1)) <= largest_bytes:
+            return content
+    raise TooLargeError(errno.EFBIG, f"it is larger than {largest_bytes >> 10} KiB")
+
+
+def _add_mode(fd: int, wanted: int) -> None:
+    """Adds permissions to a file that was made here."""
+    with contextlib.suppress(OSError):
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        if mode & wanted != wanted:
+            os.fchmod(fd, mode | wanted)
