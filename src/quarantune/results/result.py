@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 import math
 import os
 import warnings
@@ -14,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from quarantune.cache import content
-from quarantune.results import report, rows, summary
+from quarantune.results import report, rows, saved_files, summary
 from quarantune.results.rows import Row
-from quarantune.results.saved_files import SCHEMA, SavedResultError, read_checked, read_json, write
+from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
 from quarantune.results.standing import Standing
 from quarantune.transport import binding
 from quarantune.transport.call import Arguments
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from quarantune.results.report_data import ResultData
 
 FromCache: TypeAlias = bool | Literal["nearest", "default"]
-
-_JSON, _FUNCTION, _WINNER = "result.json", "function.bin", "winner.bin"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -244,7 +240,7 @@ class TuningResult:
         """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
 
         Args:
-            directory: made if necessary; a result in it is replaced.
+            directory: made if necessary; a result in it is replaced as a whole, or stays if that fails.
 
         Raises:
             TypeError: the function cannot travel; the message says why.
@@ -259,17 +255,11 @@ class TuningResult:
                 f"this result was loaded without its function, which {str(folder)!r} would lack: copy the directory it "
                 "is from, or load it with trusted=True and save that"
             )
-        folder.mkdir(parents=True, exist_ok=True)
         plain = binding.function_of(self.fn)
-        parts = {_FUNCTION: pickling.dumps((plain, self.call, originals(self._configs())))}
+        parts = {FUNCTION: pickling.dumps((plain, self.call, originals(self._configs())))}
         if self.executable is not None:
-            parts[_WINNER] = self.executable
-        for name, part in parts.items():
-            write(folder / name, part)
-        if self.executable is None:
-            (folder / _WINNER).unlink(missing_ok=True)
+            parts[WINNER] = self.executable
         about = {
-            "schema": SCHEMA,
             "name": self.name,
             "best_config": encode(self.best_config),
             "time_ms": None if math.isnan(self.time_ms) else self.time_ms,
@@ -285,11 +275,9 @@ class TuningResult:
             "tie": encode(self.tie),
             "key": self.key,
             "from_cache": self.from_cache,
-            "files": {name: hashlib.sha256(part).hexdigest() for name, part in parts.items()},
             "trials": [trial.to_json() for trial in self.trials],
         }
-        # Last, because it holds the checksums of the others.
-        write(folder / _JSON, json.dumps(about, indent=1).encode())
+        saved_files.save(folder, about, parts)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
@@ -309,7 +297,7 @@ class TuningResult:
             SavedResultError: the directory holds no result, a damaged one, or one of a newer version.
         """
         folder = Path(directory)
-        about = read_json(folder / _JSON)
+        about, contents = saved_files.load(folder)
         try:
             default = about.get("default_config")
             loaded = cls(
@@ -331,14 +319,8 @@ class TuningResult:
                 versions=dict(about["versions"]),
                 fn=functools.partial(_refuse, folder),
             )
-            files = {str(name): str(digest) for name, digest in about["files"].items()}
-            if strange := files.keys() - {_FUNCTION, _WINNER}:
-                raise ValueError(f"{sorted(strange)!r:.200} are no files of a result")
-            if _FUNCTION not in files:
-                raise ValueError(f"it lacks {_FUNCTION}")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise SavedResultError(f"{folder / _JSON} is damaged: {error!r}; save the result again") from error
-        contents = {name: read_checked(folder / name, digest) for name, digest in files.items()}
+            raise SavedResultError(f"{folder / JSON} is damaged: {error!r}; save the result again") from error
         return loaded._with_function(contents) if trusted else loaded
 
     def _configs(self) -> list[Config]:
@@ -352,11 +334,11 @@ class TuningResult:
         from quarantune.transport.executable import loads as load
         from quarantune.values.versions import versions
 
-        plain, call, *rest = pickling.loads(contents[_FUNCTION])  # results of earlier versions hold no config values
+        plain, call, *rest = pickling.loads(contents[FUNCTION])  # results of earlier versions hold no config values
         values = rest[0] if rest else {}
         best = restore(self.best_config, values)
         fn: Callable[..., Any] = binding.bind(plain, best)
-        executable = contents.get(_WINNER)
+        executable = contents.get(WINNER)
         if executable is not None:
             here = discovery.platform_and_kind(None)[1]
             if (here, versions()) == (self.device, self.versions):

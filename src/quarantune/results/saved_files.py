@@ -1,26 +1,103 @@
-"""The files of a saved result, which may be damaged or anything else."""
+"""The files of a saved result, which may be damaged or anything else.
+
+`result.json` names the other files, whose names are new for every save, and takes its place last. So a directory holds
+one whole result at any time, whoever saves to it and whatever ends a save.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
-import tempfile
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from quarantune.cache import content
 from quarantune.host import shared_files
+from quarantune.host.shared_files import Directory
 from quarantune.values.json_object import JsonObject
 
-SCHEMA = 1
-"""The version of the layout of `TuningResult.save`."""
+JSON = "result.json"
+FUNCTION, WINNER = "function", "winner"
+_SCHEMA = 2
+"""The version of the layout of `TuningResult.save`; in the first, the files had the same names in every save."""
+_PART = re.compile(rf"({FUNCTION}|{WINNER})(-[0-9a-f]+)?\.bin")
+_REMAINS = re.compile(rf"{_PART.pattern}|\.({_PART.pattern}|{re.escape(JSON)})\.[0-9a-f]+\.tmp")
 _LARGEST_BYTES = 1 << 31
+_SAVING_S = 3600.0
+"""No save takes longer than this, in seconds."""
 
 
 class SavedResultError(ValueError):
     """A directory holds no saved result, or a damaged one; the message says how it is damaged."""
 
 
-def read_json(path: Path) -> JsonObject:
+def load(folder: Path) -> tuple[JsonObject, dict[str, bytes]]:
+    """Returns the content of a result's JSON file, and that of its other files by `FUNCTION` and `WINNER`.
+
+    Raises:
+        SavedResultError: one is missing, damaged, or of a newer version.
+    """
+    while True:
+        about = _read_json(folder / JSON)
+        try:
+            return about, {kind: _read_checked(folder / name, digest) for kind, name, digest in _parts(folder, about)}
+        except SavedResultError:
+            if _read_json(folder / JSON) == about:
+                raise  # else it was saved again meanwhile
+
+
+def save(folder: Path, about: JsonObject, parts: Mapping[str, bytes]) -> None:
+    """Makes a result that of a directory, all of it or nothing.
+
+    Args:
+        folder: the directory, made if necessary.
+        about: the content of the JSON file, without `schema` and `files`.
+        parts: the content of the other files, by `FUNCTION` and `WINNER`.
+
+    Raises:
+        OSError: the directory cannot be written to; an earlier result is as it was.
+    """
+    token = secrets.token_hex(8)
+    named = {f"{kind}-{token}.bin": part for kind, part in parts.items()}
+    digests = {name: hashlib.sha256(part).hexdigest() for name, part in named.items()}
+    with Directory(folder, make=True) as place:
+        unneeded = {*named, *_names(folder)}
+        try:
+            for name, part in named.items():
+                place.replace(name, part)
+            place.replace(JSON, json.dumps({"schema": _SCHEMA, **about, "files": digests}, indent=1).encode())
+        finally:
+            long_ago = time.time() - _SAVING_S
+            with contextlib.suppress(OSError):
+                # Those that are not ours, nor of the earlier result, are left by a process that was killed.
+                remains = [name for name in place.names() if _REMAINS.fullmatch(name)]
+                unneeded.update(name for name in remains if place.status(name).st_mtime < long_ago)
+                for name in unneeded - _names(folder):
+                    place.remove(name)
+
+
+def _names(folder: Path) -> set[str]:
+    """Returns the names of the other files of the result that is there."""
+    try:
+        return {name for _, name, _ in _parts(folder, _read_json(folder / JSON))}
+    except SavedResultError:
+        return set()
+
+
+def _parts(folder: Path, about: JsonObject) -> list[tuple[str, str, str]]:
+    files = about.get("files")
+    found = [(_PART.fullmatch(name), digest) for name, digest in files.items()] if isinstance(files, dict) else []
+    parts = [(match[1], match[0], str(digest)) for match, digest in found if match]
+    if len(parts) < len(found) or FUNCTION not in [kind for kind, _, _ in parts]:
+        raise SavedResultError(f"{folder / JSON} is damaged: its files are {files!r:.200}; save the result again")
+    return parts
+
+
+def _read_json(path: Path) -> JsonObject:
     """Returns the content of a result's JSON file.
 
     Raises:
@@ -37,12 +114,12 @@ def read_json(path: Path) -> JsonObject:
     schema = about.get("schema") if isinstance(about, dict) else None
     if not isinstance(schema, int):
         raise SavedResultError(f"{path} is not from TuningResult.save")
-    if schema > SCHEMA:
+    if schema > _SCHEMA:
         raise SavedResultError(f"{path} was saved by a newer quarantune (schema {schema}): install that one")
     return dict(about)
 
 
-def read_checked(path: Path, digest: str) -> bytes:
+def _read_checked(path: Path, digest: str) -> bytes:
     """Returns the content of a file, if its SHA-256 checksum is the given one.
 
     Raises:
@@ -61,29 +138,12 @@ def _read(path: Path) -> bytes:
     """Returns the content of a file of the directory, which may hold anything.
 
     Raises:
-        SavedResultError: the file is a link out of the directory, not a regular file, or unreadable.
+        SavedResultError: the file is a link, not a regular file, or unreadable.
         FileNotFoundError: there is no such file.
     """
     try:
-        if path.resolve().parent != path.parent.resolve():
-            raise SavedResultError(f"{path} is not within its directory: put the file itself there")
-        return shared_files.read(path, largest_bytes=_LARGEST_BYTES)
+        return shared_files.read(path, below=path.parent, largest_bytes=_LARGEST_BYTES)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(*error.args) from None
-    except (OSError, RuntimeError) as error:  # a link to itself is a RuntimeError to some versions of Python
-        reason = error.strerror if isinstance(error, OSError) else "it is no regular file"
-        raise SavedResultError(f"{path} cannot be read: {reason}; save the result again") from error
-
-
-def write(path: Path, data: bytes) -> None:
-    """Replaces a file in one step."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        raise SavedResultError(f"{path} cannot be read: {error.strerror}; save the result again") from error

@@ -1,0 +1,207 @@
+"""`TuningResult.save` is whole or absent: other savers, full disks and kills leave one of the results there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quarantune import SavedResultError, TuningResult
+
+LARGE = 1 << 17
+
+
+def doubled(x: Any, n: int = 1) -> Any:
+    return x * n
+
+
+def result(n: int, *, size_bytes: int = 100) -> TuningResult:
+    """A result whose parts show whether they belong together."""
+    config = {"n": n, "pad": "x" * size_bytes}
+    return TuningResult(
+        best_config=config, time_ms=1.0, trials=(), key="key", device="cpu", from_cache=False, tie=(), versions={},
+        fn=doubled, name=f"f{n}", executable=bytes([n % 256]) * size_bytes,
+    )  # fmt: skip
+
+
+def whole(directory: Path) -> int:
+    """Loads what is saved, and returns which result it is."""
+    loaded = TuningResult.load(directory)  # compares every checksum
+    n = int(loaded.best_config["n"])
+    assert loaded.name == f"f{n}"
+    (winner,) = directory.glob("winner*.bin") if len(list(directory.glob("winner*.bin"))) == 1 else [None]
+    assert winner is None or set(winner.read_bytes()) == {n % 256}
+    return n
+
+
+def parts(directory: Path) -> list[str]:
+    return sorted(re.sub(r"-[0-9a-f]+", "", path.name) for path in directory.iterdir())
+
+
+def test_a_saved_result_replaces_the_earlier_one_and_nothing_remains_of_that(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for n in (1, 2, 3):
+        result(n).save(tmp_path)
+        assert whole(tmp_path) == n
+    assert parts(tmp_path) == ["function.bin", "notes.txt", "result.json", "winner.bin"]
+
+
+def old_layout(directory: Path) -> None:
+    """Saves a result as earlier versions did."""
+    directory.mkdir(exist_ok=True)
+    function = b"function of an earlier version"
+    (directory / "function.bin").write_bytes(function)
+    about = {
+        "schema": 1, "best_config": {"n": 7}, "time_ms": 0.5, "device": "cpu", "versions": {}, "tie": [], "key": "key",
+        "from_cache": False, "files": {"function.bin": hashlib.sha256(function).hexdigest()}, "trials": [],
+    }  # fmt: skip
+    (directory / "result.json").write_text(json.dumps(about))
+
+
+def test_a_result_of_an_earlier_version_is_loaded_and_replaced(tmp_path: Path) -> None:
+    old_layout(tmp_path / "saved")
+    assert TuningResult.load(tmp_path / "saved").best_config == {"n": 7}
+    result(1).save(tmp_path / "saved")
+    assert whole(tmp_path / "saved") == 1
+    assert parts(tmp_path / "saved") == ["function.bin", "result.json", "winner.bin"]
+
+
+@contextlib.contextmanager
+def files_of_at_most(size_bytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_result_that_the_disk_refuses_leaves_the_earlier_one(tmp_path: Path, is_old: bool) -> None:
+    old_layout(tmp_path) if is_old else result(1).save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with files_of_at_most(LARGE // 2), pytest.raises(OSError, match="too large"):
+        result(2, size_bytes=LARGE).save(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    result(3).save(tmp_path)
+    assert whole(tmp_path) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small filesystem")
+@pytest.mark.parametrize("free_bytes", [0, LARGE // 2, LARGE + LARGE // 2, LARGE + LARGE * 3 // 4])
+def test_a_full_disk_leaves_the_earlier_result(tmp_path: Path, free_bytes: int) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={8 * LARGE}", "tmpfs", str(tmp_path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("mounting a small filesystem is not allowed here")
+    try:
+        result(1).save(tmp_path / "saved")
+        before = sorted(os.listdir(tmp_path / "saved"))
+        (tmp_path / "ballast").write_bytes(bytes(os.statvfs(tmp_path).f_bavail * 4096 - free_bytes))
+        with pytest.raises(OSError, match="No space left"):
+            result(2, size_bytes=LARGE).save(tmp_path / "saved")
+        assert whole(tmp_path / "saved") == 1
+        assert sorted(os.listdir(tmp_path / "saved")) == before
+        (tmp_path / "ballast").unlink()
+        result(2, size_bytes=LARGE).save(tmp_path / "saved")
+        assert whole(tmp_path / "saved") == 2
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+SAVERS = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from test_saving import result
+results = [result(n, size_bytes=20_000) for n in range(4)]
+directory = Path(sys.argv[2])
+pids = []
+for number in range(2):
+    if not (pid := os.fork()):
+        for turn in range(int(sys.argv[3])):
+            results[number + 2 * (turn % 2)].save(directory)
+        os._exit(0)
+    pids.append(pid)
+print(*pids, flush=True)
+print(*[os.waitpid(pid, 0)[1] for pid in pids])
+"""
+
+
+def savers(directory: Path, turns: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", SAVERS, os.path.dirname(__file__), str(directory), str(turns)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_of_two_savers_one_result_is_there_whole_at_any_time(tmp_path: Path) -> None:
+    result(0).save(tmp_path)
+    with savers(tmp_path, 40) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        loaded = set()
+        while process.poll() is None:
+            loaded.add(whole(tmp_path))
+        assert process.stdout.read().split() == ["0", "0"]
+    assert loaded <= {0, 1, 2, 3}
+    assert whole(tmp_path) in {2, 3, 0, 1}
+    result(9).save(tmp_path)
+    assert whole(tmp_path) == 9
+
+
+@pytest.mark.slow
+def test_savers_that_are_killed_leave_a_whole_result_and_soon_nothing_else(tmp_path: Path) -> None:
+    result(0).save(tmp_path)
+    for _ in range(3):
+        with savers(tmp_path, 10**9) as process:
+            assert process.stdout is not None
+            pids = [int(pid) for pid in process.stdout.readline().split()]
+            for pid in pids:
+                seen = (tmp_path / "result.json").stat().st_ino
+                while (tmp_path / "result.json").stat().st_ino == seen:
+                    time.sleep(0)
+                os.kill(pid, signal.SIGKILL)
+        assert whole(tmp_path) in range(4)
+    for path in tmp_path.iterdir():
+        os.utime(path, (1e9, 1e9))
+    result(9).save(tmp_path)
+    assert whole(tmp_path) == 9
+    assert parts(tmp_path) == ["function.bin", "result.json", "winner.bin"]
+
+
+def test_a_saver_removes_no_part_that_another_is_about_to_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result(1).save(tmp_path)
+    real, others = os.replace, []
+
+    def replace(source: str, target: str, **where: int) -> None:
+        if target == "result.json" and not others:
+            others.append(True)
+            result(2).save(tmp_path)  # meanwhile, with all parts of the other saver there already
+            assert whole(tmp_path) == 2
+        real(source, target, **where)
+
+    monkeypatch.setattr(os, "replace", replace)
+    result(3).save(tmp_path)
+    assert others
+    assert whole(tmp_path) == 3
+
+
+def test_a_directory_without_a_result_stays_without_one(tmp_path: Path) -> None:
+    with files_of_at_most(LARGE // 2), pytest.raises(OSError, match="too large"):
+        result(1, size_bytes=LARGE).save(tmp_path / "saved")
+    assert list((tmp_path / "saved").iterdir()) == []
+    with pytest.raises(SavedResultError, match="no saved result"):
+        TuningResult.load(tmp_path / "saved")
