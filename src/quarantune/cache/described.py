@@ -20,6 +20,7 @@ import operator
 import re
 import textwrap
 import types
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
     if isinstance(value, LITERALS):
         return [kind, repr(value)]
     if isinstance(value, types.CodeType):
-        return [kind, _describe_code(value)]
+        return [kind, describe_code(value)]
     if isinstance(value, (list, tuple)):
         return [kind, [describe(item, inside) for item in value]]
     if isinstance(value, (set, frozenset)):
@@ -76,7 +77,7 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
     if isinstance(value, logging.Logger):
         return ["logger", value.name]
     if all(hasattr(value, name) for name in ("dtype", "shape", "__array__")):
-        return [kind, *_describe_array(value)]
+        return [kind, *describe_array(value)]
     function = plain_function(value)
     if function is not None:
         return ["function", *_describe_function(function, inside), describe_wrapping(value)]
@@ -85,8 +86,13 @@ def _describe_parts(value: Any, inside: tuple[int, ...]) -> Any:
         return [kind, describe(fields, inside)]
     if _holds_set(value):  # a repr shows a set in an order that differs from process to process
         return [kind, describe(_state(value), inside)]
+    return [kind, stable_repr(value)]
+
+
+def stable_repr(value: Any) -> str:
+    """Returns the repr of a value; an empty text if it shows an address."""
     text = repr(value)
-    return [kind, "" if _ADDRESS.search(text) else text]
+    return "" if _ADDRESS.search(text) else text
 
 
 def _state(value: Any) -> Any:
@@ -113,11 +119,12 @@ def _holds_set(value: Any, outer: tuple[int, ...] = ()) -> bool:
     return False
 
 
-def _describe_array(value: Any) -> list[Any]:
+def describe_array(value: Any, largest_bytes: int = _LARGEST_HASHED_BYTES) -> list[Any]:
+    """Describes an array by shape and dtype, and up to a size by its elements."""
     description = [str(value.dtype), [int(size) for size in value.shape]]
     # The elements of a tracer cannot be read, and those of an array of objects are addresses.
     with contextlib.suppress(Exception):
-        if value.nbytes <= _LARGEST_HASHED_BYTES and value.dtype.kind != "O":
+        if value.nbytes <= largest_bytes and value.dtype.kind != "O":
             description.append(hashlib.sha256(value.__array__().tobytes()).hexdigest())
     return description
 
@@ -195,14 +202,18 @@ def _describe_instance(value: Any, seen: dict[int, Any] | None = None) -> Any:
         state = value.__getstate__()
         # A dict, or a pair of them for a class with slots.
         parts = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]
-        fields = {name: field for part in parts for name, field in part.items() if not _is_cached(value, name)}
+        fields = {name: field for part in parts for name, field in without_caches(value, part).items()}
         return [*described, [[name, _describe_instance(fields[name], seen)] for name in sorted(fields)]]
     except Exception:
         return described
 
 
-def _is_cached(value: Any, name: str) -> bool:
-    return isinstance(getattr(type(value), name, None), functools.cached_property)
+def without_caches(value: Any, part: Any) -> Any:
+    """Returns the fields of an object without those that hold its cached properties; anything else as it is."""
+    if not isinstance(part, dict):
+        return part
+    kind, cached = type(value), functools.cached_property
+    return {name: item for name, item in part.items() if not isinstance(getattr(kind, str(name), None), cached)}
 
 
 def describe_defaults(function: types.FunctionType) -> Any:
@@ -226,7 +237,7 @@ def nested_code(code: types.CodeType) -> list[types.CodeType]:
 
 
 def code_text(function: types.FunctionType, *, with_decorators: bool = True) -> str:
-    """Returns the code of a function as text.
+    """Returns the code of a function as text, made once.
 
     That is the normalised source, the same in all versions of Python, if it compiles to the code that is loaded.
     Otherwise (the file was edited since, or the lines hold several lambdas) it is the compiled code.
@@ -235,13 +246,24 @@ def code_text(function: types.FunctionType, *, with_decorators: bool = True) -> 
         function: the function.
         with_decorators: whether its decorators are part of the text.
     """
+    known = _texts.setdefault(function, {})
+    key = function.__code__, with_decorators
+    if key not in known:
+        known[key] = _code_text(function, with_decorators=with_decorators)
+    return known[key]
+
+
+_texts: weakref.WeakKeyDictionary[types.FunctionType, dict[Any, str]] = weakref.WeakKeyDictionary()
+
+
+def _code_text(function: types.FunctionType, *, with_decorators: bool) -> str:
     with contextlib.suppress(Exception):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
         if isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef)) and _is_source_of(definition, function):
             if not with_decorators:
                 definition.decorator_list = []
             return ast.unparse(_WithoutDocstrings().visit(definition))
-    return canonical_json(_describe_code(function.__code__))
+    return canonical_json(describe_code(function.__code__))
 
 
 def _is_source_of(definition: ast.FunctionDef | ast.AsyncFunctionDef, function: types.FunctionType) -> bool:
@@ -256,7 +278,7 @@ def _is_source_of(definition: ast.FunctionDef | ast.AsyncFunctionDef, function: 
         ast.fix_missing_locations(shell), "shell", "exec", flags=code.co_flags & _FUTURES, dont_inherit=True
     )
     candidates = [found for found in nested_code(nested_code(compiled)[0]) if found.co_name == code.co_name]
-    return _describe_code(code) in [_describe_code(found) for found in candidates]
+    return describe_code(code) in [describe_code(found) for found in candidates]
 
 
 _FUTURES = functools.reduce(
@@ -264,7 +286,8 @@ _FUTURES = functools.reduce(
 )
 
 
-def _describe_code(code: types.CodeType) -> Any:
+def describe_code(code: types.CodeType) -> Any:
+    """Describes a code object without its name, its file and its docstring."""
     constants = list(code.co_consts)
     if constants and isinstance(constants[0], str) and constants[0] and code.co_flags & inspect.CO_NEWLOCALS:
         constants[0] = None  # the docstring

@@ -8,7 +8,7 @@ import enum
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quarantune.cache import described, reach
@@ -57,6 +57,18 @@ def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = N
     return Fingerprint(parts=_Walk(fn).parts | option_parts)
 
 
+def reached(fn: Callable[..., Any]) -> Mapping[tuple[str, ...], Any]:
+    """Returns the values that a function and the user's own code below it name in modules, as they are now.
+
+    Args:
+        fn: the function or other callable, wrapped or not.
+
+    Returns:
+        The values by their places: the name of a module, followed by the attributes that lead to the value.
+    """
+    return _Walk(fn).reached
+
+
 def _describe_option(value: Any) -> Any:
     description = described.describe(value)
     function = _root_function(value) if callable(value) else None
@@ -79,6 +91,7 @@ class _Walk:
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.parts: dict[str, str] = {}
+        self.reached: dict[tuple[str, ...], Any] = {}
         self._seen: set[int] = set()
         self._followed: set[int] = set()
         function = _root_function(fn)
@@ -128,6 +141,7 @@ class _Walk:
         self.parts[f"class:{label}"] = _hash([described.type_name(base) for base in cls.__mro__])
         for name, member in list(vars(cls).items()):  # describing one may add another
             if name not in _CLASS_MACHINERY and (is_own or _is_written_out(member)):
+                self.reached[cls.__module__, *cls.__qualname__.split("."), name] = member
                 self._visit("class", f"{label}.{name}", getattr(member, "fget", None) or member)
         if issubclass(cls, enum.Enum) and not is_own:
             values = {name: member.value for name, member in cls.__members__.items()}
@@ -147,8 +161,9 @@ class _Walk:
                 self._visit(kind, name, value)
             else:  # their values are in the description of the function
                 self._follow(value)
-        for name in sorted(set(_global_names(function.__code__))):
+        for name in sorted(_global_names(function.__code__)):
             if name in function.__globals__:
+                self.reached[function.__globals__.get("__name__", ""), name] = function.__globals__[name]
                 self._visit("global", prefix + name, function.__globals__[name])
         for chain in reach.chains(function.__code__):
             if chain.kind == "first":
@@ -161,10 +176,12 @@ class _Walk:
         """Visits the objects that a dotted name stands for, if its root is a module, class or object of the user's."""
         for name in path:
             if isinstance(value, types.ModuleType):
-                if reach.is_library(value.__name__):
-                    return
                 found = reach.attribute(value, name)
-                if found is not reach.NOTHING and not isinstance(found, types.ModuleType):
+                self.reached[value.__name__, name] = found
+                if reach.is_library(value.__name__):
+                    if not isinstance(found, types.ModuleType):
+                        return
+                elif found is not reach.NOTHING and not isinstance(found, types.ModuleType):
                     self._visit(kind, f"{value.__name__}.{name}", found)
             else:
                 cls = value if isinstance(value, type) else type(value)
@@ -292,12 +309,11 @@ _CLASS_MACHINERY = frozenset(
 )
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            yield instruction.argval
-    for nested in described.nested_code(code):
-        yield from _global_names(nested)
+@functools.lru_cache(maxsize=4096)
+def _global_names(code: types.CodeType) -> frozenset[str]:
+    instructions = dis.get_instructions(code)
+    own = (item.argval for item in instructions if item.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(own).union(*map(_global_names, described.nested_code(code)))
 
 
 def _hash(description: Any) -> str:

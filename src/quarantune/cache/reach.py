@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import functools
 import inspect
 import sys
 import types
@@ -33,6 +34,7 @@ class Chain:
     path: tuple[str, ...]
 
 
+@functools.lru_cache(maxsize=4096)
 def chains(code: types.CodeType) -> list[Chain]:
     """Returns the dotted names in a function's code and in the functions within it, sorted and each once."""
     first = code.co_varnames[0] if code.co_argcount else None

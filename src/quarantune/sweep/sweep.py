@@ -34,6 +34,7 @@ from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import END, Config, Trial
+from quarantune.worker import program_values
 
 _logger = logging.getLogger("quarantune")
 
@@ -167,17 +168,18 @@ def pack(problem: Problem, configs: Sequence[Config], options: Options, *, with_
         options: the author's options.
         with_values: as for `payload.pack_call`.
     """
-    judges = {"ref_fn": options.ref_fn if callable(options.ref_fn) else None, "check_fn": options.check_fn}
+    judges = {name: fn for name in ("ref_fn", "check_fn") if callable(fn := getattr(options, name))}
     args, kwargs = sweep_inputs.arguments(problem.fn, problem.args, problem.kwargs, options.supply)
     return payload.pack_call(
         problem.fn,
         args,
         kwargs,
-        {name: fn for name, fn in judges.items() if fn is not None},
+        judges,
         config_values.originals(configs),
         problem.manual_mesh,
         devices=math.inf if problem.platform == "cpu" else options.devices_per_trial,
         with_values=with_values,
+        program_values=program_values.collect([problem.fn, *judges.values()]),
     )
 
 

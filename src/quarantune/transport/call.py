@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 
 from quarantune import jax_internals
+from quarantune.transport.state import ProgramValue
 from quarantune.values.shardings import MeshSpec, ShardingSpec
 
 Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -83,6 +84,7 @@ class Call:
         companions: functions that judge the function's output, by name.
         config_values: the config values that JSON cannot restore, by their JSON texts.
         context_mesh: the mesh that the worker sets; None for none.
+        program_values: the values of modules that a worker takes over; empty in the caller's process.
         own_shardings: in the caller's process, how each array is laid out over the caller's devices, None for an array
             that is on one device or whose devices are not known; empty in a worker, which has other devices.
     """
@@ -94,6 +96,7 @@ class Call:
     companions: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     config_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     context_mesh: MeshSpec | None = None
+    program_values: tuple[ProgramValue, ...] = ()
     own_shardings: tuple[jax.sharding.NamedSharding | None, ...] = ()
 
     @property

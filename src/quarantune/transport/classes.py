@@ -116,6 +116,17 @@ def is_sentinel(obj: object) -> bool:
     )
 
 
+def refuses_to_be_copied(obj: object) -> bool:
+    """Returns whether an object's class forbids to pickle it, because there shall be one of it in a process."""
+    if getattr(type(obj), "__getstate__", None) is object.__getstate__:
+        return False
+    try:
+        obj.__reduce_ex__(4)
+    except TypeError:
+        return True
+    return False
+
+
 class _Bare: ...
 
 

@@ -1,18 +1,17 @@
 """Finds modules whose source file was edited after this process imported them.
 
 A worker imports from disk. The functions of an edited module must not travel by name: the worker would tune the new
-code for a caller that runs the old code.
+code for a caller that runs the old code. Values count elsewhere: they travel wherever they differ.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import os
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -77,22 +76,18 @@ def _is_edited(module: types.ModuleType) -> bool:
     source = _source_of(file, status.st_mtime_ns, status.st_size)
     if source is None:
         return True
-    codes, constants = source
-    loaded = (_essence(code) for code in _codes_of(module, file))
-    return not (all(essence in codes for essence in loaded) and _has_constants(module, constants))
+    return not all(_essence(code) in source for code in _codes_of(module, file))
 
 
 @functools.lru_cache(maxsize=256)
-def _source_of(file: str, mtime_ns: int, size: int) -> tuple[frozenset[Any], Mapping[str, Any]] | None:
-    """Returns the essences of all code in a file and the constants at its top level; None if it cannot be read."""
+def _source_of(file: str, mtime_ns: int, size: int) -> frozenset[Any] | None:
+    """Returns the essences of all code in a file; None if it cannot be read."""
     try:
         with open(file, "rb") as source:
-            text = source.read()
-        tree = ast.parse(text, file)
-        whole = compile(text, file, "exec", dont_inherit=True, optimize=sys.flags.optimize)
+            whole = compile(source.read(), file, "exec", dont_inherit=True, optimize=sys.flags.optimize)
     except (OSError, SyntaxError, ValueError, RecursionError):
         return None
-    return frozenset(map(_essence, _nested(whole))), dict(_constants(tree))
+    return frozenset(map(_essence, _nested(whole)))
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -111,39 +106,6 @@ def _essence(code: types.CodeType) -> Any:
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     counts = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     return code.co_qualname, code.co_code, constants, names, counts
-
-
-def _constants(tree: ast.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values of literals that a module assigns at its top level, once each."""
-    assigned = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    for statement in tree.body:
-        if isinstance(statement, ast.Assign):
-            targets: list[ast.expr] = statement.targets
-        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            targets = [statement.target]
-        else:
-            continue
-        for target in targets:
-            if isinstance(target, ast.Name) and assigned.count(target.id) == 1 and statement.value is not None:
-                try:
-                    yield target.id, ast.literal_eval(statement.value)
-                except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-                    continue
-
-
-def _has_constants(module: types.ModuleType, constants: Mapping[str, Any]) -> bool:
-    """Returns whether a module still has the constants of its source.
-
-    A value of another type was replaced by the program and is not compared; nor is what began empty, as a cache does.
-    """
-    for name, value in constants.items():
-        if name not in vars(module):
-            return False
-        own = vars(module)[name]
-        began_empty = isinstance(value, (dict, list, set)) and not value
-        if type(own) is type(value) and repr(own) != repr(value) and not began_empty:
-            return False
-    return True
 
 
 def _codes_of(module: types.ModuleType, file: str) -> Iterator[types.CodeType]:

@@ -20,6 +20,7 @@ from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_d
 from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall, devices_needed
 from quarantune.transport.pickling import dumps, loads
 from quarantune.transport.process_options import ProcessOptions
+from quarantune.transport.state import ProgramValue
 from quarantune.values.shardings import MeshSpec, ShardingSpec, context_mesh, local_sharding, sharding_of
 
 _CHUNK_BYTES = 64 << 20
@@ -46,12 +47,14 @@ class _Blob:
         specs: the arrays of the call.
         mesh: the mesh that the worker sets; None for none.
         root: the pickled `_Root`.
+        program_values: the values that the caller's program has set.
     """
 
     process: ProcessOptions
     specs: tuple[ArraySpec, ...]
     mesh: MeshSpec | None
     root: bytes
+    program_values: tuple[ProgramValue, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,7 @@ def pack_call(
     *,
     devices: float = math.inf,
     with_values: bool = True,
+    program_values: tuple[ProgramValue, ...] = (),
 ) -> PackedCall:
     """Packs a function with its arguments for other processes.
 
@@ -95,6 +99,7 @@ def pack_call(
         devices: how many devices a trial may have; a larger mesh that is only in the context is not sent.
         with_values: whether arrays travel with their values. If not, workers generate JAX's arrays by shape and dtype,
             and those of NumPy too where the function is jitted; another function might not take JAX's in their place.
+        program_values: the values that the caller's program has set in modules.
 
     Raises:
         TypeError: a part of the call cannot be pickled.
@@ -111,7 +116,7 @@ def pack_call(
     mesh = _mesh_to_send(specs, devices if manual_mesh is None else 0)
     process = ProcessOptions.current(devices=devices_needed(specs, mesh))
     return PackedCall(
-        blob=pickle.dumps(_Blob(process, specs, mesh, dumps(root))),
+        blob=pickle.dumps(_Blob(process, specs, mesh, dumps(root), program_values)),
         call=Call(
             fn=fn,
             args=root.args,
@@ -171,6 +176,7 @@ def unpack_call(blob: bytes) -> Call:
         companions=root.companions,
         config_values=root.config_values,
         context_mesh=packed.mesh,
+        program_values=packed.program_values,
     )
 
 

@@ -96,12 +96,17 @@ def _untake(module: types.ModuleType) -> None:
 
 
 def _dump(obj: object) -> bytes:
+    return dump_with(Pickler, obj)
+
+
+def dump_with(make: Callable[[io.BytesIO, contextlib.ExitStack], Pickler], obj: object) -> bytes:
+    """Pickles an object with a pickler for that one object."""
     with _dump_lock, contextlib.ExitStack() as cleanup, io.BytesIO() as file:
-        _Pickler(file, cleanup).dump(obj)
+        make(file, cleanup).dump(obj)
         return file.getvalue()
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, extended to the objects that JAX makes."""
 
     def __init__(self, file: io.BytesIO, cleanup: contextlib.ExitStack) -> None:
@@ -110,6 +115,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._importable: dict[str, bool] = {}
 
     def reducer_override(self, obj: Any) -> Any:
+        """Reduces an object in our own way, or leaves it to cloudpickle."""
         if isinstance(obj, type):
             return self._reduce_class(obj)
         kind: Any = type(obj)
@@ -126,7 +132,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
         self._note_module(function.__module__)
-        reduced = super().reducer_override(function)
+        reduced = self._reduced(function)
         if reduced is NotImplemented:
             return reduced
         rebuild, (code, namespace, *rest), (attributes, slots), _, _, set_state = reduced
@@ -141,6 +147,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         early = {name: slots[name] for name in _SIGNATURE_ATTRIBUTES}
         arguments = (rebuild, (code, namespace, *rest), early)
         return _make_function, arguments, (attributes, slots), None, None, set_state
+
+    def _reduced(self, function: types.FunctionType) -> Any:
+        return super().reducer_override(function)
 
     def _reduce_module(self, module: types.ModuleType) -> Any:
         self._note_module(module.__name__)
@@ -162,7 +171,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if by_name is not NotImplemented:
             return by_name
         # An empty object first, because the rules of f refer to f.
-        return object.__new__, (type(rule),), dict(vars(rule)), None, None, _set_attributes
+        return object.__new__, (type(rule),), dict(vars(rule)), None, None, set_attributes
 
     def _reduce_lru_cache(self, cached: Any) -> Any:
         by_name = self._by_name(cached)
@@ -183,11 +192,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return _reference_from([sys.modules[type(obj).__module__]], obj)
 
     def _reduce_plain(self, obj: Any) -> Any:
-        # A sentinel is compared by identity, so it travels by name.
+        # A sentinel is compared by identity, so it travels by name; an object that refuses to be copied can only do so.
         module = sys.modules.get(type(obj).__module__)
-        if module is None or not classes.is_sentinel(obj) or not self._can_import(module.__name__):
+        if (
+            module is None
+            or not (classes.is_sentinel(obj) or self._refuses(obj))
+            or not self._can_import(module.__name__)
+        ):
             return NotImplemented
         return _reference_from([module], obj)
+
+    def _refuses(self, obj: Any) -> bool:
+        return classes.refuses_to_be_copied(obj)
 
     def _reduce_primitive(self, primitive: Any) -> Any:
         # The rules for a primitive are found by its identity, and it may live in any module.
@@ -223,7 +239,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _can_import(self, name: str) -> bool:
         if name not in self._importable:
-            self._importable[name] = _can_import(name)
+            self._importable[name] = can_import(name)
         return self._importable[name]
 
 
@@ -247,27 +263,27 @@ def _reference_from(modules: list[types.ModuleType], obj: Any) -> Any:
 
 # One look-up per class, not per object; bounded, so that classes made in a loop can be freed.
 @functools.lru_cache(maxsize=1024)
-def _reducer_for(kind: Any) -> Callable[[_Pickler, Any], Any] | None:
+def _reducer_for(kind: Any) -> Callable[[Pickler, Any], Any] | None:
     """Returns the method that reduces objects of a class; None for cloudpickle's own way."""
     if kind is types.FunctionType:
-        return _Pickler._reduce_function
+        return Pickler._reduce_function
     if kind is types.ModuleType:
-        return _Pickler._reduce_module
+        return Pickler._reduce_module
     if kind is jax_internals.pjit_type():
-        return _Pickler._reduce_jitted
+        return Pickler._reduce_jitted
     if issubclass(kind, jax_internals.custom_rule_types()):
-        return _Pickler._reduce_custom_rule
+        return Pickler._reduce_custom_rule
     if kind is functools._lru_cache_wrapper:
-        return _Pickler._reduce_lru_cache
+        return Pickler._reduce_lru_cache
     if any(issubclass(kind, kinds) for kinds, _ in _forbidden()):
-        return _Pickler._reduce_forbidden
+        return Pickler._reduce_forbidden
     if issubclass(kind, jax.Array):
-        return _Pickler._reduce_array
+        return Pickler._reduce_array
     if issubclass(kind, jax_internals.primitive_type()):
-        return _Pickler._reduce_primitive
+        return Pickler._reduce_primitive
     if kind.__module__.partition(".")[0] == "jax" and kind.__module__ in sys.modules:
-        return _Pickler._reduce_jax_object
-    return _Pickler._reduce_plain if kind.__eq__ is object.__eq__ and kind.__module__ != "builtins" else None
+        return Pickler._reduce_jax_object
+    return Pickler._reduce_plain if kind.__eq__ is object.__eq__ and kind.__module__ != "builtins" else None
 
 
 @functools.cache
@@ -291,7 +307,7 @@ def _forbidden() -> tuple[tuple[type | tuple[type, ...], str], ...]:
     )
 
 
-def _can_import(name: str) -> bool:
+def can_import(name: str) -> bool:
     """Returns whether importing `name` in a fresh process with this `sys.path` gives the same module and code."""
     module = sys.modules.get(name)
     if module is None or name in ("__main__", "__mp_main__"):
@@ -301,7 +317,7 @@ def _can_import(name: str) -> bool:
     parent = name.rpartition(".")[0]
     path = getattr(sys.modules.get(parent), "__path__", None) if parent else None
     if parent and path is None:
-        return _can_import(parent)  # its parent makes it (os.path), in every process
+        return can_import(parent)  # its parent makes it (os.path), in every process
     spec = _find_spec(name, path)
     if spec is None:
         return False
@@ -327,13 +343,13 @@ def _find_spec(name: str, path: Any) -> Any:
 
 def may_travel_by_name(obj: Any) -> bool:
     """Returns whether `travels_by_name` may be true for an object once its module is fully imported."""
-    return "<" not in obj.__qualname__ and _can_import(obj.__module__)
+    return "<" not in obj.__qualname__ and can_import(obj.__module__)
 
 
 def travels_by_name(obj: Any) -> bool:
     """Returns whether another process finds this very object by its module and qualified name."""
     try:
-        return _can_import(obj.__module__) and operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
+        return can_import(obj.__module__) and operator.attrgetter(obj.__qualname__)(sys.modules[obj.__module__]) is obj
     except AttributeError:
         return False
 
@@ -367,5 +383,6 @@ def _rebuild_lru_cache(function: Callable[..., Any], maxsize: int | None, typed:
     return functools.lru_cache(maxsize=maxsize, typed=typed)(function)
 
 
-def _set_attributes(obj: Any, attributes: Mapping[str, Any]) -> None:
+def set_attributes(obj: Any, attributes: Mapping[str, Any]) -> None:
+    """Sets the fields of an object, past its class."""
     vars(obj).update(attributes)

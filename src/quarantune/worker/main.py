@@ -357,12 +357,18 @@ def warm_up(task: Frame) -> None:
 
 
 def load_call(payload_fd: int, cwd: str | None) -> Call:
-    """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it."""
+    """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it.
+
+    Values that the caller's program has set in these modules are set here, too.
+    """
     from quarantune.transport import payload
+    from quarantune.worker import program_values
 
     if cwd is not None:
         os.chdir(cwd)
-    return payload.unpack_call(spool.read(payload_fd))
+    call = payload.unpack_call(spool.read(payload_fd))
+    program_values.adopt(call.program_values)
+    return call
 
 
 def readable(error: BaseException) -> BaseException:
