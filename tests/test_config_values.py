@@ -201,3 +201,95 @@ def test_kernels_tuned_in_context_get_their_objects() -> None:
 
     np.testing.assert_array_equal(outer(jnp.ones(4)), np.full(4, 3.0))
     np.testing.assert_array_equal(outer(jnp.ones(4)), np.full(4, 3.0))
+
+
+# --- dtypes -------------------------------------------------------------------------------------------------
+
+
+FLOAT32 = np.dtype("float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    inputs: Any = jnp.bfloat16
+    sums: Any = FLOAT32
+
+
+def rounded(configs: Any, **options: Any) -> quarantune.Autotuned:
+    @quarantune.autotune(configs, **{"rep": 1, "ref_fn": None, "name": "rounded", **options})
+    @jax.jit(static_argnames=["to"])
+    def round_to(x: Any, to: Any = np.float32) -> Any:
+        to = getattr(to, "inputs", to)
+        if np.dtype(to).itemsize > 2:
+            raise ArithmeticError(f"{np.dtype(to)} is too wide")
+        return x.astype(to)
+
+    return round_to
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (jnp.bfloat16, "bfloat16"),
+        (np.float32, "float32"),
+        (np.dtype("int8"), "int8"),
+        (jnp.float8_e4m3fn, "float8_e4m3fn"),
+        (jnp.dtype(jnp.bfloat16), "bfloat16"),
+        (jnp.int4, "int4"),
+    ],
+)
+def test_a_dtype_is_told_by_its_name_and_rebuilt(value: Any, name: str) -> None:
+    config = {"v": value, "inside": (value,)}
+    (checked,) = config_space.expand([config], fn_name="f")
+    encoded = json.loads(json.dumps(config_values.encode(checked)))
+    assert encoded == {"v": {"$dtype": name}, "inside": [{"$dtype": name}]}
+    back = config_values.restore(encoded, config_values.originals([checked]))
+    assert back["v"] is value or back["v"] == value
+    assert type(back["v"]) is type(value)
+    assert shown.format_config(checked) == f"v={name} inside=[{name}]"
+
+
+@pytest.mark.parametrize(
+    "value", [object, float, np.dtype("V3"), np.dtype("U2"), np.dtype(">f4"), np.dtype([("a", "f4")]), np.dtype(object)]
+)
+def test_types_that_are_no_dtypes_of_numbers_are_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"configs\[0\]\['v'\].*dtypes"):
+        config_space.expand([{"v": value}], fn_name="f")
+
+
+def test_one_dtype_given_twice_is_one_config() -> None:
+    given = [{"v": jnp.float32}, {"v": np.float32}, {"v": np.dtype("float32")}, {"v": "float32"}]
+    assert config_space.expand(given, fn_name="f") == [{"v": jnp.float32}, {"v": "float32"}]
+
+
+@pytest.mark.parametrize("search", ["auto", "surrogate"])
+def test_dtypes_are_tuned_saved_and_found_again(search: str, tmp_path: Path, sweeps: list[str]) -> None:
+    configs = [{"to": jnp.float32}, {"to": jnp.bfloat16}, {"to": np.dtype("float64")}]
+    fn, x = rounded(configs, search=search), np.ones(4, np.float32)
+    result = fn.tune(x)
+    assert result.best_config == {"to": jnp.bfloat16}
+    assert "to=bfloat16" in repr(result)
+    assert "bfloat16" in result.table()
+    assert fn(x).dtype == jnp.bfloat16
+    fresh = rounded(configs, search=search)
+    assert fresh.lookup(x) == {"to": jnp.bfloat16}
+    assert fresh(x).dtype == jnp.bfloat16
+    assert jax.jit(fresh)(x).dtype == jnp.bfloat16
+    assert len(sweeps) == 1
+    result.save(tmp_path / "saved")
+    loaded = quarantune.TuningResult.load(tmp_path / "saved", trusted=True)
+    assert loaded.best_config == {"to": jnp.bfloat16}
+    assert loaded.fn(x).dtype == jnp.bfloat16
+    quarantune.TuningCache().export(tmp_path / "table")
+    with quarantune.settings(cache_dir=tmp_path / "empty", cache_path=tmp_path / "table", on_miss="error"):
+        assert rounded(configs, search=search)(x).dtype == jnp.bfloat16
+    longer = rounded([*configs, {"to": np.float16}], search=search, max_trials=4).tune(x)
+    assert longer.best_config["to"] in (jnp.bfloat16, np.float16)
+
+
+def test_dtypes_inside_dataclasses_and_grids_are_tuned() -> None:
+    x = np.ones(4, np.float32)
+    nested = rounded([{"to": Precision()}, {"to": Precision(jnp.float32)}], name="nested")
+    assert nested(x).dtype == jnp.bfloat16
+    assert nested.lookup(x) == {"to": Precision()}
+    assert rounded({"to": [jnp.float32, jnp.float16]}, name="grid")(x).dtype == jnp.float16

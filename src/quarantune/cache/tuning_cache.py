@@ -49,7 +49,9 @@ class TuningCache:
         from quarantune.values import settings as environment
 
         settings = environment.current()
-        self.directory = Path(dir) if dir is not None else settings.cache_dir
+        self.directory: Path = (
+            environment.settings(cache_dir=dir).values["cache_dir"] if dir is not None else settings.cache_dir
+        )
         on_disk = dir is not None or not settings.disable_cache
         self._store = Store(self.directory, lock_timeout_s=settings.lock_timeout) if on_disk else None
         self._configs: dict[CacheKey, Config] = {}

@@ -106,9 +106,10 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
     """
     function = call.function
     tunables, statics = call.tunables, call.statics
+    bound = dict(named(function.signature.bind_partial(*call.args, **call.kwargs)))
+    suitable.check_no_references(bound, call.name)
     if function.is_jitted:
-        bound = named(function.signature.bind_partial(*call.args, **call.kwargs))
-        suitable.check_arguments({name: value for name, value in bound if name not in statics}, call.name)
+        suitable.check_arguments({name: value for name, value in bound.items() if name not in statics}, call.name)
     description = describe_call(
         function.signature, statics, tunables, call.args, call.kwargs, is_jitted=function.is_jitted
     )

@@ -52,6 +52,25 @@ def check_jit_options(fn: Callable[..., Any], name: str) -> None:
         options.check_can_travel(name)
 
 
+def check_no_references(arguments: Mapping[str, Any], name: str) -> None:
+    """Raises where an argument is a mutable array: every config would write to it, and each in another process.
+
+    Args:
+        arguments: the arguments by parameter.
+        name: the function's name in messages.
+
+    Raises:
+        TypeError: an argument is, or contains, a `jax.Ref`.
+    """
+    for parameter, value in arguments.items():
+        if any(isinstance(leaf, jax.Ref) for leaf in jax.tree.leaves(value)):
+            raise TypeError(
+                f"{name}: argument {parameter!r} is a jax.Ref, to which every config would write: tune a function that "
+                f"takes its value and returns the new one, as in {parameter}[...] = fn({parameter}[...]), or give the "
+                f"tunables by hand"
+            )
+
+
 def check_arguments(arguments: Mapping[str, Any], name: str) -> None:
     """Raises where `jax.jit` would refuse an argument.
 

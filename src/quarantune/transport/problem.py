@@ -194,13 +194,15 @@ def fitted(
 
 def key_part(value: Any) -> Any:
     """Returns the value of a `key_fn` with dtypes by their names, and enums and dataclasses as they are in a config."""
+    if isinstance(value, (type, np.dtype)):
+        return describe.describe_plain(value).get("dtype", value)
     if is_tagged(value):
         value = tagged(value)
     if isinstance(value, Mapping):
         return {key: key_part(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [key_part(item) for item in value]
-    return describe.describe_plain(value).get("dtype", value) if isinstance(value, (type, np.dtype)) else value
+    return value
 
 
 def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:

@@ -11,7 +11,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, FrozenDict, field_names, is_tagged, text_of
+from quarantune.values.config_values import (
+    COMPILER_OPTIONS,
+    NO_OPTIONS,
+    FrozenDict,
+    dtype_name,
+    field_names,
+    is_tagged,
+    text_of,
+)
 from quarantune.values.texts import did_you_mean, shown
 from quarantune.values.trial import Config, ConfigValue
 
@@ -326,7 +334,9 @@ def _default(name: str, parameters: inspect.Signature | None, where: str) -> Con
 def _check_classes(configs: Iterable[Config], fn_name: str) -> None:
     """Checks that values of different classes have different texts, which hold only the name of a class."""
     classes: dict[str, type] = {}
-    for value in (value for config in configs for value in config.values() if is_tagged(value)):
+    for value in (
+        value for config in configs for value in config.values() if is_tagged(value) and not dtype_name(value)
+    ):
         kind = type(value)
         other = classes.setdefault(text_of(value), kind)
         if other is not kind:
@@ -376,8 +386,8 @@ def _value(value: Any, where: str, outer: tuple[int, ...]) -> ConfigValue:
     if type(plain) not in (int, float, str, bool, type(None)):
         raise TypeError(
             f"{where} is {shown(value)} of type {type(value).__name__}; config values are what JSON holds "
-            "(int, float, str, bool, None), enums, and lists, dicts and frozen dataclasses of them. Pass a name or a "
-            "number instead, and look the object up inside the function."
+            "(int, float, str, bool, None), enums, dtypes, and lists, dicts and frozen dataclasses of them. Pass a "
+            "name or a number instead, and look the object up inside the function."
         )
     if isinstance(plain, float) and not math.isfinite(plain):
         raise ValueError(f"{where} is {plain}, which JSON cannot hold; use a finite number, or None.")

@@ -1,4 +1,4 @@
-"""Config values that JSON lacks: how enums, dataclasses and dicts are encoded, and restored."""
+"""Config values that JSON lacks: how enums, dtypes, dataclasses and dicts are encoded, and restored."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import enum
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
+
+import numpy as np
 
 
 class FrozenDict(dict[str, Any]):
@@ -50,8 +52,18 @@ def freeze(value: Any) -> Any:
 
 
 def is_tagged(value: Any) -> bool:
-    """Returns whether a value is an enum's member, a dataclass or a named tuple, which JSON needs a tag for."""
-    return isinstance(value, enum.Enum) or field_names(value) is not None
+    """Returns whether JSON needs a tag for a value: an enum's member, a dtype, a dataclass or a named tuple."""
+    return isinstance(value, enum.Enum) or field_names(value) is not None or dtype_name(value) is not None
+
+
+def dtype_name(value: Any) -> str | None:
+    """Returns the name of a dtype of numbers, also given as a type such as `jnp.bfloat16`; None for anything else."""
+    dtype = value
+    if isinstance(value, type):
+        dtype = np.dtype(value) if issubclass(value, np.generic) else getattr(value, "dtype", None)
+    if not isinstance(dtype, np.dtype) or not dtype.isnative:
+        return None
+    return dtype.name if dtype.kind in "biufc" or dtype.type.__module__ == "ml_dtypes" else None
 
 
 def field_names(value: Any) -> list[str] | None:
@@ -64,13 +76,15 @@ def field_names(value: Any) -> list[str] | None:
 
 
 def tagged(value: Any) -> dict[str, Any]:
-    """Returns a dict in place of an enum's member, a dataclass or a named tuple; its fields are left unchanged.
+    """Returns a dict in place of an enum's member, a dtype, a dataclass or a named tuple, with unchanged fields.
 
     The type is given by its qualified name without the module: one file may be `__main__` here and a module there.
     """
     name = type(value).__qualname__
     if isinstance(value, enum.Enum):
         return {"$enum": f"{name}.{value.name if value.name is not None else value.value}"}
+    if (dtype := dtype_name(value)) is not None:
+        return {"$dtype": dtype}
     return {"$type": name} | {field: getattr(value, field) for field in field_names(value) or ()}
 
 

@@ -26,6 +26,10 @@ LONGEST_S = 1e9
 """The longest accepted time in seconds: thirty years."""
 _LEAST_MEMORY = 16 * 2**20
 _PREFIX = "QUARANTUNE_"
+_DIRECTORY = (
+    "a directory of a file system, not a URL: for a bucket, use a local directory, copy it there and back with the "
+    "bucket's own tools, and combine results with `quarantune cache merge`"
+)
 _UNITS = {prefix: 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
 _UNITS |= {f"{prefix}i": 1024**power for power, prefix in enumerate(("", "k", "m", "g", "t")) if prefix}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -108,6 +112,8 @@ def _executor(value: Any) -> Executor:
 
 
 def _path(value: Any) -> Path:
+    if "://" in os.fspath(value):
+        raise ValueError
     # Absolute, because a later chdir in the caller must not move the cache.
     return Path(value).expanduser().absolute()
 
@@ -121,6 +127,8 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _paths(value: Any) -> tuple[Path, ...]:
+    if isinstance(value, str) and "://" in value:  # whose colon separates no directories
+        raise ValueError
     items: Iterable[Any] = (
         value.split(os.pathsep) if isinstance(value, str) else [value] if isinstance(value, os.PathLike) else value
     )
@@ -185,9 +193,9 @@ class Settings:
     """
 
     cache_dir: Path = dataclasses.field(
-        default_factory=_default_cache_dir, metadata={"parse": _path, "accepts": "a directory", "unset": None}
+        default_factory=_default_cache_dir, metadata={"parse": _path, "accepts": _DIRECTORY, "unset": None}
     )
-    cache_path: tuple[Path, ...] = _setting(_paths, f"directories separated by '{os.pathsep}'", ())
+    cache_path: tuple[Path, ...] = _setting(_paths, f"directories separated by '{os.pathsep}', and none a URL", ())
     disable_cache: bool = _setting(_flag, "0 or 1", False)
     always_tune: bool = _setting(_flag, "0 or 1", False)
     on_miss: str = _setting(
@@ -217,7 +225,7 @@ class Settings:
     )
     agree: bool = _setting(_flag, "0", True, unset="auto")
     progress: bool | None = _setting(_flag, "0, 1", unset="auto")
-    log_dir: Path | None = _setting(_path, "a directory")  # noqa: RUF009 - makes a field
+    log_dir: Path | None = _setting(_path, _DIRECTORY)  # noqa: RUF009 - makes a field
     lock_timeout: float = _setting(_number(least=0, most=LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)
     executor: Executor | None = _setting(  # noqa: RUF009 - makes a field
         _executor,

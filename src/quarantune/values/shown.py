@@ -6,7 +6,7 @@ import enum
 import json
 from collections.abc import Iterable, Mapping
 
-from quarantune.values.config_values import field_names
+from quarantune.values.config_values import dtype_name, field_names
 from quarantune.values.texts import printable
 from quarantune.values.trial import Config
 
@@ -33,7 +33,7 @@ def format_value(value: object) -> str:
         return f"[{','.join(map(_inner, value))}]"
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{json.dumps(key)}:{_inner(item)}' for key, item in value.items())}}}"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else dtype_name(value) or str(value)
 
 
 def format_array(shape: Iterable[object], dtype: object) -> str:

@@ -12,7 +12,7 @@ from quarantune.values.config_values import encode, freeze
 from quarantune.values.json_object import JsonObject
 
 ConfigValue: TypeAlias = Any
-"""A number, a string, a boolean or None; an enum's member; or a tuple, `FrozenDict` or frozen dataclass of them."""
+"""A number, a string, a boolean or None; an enum's member or a dtype; or a tuple, `FrozenDict` or dataclass of them."""
 Config: TypeAlias = dict[str, ConfigValue]
 
 UNTUNED = -1
