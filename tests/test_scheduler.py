@@ -1686,6 +1686,168 @@ def test_a_config_lost_while_measured_is_not_compiled_again() -> None:
     assert len(result.given("Compile", 0)) == 1
 
 
+# --- kills from outside, and processes that run out --------------------------------------------------------
+
+KILLED = -int(signal.SIGKILL)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("do", ["Compile", "Measure"])
+def test_a_config_that_was_killed_is_repeated_alone_before_it_counts(route: Route, exclusive: bool, do: str) -> None:
+    beside: list[int] = []
+    clock = Clock()
+
+    def is_killed(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != do:
+            return None
+        if worker.starts:
+            beside.extend((sandbox._compiling | sandbox._measuring) - {worker.number})
+        return [(0.1, worker.says("PhaseEntered", "compile")), (0.4, worker.ends(KILLED))]
+
+    def is_fine(worker: FakeWorker) -> None:
+        is_killed(worker)
+
+    sandbox = FakeSandbox(clock, for_config(1, is_killed, is_fine))
+    once = run(plan_for(route, exclusive=exclusive), 6, clock=clock, sandbox=sandbox)
+    assert once.outcomes == ["ok"] * 6
+    sandbox = FakeSandbox(clock, for_config(1, is_killed))
+    ever = run(plan_for(route, exclusive=exclusive), 6, clock=clock, sandbox=sandbox)
+    assert ever.outcomes == ["ok", "crashed", *["ok"] * 4]
+    assert "killed by SIGKILL" in ever.trials[1].message
+    assert beside == []
+
+
+class Murderous(FakeSandbox):
+    """Config 2 kills all other workers, and then itself, whenever it does `do`."""
+
+    do = ""
+
+    def _witness(self, worker: FakeWorker, event: Event) -> None:
+        super()._witness(worker, event)
+        if worker.do == self.do and worker.trial == 2 and isinstance(event, Said):
+            for other in self.workers.values():
+                if not other.doomed:
+                    self._doom(other, KILLED, 0.01 if other is not worker else 0.05)
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("do", ["Compile", "Measure"])
+def test_a_config_that_kills_its_siblings_costs_only_itself(route: Route, exclusive: bool, do: str) -> None:
+    clock = Clock()
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.trial == 2 and worker.do == do:
+            return [(0.3, worker.says("PhaseEntered", "compile" if do == "Compile" else "check"))]
+        return None
+
+    sandbox = Murderous(clock, act)
+    sandbox.do = do
+    result = run(plan_for(route, exclusive=exclusive), 8, clock=clock, sandbox=sandbox)
+    assert result.outcomes == ["ok", "ok", "crashed", *["ok"] * 5]
+
+
+class Crowded(FakeSandbox):
+    """At most `room` workers can start their threads; `tells` are the words of those that cannot."""
+
+    room = 1
+    tells = "pthread_create failed: Resource temporarily unavailable"
+    failed = 0
+
+    def _give(self, worker: FakeWorker, frame: codec.Frame, fds: Sequence[int]) -> None:
+        is_new = worker.number not in self.written and not worker.do
+        super()._give(worker, frame, fds)
+        if is_new and len([other for other in self.workers.values() if not other.ended]) > self.room:
+            self.failed += 1
+            self.log_of[worker.number] = self.tells
+            self._agenda = [entry for entry in self._agenda if entry[2].number != worker.number]
+            heapq.heapify(self._agenda)
+            self._doom(worker, -int(signal.SIGABRT), 0.2)
+
+    def log(self, number: int) -> str:
+        return super().log(number) + self.log_of.get(number, "")
+
+    @property
+    def log_of(self) -> dict[int, str]:
+        return self.__dict__.setdefault("_log_of", {})
+
+
+@EVERY_WAY
+@pytest.mark.parametrize("room", [1, 2, 3])
+@pytest.mark.parametrize("defaults", [False, True])
+def test_where_processes_run_out_fewer_configs_run_and_all_end_well(
+    route: Route, exclusive: bool, room: int, defaults: bool, reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    sandbox = Crowded(clock, when("Measure", agrees))
+    sandbox.room = room
+    result = run(
+        plan_for(route, exclusive=exclusive, parked=6, ahead=route is Route.TOGETHER),
+        12,
+        clock=clock,
+        sandbox=sandbox,
+        reference=reference if defaults else None,
+    )
+    assert result.outcomes == ["ok"] * 12
+    assert sandbox.failed <= 12
+    assert result.seconds < 60
+    assert len([text for text in caplog.messages if "no further process or thread" in text]) == 1
+
+
+@ROUTES
+def test_where_not_even_one_worker_can_run_the_sweep_ends_with_an_error(route: Route) -> None:
+    clock = Clock()
+    sandbox = Crowded(clock, lambda worker: None)
+    sandbox.room = 0
+    with pytest.raises(BlockingIOError, match="temporarily unavailable"):
+        run(plan_for(route), 12, clock=clock, sandbox=sandbox)
+
+
+@ROUTES
+@pytest.mark.parametrize(
+    "words",
+    [
+        "RuntimeError: can't start new thread",
+        "    pid = os.fork()\n          ^^^^\nBlockingIOError: [Errno 11] Resource temporarily unavailable",
+        "terminate called after throwing an instance of 'std::system_error'\n what(): Resource temporarily unavailable",
+        "Check failed: ret == 0 (11 vs. 0)Thread tf_XLAEigen creation via pthread_create() failed.",
+        "OpenBLAS blas_thread_init: pthread_create failed for thread 1 of 2: Resource temporarily unavailable",
+        "libgomp: Thread creation failed: Resource temporarily unavailable",
+        "sh: 1: Cannot fork",
+        "bash: fork: retry: Resource temporarily unavailable",
+    ],
+)
+def test_a_config_that_exhausts_processes_alone_is_lost_and_costs_no_other(route: Route, words: str) -> None:
+    def exhausts(worker: FakeWorker) -> list[Step]:
+        return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.raises("compile", message=words))]
+
+    result = run(plan_for(route), 5, for_config(1, exhausts))
+    assert result.outcomes == ["ok", "lost", *["ok"] * 3]
+    assert "could not start a process or thread" in result.trials[1].message
+
+
+def test_errors_that_only_resemble_a_shortage_stand() -> None:
+    def is_busy(worker: FakeWorker) -> list[Step]:
+        text = "[Errno 11] Resource temporarily unavailable"
+        return [(0.1, worker.raises("compile", error="BlockingIOError", message=text))]  # of a file lock
+
+    assert run(plan_for(Route.TOGETHER), 2, for_config(1, is_busy)).outcomes == ["ok", "error"]
+
+
+@EVERY_WAY
+def test_defaults_that_lack_memory_beside_those_that_wait_for_them_run_alone(
+    route: Route, exclusive: bool, memory: dict[int, int], reference: Reference
+) -> None:
+    def act(worker: FakeWorker) -> Sequence[Step] | None:
+        if worker.do == "Compile" and worker.trial == 5 and not worker.starts:
+            memory[worker.number] = 2 * GB
+            return [(0.1, worker.says("PhaseEntered", "compile")), (10.0, worker.ends())]
+        return agrees(worker) if worker.do == "Measure" else None
+
+    plan = plan_for(route, exclusive=exclusive, may_exceed_alone=True, compile_timeout_s=20.0)
+    result = run(plan, 12, act, reference=reference, available_memory=lambda: 3 * GB)
+    assert result.outcomes == ["ok"] * 12
+
+
 # --- used workers -------------------------------------------------------------------------------------------
 
 TROUBLES: dict[str, Callable[[FakeWorker], list[Step]]] = {

@@ -101,11 +101,12 @@ def processes(settings: Settings) -> Check:
     if left is None:
         return ok("processes", "no limit holds for this user or in this cgroup")
     needed = 3 * compile_slots(settings) + 16  # a worker has threads, and compilers start some more
-    found = f"{left} more processes and threads may be started"
-    if left >= 16 * needed:
+    number, limit = left
+    found = f"{number} more processes and threads may be started, because {limit}"
+    if number >= 16 * needed:
         return ok("processes", found)
     remedy = "raise `ulimit -u`, or pids.max of the cgroup (for a container: --pids-limit)"
-    judge = fail if left < needed else warn
+    judge = fail if number < needed else warn
     return judge("processes", f"{found}; each of {compile_slots(settings)} workers may need dozens", remedy)
 
 

@@ -67,8 +67,8 @@ def descriptors_left() -> int:
     return most // 2
 
 
-def processes_left(*, root: Path = _ROOT) -> int | None:
-    """Returns how many more processes and threads may be started here; None where no limit holds.
+def processes_left(*, root: Path = _ROOT) -> tuple[int, str] | None:
+    """Returns how many more processes and threads may be started here, and the limit; None where no limit holds.
 
     The user's own limit does not bind root.
     """
@@ -76,11 +76,12 @@ def processes_left(*, root: Path = _ROOT) -> int | None:
     for directory in _cgroup_directories("pids", root):
         limit, used = (proc.text(directory / name).strip() for name in ("pids.max", "pids.current"))
         if limit.isdigit():
-            left.append(int(limit) - int(used or 0))
+            left.append((max(0, int(limit) - int(used or 0)), f"pids.max of the control group is {limit}"))
     limit_of_user, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if os.geteuid() != 0 and limit_of_user != resource.RLIM_INFINITY:
-        left.append(limit_of_user - _threads_of_user(root))
-    return max(0, min(left)) if left else None
+        in_use = _threads_of_user(root)
+        left.append((max(0, limit_of_user - in_use), f"`ulimit -u` of this user is {limit_of_user}"))
+    return min(left, default=None)
 
 
 @functools.cache

@@ -51,6 +51,15 @@ class Ended:
 Event: TypeAlias = Said | Damaged | Ended
 
 
+def was_killed(status: int | None) -> bool:
+    """Returns whether a process was ended by a signal that no fault of its own raises.
+
+    Args:
+        status: as in `Ended`.
+    """
+    return status is not None and -status in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
 def describe_status(status: int | None) -> str:
     """Returns, in words, how a process ended.
 

@@ -147,13 +147,15 @@ class Forker:
                 self._add(_new_client(order, fds))
             case WarmUp():
                 self._warm_up(order)
-            case StartSweep():
-                self._start_sweep(client, order, fds)
-            case StartWorker():
+            case StartSweep() | StartWorker():
                 try:
-                    self._start_worker(client, order, fds)
+                    if isinstance(order, StartSweep):
+                        self._start_sweep(client, order, fds)
+                    else:
+                        self._start_worker(client, order, fds)
                 except OSError:  # no more processes, or an environment too large for one
-                    traceback.print_exc()
+                    with open(fds[3 if isinstance(order, StartSweep) else 1], "a", closefd=False) as log:
+                        traceback.print_exc(file=log)
                     wire.close_all(fds)
                     self._report(client, Exited(order.number, None))
             case Kill():

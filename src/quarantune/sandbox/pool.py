@@ -9,10 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from quarantune.host import machine, memory
-from quarantune.sandbox import spool, wire
+from quarantune.sandbox import shortages, spool, wire
 from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.events import Event, Said
-from quarantune.sandbox.template_link import SWEEP, LinkState, TemplateLink
+from quarantune.sandbox.template_link import SWEEP, LinkState, LoadError, TemplateLink
 from quarantune.sandbox.template_messages import Exited, Kill, Started, StartWorker
 from quarantune.sandbox.wire import Connection
 from quarantune.sandbox.worker_table import WorkerTable
@@ -116,16 +116,19 @@ class Sandbox:
         Raises:
             LoadError: the payload cannot be loaded.
             SandboxError: no template can be started.
+            OSError: there are too few processes or threads to start one.
         """
         try:
-            self._open_link(load_timeout_s)
-        except SandboxError:
-            if not self._link.has_died:
+            shortages.patiently(lambda: self._open_link(load_timeout_s))
+        except (SandboxError, LoadError) as error:
+            was_killed = isinstance(error, LoadError) and error.report.was_killed
+            if not (was_killed or self._link.has_died):
                 raise
-            self._link.disconnect()
-            self._open_link(load_timeout_s)  # an earlier sweep had damaged the template
+            # Another program may have killed the load, or an earlier sweep may have damaged the template.
+            shortages.patiently(lambda: self._open_link(load_timeout_s))
 
     def _open_link(self, load_timeout_s: float | None) -> None:
+        self._link.disconnect()
         self._link.connect()
         self.share_modules(self._modules)
         if self._method == "fork" and load_timeout_s is not None:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import re
 import resource
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
+from quarantune.host import machine
 from quarantune.values.trial import SandboxError
+
+_NO_PROCESS = re.compile(
+    r"can't start new thread|Cannot fork|[Tt]hread creation failed|pthread_create[^\n]*fail|failed[^\n]*pthread_create"
+    r"|(fork|std::system_error)[^\n]*(\n[^\n]*){0,3}Resource temporarily unavailable"
+)
+"""What Python, XLA, LLVM, OpenBLAS, OpenMP, C++ and shells say of a process or thread that could not be started."""
+
+_PATIENCE_S = 10.0
+_PAUSE_S = 0.25
 
 
 @contextlib.contextmanager
@@ -32,8 +45,43 @@ def with_advice(name: str) -> Iterator[None]:
         ) from error
 
 
+def lacks_processes(text: str) -> bool:
+    """Returns whether an error or an output says that no further process or thread could be started."""
+    return _NO_PROCESS.search(text) is not None
+
+
+def process_limit() -> str:
+    """Returns the limit on processes and threads that binds most, in words."""
+    left = machine.processes_left()
+    return "the system starts no more" if left is None else left[1]
+
+
+def patiently(act: Callable[[], object]) -> None:
+    """Calls `act` until it does not lack a process or thread, or for so long that others will not end theirs.
+
+    Raises:
+        OSError: it lacks one.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            act()
+            return
+        except Exception as error:
+            if not isinstance(error, BlockingIOError) and not lacks_processes(str(error)):
+                raise
+            if time.monotonic() > deadline:
+                raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
+        time.sleep(_PAUSE_S)
+
+
 def _remedy(number: int | None) -> str | None:
     match number:
+        case errno.EAGAIN:
+            return (
+                f"not even one worker could start its threads, and {process_limit()}: end other processes, or raise "
+                "the limit with `ulimit -u` (in a container: --pids-limit)"
+            )
         case errno.EMFILE:
             limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
             return (

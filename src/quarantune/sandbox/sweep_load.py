@@ -8,7 +8,7 @@ import time
 
 from quarantune.host import machine, stops
 from quarantune.sandbox import template_watch, wire
-from quarantune.sandbox.events import describe_status
+from quarantune.sandbox.events import describe_status, was_killed
 from quarantune.sandbox.template import Template
 from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,
@@ -136,8 +136,8 @@ class SweepLoad:
             return LoadFailed(f"loading the function took longer than {self._timeout_s:g} s", Outcome.TIMEOUT)
         if self._state is LoadState.DAMAGED:
             return LoadFailed("the process damaged its own connection while it loaded the function", Outcome.CRASHED)
-        ending = describe_status(event.status)
-        return LoadFailed(f"the process {ending} while it loaded the function", Outcome.CRASHED)
+        text = f"the process {describe_status(event.status)} while it loaded the function"
+        return LoadFailed(text, Outcome.CRASHED, was_killed=was_killed(event.status))
 
     def _on_deadline(self) -> None:
         if self._state is not LoadState.LOADING:

@@ -167,6 +167,7 @@ def shared() -> Template:
 
     Raises:
         SandboxError: no template can be started.
+        OSError: there are too few processes or threads to start one.
     """
     global _template
     with _lock:
@@ -181,6 +182,8 @@ def shared() -> Template:
         if _template is None:
             try:
                 _template = Template()
+            except BlockingIOError:
+                raise
             except (OSError, RuntimeError) as error:
                 raise SandboxError(f"the template process cannot be started: {error}") from error
         return _template

@@ -60,7 +60,7 @@ class LoadError(Exception):
     """
 
     def __init__(self, report: LoadFailed) -> None:
-        super().__init__(report.text)
+        super().__init__("\n".join((report.text, report.traceback, report.log)))
         self.report = report
 
 

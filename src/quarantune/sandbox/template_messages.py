@@ -167,6 +167,7 @@ class LoadFailed:
         error: the exception's type; empty where there was none.
         traceback: the end of the exception's traceback.
         log: the end of the output of the sweep's template, which the caller adds.
+        was_killed: whether another process may have killed the sweep's template.
     """
 
     text: str
@@ -174,6 +175,7 @@ class LoadFailed:
     error: str = ""
     traceback: str = ""
     log: str = ""
+    was_killed: bool = False
 
 
 LoadReport: TypeAlias = Loaded | LoadFailed

@@ -68,7 +68,8 @@ class Apart:
     def retire_compilers(self) -> None:
         """Ends the workers that have compiled a config and have no other to compile."""
         pending = self._run.jobs.pending
-        if pending and not pending[0].is_alone and not pending[0].compiles_fresh:
+        is_next = pending and not pending[0].is_alone and not pending[0].compiles_fresh
+        if is_next and self._run.scarcity.most > 1:
             return
         for worker in self._run.workers:
             if worker.state is WorkerState.BETWEEN:
@@ -109,7 +110,10 @@ class Apart:
         if ready and ready[0].needs_fresh:
             for used in [worker for worker in device.standby if worker.used]:
                 run.workers.retire(used)
-        if self._unmeasured() and not device.standby and run.may_start_on(device):
+        # Where only one worker can run, a compile worker has to end before.
+        is_tight = run.scarcity.most == 1
+        is_needed = ready and not run.scarcity.is_full if is_tight else self._unmeasured()
+        if is_needed and not device.standby and run.may_start_on(device):
             self._start_standby(device)
         # One that was used before goes first, so that a fresh one stays at hand.
         idle = [worker for worker in device.standby if worker.state is WorkerState.IDLE]

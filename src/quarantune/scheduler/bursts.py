@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from quarantune.scheduler.apart import Apart
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.together import Together
@@ -34,6 +36,7 @@ class Bursts:
             return
         if run.jobs.default_is_pending():
             self._is_measuring = False
+            self._make_way()
             return
         waiting = len(self._route.waiting())
         if not waiting:
@@ -45,6 +48,16 @@ class Bursts:
         elif waiting and not run.workers.compiling():
             self._is_measuring = not (self.has_room() and self._is_any_pending())
 
+    def _make_way(self) -> None:
+        """Ends workers that wait for the defaults where these must run alone; their configs are compiled again."""
+        jobs = self._run.jobs
+        for worker in self._run.workers.parked() if jobs.pending[0].is_alone else ():
+            if worker.job is not None:
+                jobs.release_same_program(worker.job)
+                jobs.pending.append(worker.job)
+            worker.job = None
+            self._run.workers.retire(worker)
+
     def may_compile(self) -> bool:
         """Whether one more config may begin to compile now."""
         run, pending, workers = self._run, self._run.jobs.pending, self._run.workers
@@ -52,9 +65,14 @@ class Bursts:
             return False
         if (run.plan.exclusive and run.reference.is_coming) or not self._is_any_pending():
             return False
-        if run.plan.is_together and not run.may_start_on(run.least_used_device()):
+        if not run.may_start_on(run.least_used_device() if run.plan.is_together else None):
+            return False
+        is_awaited = run.jobs.default_is_pending() and run.jobs.may_be_compared(pending[0])
+        if not is_awaited and (run.scarcity.is_full or (run.scarcity.most == 1 and run.jobs.ready)):
             return False
         if self._suspect_runs() or (pending[0].was_lost and (workers.compiling() or workers.measuring())):
+            return False
+        if not run.plan.exclusive and self._suspect_waits():
             return False
         if self._runs_alone() or (pending[0].is_alone and not self._is_quiet()):
             return False
@@ -90,6 +108,8 @@ class Bursts:
             return False
         if run.reference.is_open and run.workers.measuring():
             return False  # outputs of which none is known to be right are compared one after another
+        if self._suspect_runs() or (self._suspect_waits() and (run.workers.measuring() or run.workers.compiling())):
+            return False
         if run.plan.exclusive and (run.workers.compiling() or not self._is_measuring):
             if not self._is_measuring:
                 device.lease.release()
@@ -106,14 +126,20 @@ class Bursts:
         if waiting and (self._runs_alone() or (pending and pending[0].is_alone)):
             return False
         is_heavy = waiting > 1 and run.memory.held_share > _PARKED_SHARE
-        return waiting < run.plan.parked and not is_long and not is_heavy
+        return waiting < min(run.plan.parked, run.scarcity.most) and not is_long and not is_heavy
 
     def _suspect_runs(self) -> bool:
-        """Whether a config runs that may have killed a template: it runs alone, so that no other is lost with it."""
+        """Whether a config runs that was killed, and may kill others: it runs alone, so that none is lost with it."""
         return any(
             worker.job is not None and worker.job.was_lost and worker.state is not WorkerState.PARKED
             for worker in self._run.workers
         )
+
+    def _suspect_waits(self) -> bool:
+        """Whether such a config waits, compiled, until nothing else runs."""
+        run = self._run
+        waiting = [*itertools.islice(run.jobs.ready, 1), *(worker.job for worker in run.workers.parked())]
+        return any(job is not None and job.was_lost and run.jobs.may_be_compared(job) for job in waiting)
 
     def _runs_alone(self) -> bool:
         """Whether a config runs, or waits, beside which no other may take memory."""
@@ -123,6 +149,6 @@ class Bursts:
         """Whether no config waits to be measured and no worker lives but those made ready ahead."""
         run = self._run
         ahead = [worker for device in run.devices for worker in device.standby]
-        return not run.jobs.ready and all(
+        return (not run.jobs.ready or run.jobs.default_is_pending()) and all(
             worker.state is WorkerState.SPARE or worker in ahead for worker in run.workers
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from quarantune.sandbox import shortages
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker, WorkerState
 from quarantune.values.trial import Outcome
@@ -11,6 +12,10 @@ from quarantune.values.trial import Outcome
 _logger = logging.getLogger("quarantune")
 
 _MAX_DEVICE_FAILURES = 2
+_LOST_FACTOR = 5
+"""So many times as many workers may be lost before that: other processes may have killed them."""
+_EXPLICABLE = (Outcome.CRASHED, Outcome.ERROR, Outcome.TIMEOUT, Outcome.LOST)
+"""Outcomes that a shortage of processes or threads may have brought about."""
 
 
 class Endings:
@@ -21,9 +26,16 @@ class Endings:
 
     def conclude(self, worker: Worker, verdict: Verdict) -> None:
         """Settles the job of a worker that has ended, or blames its device, and forgets the worker."""
+        run, device = self._run, worker.device
+        if verdict.outcome in _EXPLICABLE and shortages.lacks_processes(
+            f"{verdict.message}\n{run.workers.log(worker)}"
+        ):
+            message = f"it could not start a process or thread, and {shortages.process_limit()}"
+            verdict = Verdict(Outcome.LOST, message, is_shortage=True)
         worker.verdict = verdict
-        device = worker.device
-        if worker.job is not None:
+        if verdict.is_shortage and run.devices and not run.scarcity.gives_up(worker):
+            self._repeat_beside_fewer(worker)
+        elif worker.job is not None:
             self._settle(worker.job, worker, verdict)
         elif (
             device in self._run.devices
@@ -59,7 +71,7 @@ class Endings:
         """Ends a job, or has it tried again where its worker's end may not be its own doing."""
         run, outcome = self._run, verdict.outcome
         is_parked = worker.state is WorkerState.PARKED
-        if not run.devices:
+        if not run.devices or verdict.is_shortage:
             run.jobs.finish(job, worker, verdict, worker.phase)
         elif outcome is Outcome.LOST and (is_parked or not job.was_lost):
             # One that only waited did nothing that could have killed its template.
@@ -80,6 +92,18 @@ class Endings:
         else:
             run.jobs.finish(job, worker, verdict, worker.phase)
 
+    def _repeat_beside_fewer(self, worker: Worker) -> None:
+        """Has the job of a worker that could not start a process or thread tried again, if it had one."""
+        run, job = self._run, worker.job
+        for device in run.devices:
+            device.is_cramped = True
+        if run.scarcity.most == 1:
+            for other in run.workers:
+                if other.is_standby or other.state is WorkerState.BETWEEN:
+                    run.workers.retire(other)
+        if job is not None:
+            (run.jobs.again_alone if run.scarcity.most == 1 else run.jobs.again)(job)
+
     def _may_fit_alone(self, job: Job) -> bool:
         """Whether a config that ran out of memory might not have done so without the others."""
         plan = self._run.plan
@@ -99,14 +123,17 @@ class Endings:
         return bool(others)
 
     def _blame_device(self, device: DeviceState, worker: Worker, verdict: Verdict) -> None:
-        """Counts a standby worker that failed before it had a config; its device is withdrawn the second time."""
+        """Counts a standby worker that failed before it had a config; its device is withdrawn the second time.
+
+        Workers that were lost count less.
+        """
         if verdict.outcome is Outcome.DEVICE_OOM and worker.is_ahead:
             device.is_cramped = True
             return
         name, outcome = device.device.name, verdict.outcome
         device.failures += 1
         _logger.warning("no measuring worker on %s: %s: %s", name, outcome.value, verdict.message)
-        if device.failures >= _MAX_DEVICE_FAILURES:
+        if device.failures >= _MAX_DEVICE_FAILURES * (_LOST_FACTOR if outcome is Outcome.LOST else 1):
             message = f"no worker could be made ready on {name}: {verdict.message}"
             self._withdraw(device, Verdict(outcome, message))
 

@@ -80,6 +80,11 @@ class Jobs:
         """Whether the source may have further configs now."""
         return not (self._source.is_closed or self._source_waits or self._is_left) and bool(self._devices)
 
+    @property
+    def ended(self) -> int:
+        """How many have an outcome."""
+        return len(self.begun) - self.unfinished
+
     def refill(self, room: int) -> bool:
         """Takes configs from the source where none is pending; returns whether any is pending now.
 
@@ -122,7 +127,10 @@ class Jobs:
         """Has a job tried again when no other runs."""
         job.is_alone = True
         self.release_same_program(job)
-        self.pending.append(job)
+        if self._reference.is_awaited and self.may_be_compared(job):
+            self.pending.appendleft(job)
+        else:
+            self.pending.append(job)
 
     def join_same_program(self, job: Job, first: Job) -> None:
         """Gives a job the outcome of another, once that is known."""

@@ -29,6 +29,7 @@ from quarantune.scheduler.reference_task import ReferenceTask
 from quarantune.scheduler.replies import Replies
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.same_program import SamePrograms
+from quarantune.scheduler.scarcity import Scarcity
 from quarantune.scheduler.side_tasks import SideTasks
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.scheduler.together import Together
@@ -79,17 +80,18 @@ class Scheduler:
         self._next_tick = 0.0
         self._stops = stops.Stops(clock)
         self._owns_race = race is None
-        reference = reference or Reference()
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
-        workers = Workers(sandbox, clock)
+        workers, reference = Workers(sandbox, clock), reference or Reference()
+        jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, programs)
         self._run = run = Run(
             plan=plan,
             devices=devices,
             workers=workers,
-            jobs=Jobs(plan, reference, devices, on_trial, workers.log, source, programs),
+            jobs=jobs,
             race=race or Race(),
             reference=reference,
             memory=MemoryWatch(sandbox, plan, workers, reference, available_memory),
+            scarcity=Scarcity(workers, jobs, clock),
             clock=clock,
             available_memory=available_memory,
             on_phase=on_phase,

@@ -156,7 +156,7 @@ class Replies:
         run.jobs.finish(job, worker, verdict, Phase.MEASURE, timing)
         device.measuring, worker.job = None, None
         worker.used += 1
-        if run.plan.is_together or worker.used >= run.plan.configs_per_worker:
+        if run.plan.is_together or worker.used >= run.plan.configs_per_worker or run.scarcity.most == 1:
             run.workers.retire(worker)
         else:
             worker.transition(WorkerState.IDLE)

@@ -12,6 +12,7 @@ from quarantune.scheduler.memory_watch import MemoryWatch
 from quarantune.scheduler.plan import MEMORY_SHARE, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.scarcity import Scarcity
 from quarantune.scheduler.workers import DeviceState, Job, Worker, Workers, WorkerState
 from quarantune.values.config_values import encode
 from quarantune.values.trial import Phase
@@ -29,6 +30,7 @@ class Run:
         race: the times so far.
         reference: the outputs to compare with.
         memory: the watch on workers' memory.
+        scarcity: the number of configs that may have a worker, where processes or threads ran out.
         clock: seconds.
         available_memory: bytes of memory that are free now.
         on_phase: called with the index of a config and the phase that it enters.
@@ -41,6 +43,7 @@ class Run:
     race: Race
     reference: Reference
     memory: MemoryWatch
+    scarcity: Scarcity
     clock: Callable[[], float]
     available_memory: Callable[[], int]
     on_phase: Callable[[int, str], None]
@@ -50,7 +53,9 @@ class Run:
         return min(self.devices, key=self.workers.on)
 
     def may_start_on(self, device: DeviceState | None) -> bool:
-        """Whether a further worker may use a device: not while another one, even a dying one, owns it."""
+        """Whether a further worker may be started: not while another one, even a dying one, owns its device."""
+        if self.scarcity.pauses:
+            return False
         return device is None or not device.device.has_one_owner or not self.workers.on(device)
 
     def compile_task(self, job: Job) -> Compile:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quarantune.host import machine
-from quarantune.sandbox.events import describe_status
+from quarantune.sandbox.events import describe_status, was_killed
 from quarantune.sandbox.messages import Failed, Raised
 from quarantune.scheduler.memory_watch import MemoryWatch, shortage
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
-from quarantune.scheduler.workers import Verdict, Worker, Workers
+from quarantune.scheduler.workers import Verdict, Worker, Workers, WorkerState
 from quarantune.values.trial import Outcome, is_plausible_ms
 
 
@@ -56,7 +56,9 @@ class Exits:
             return Verdict(Outcome.LOST, "it could not be started, or the process that started it died")
         kills = machine.oom_kills()
         if status != -9 or kills <= self._oom_kills:
-            return Verdict(Outcome.CRASHED, f"the process {describe_status(status)} without a result")
+            is_first = worker.job is None or not worker.job.was_lost or worker.state is WorkerState.PARKED
+            outcome = Outcome.LOST if was_killed(status) and is_first else Outcome.CRASHED
+            return Verdict(outcome, f"the process {describe_status(status)} without a result")
         self._oom_kills = kills
         if (culprit := self._memory.larger_than(worker)) is not None:
             reason = "the kernel ran out of memory, killed another config's process"

@@ -84,10 +84,17 @@ _MOVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The meaning of a worker's end for its config."""
+    """The meaning of a worker's end for its config.
+
+    Attributes:
+        outcome: the config's outcome, unless it is tried again.
+        message: the reason, in words.
+        is_shortage: whether a process or thread could not be started, so that the end says nothing about the config.
+    """
 
     outcome: Outcome
     message: str
+    is_shortage: bool = False
 
 
 @dataclasses.dataclass(eq=False)

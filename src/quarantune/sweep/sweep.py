@@ -129,7 +129,8 @@ def _run(
         return _run_here(request, packed, configs, measured, finish)
     measures_here = isolation is Isolation.COMPILE and not request.compile_only
     _check(request, packed, possible, measures_here=measures_here)
-    return _run_in_workers(request, packed, configs, measured, finish, measures_here=measures_here)
+    with shortages.with_advice(request.problem.name):
+        return _run_in_workers(request, packed, configs, measured, finish, measures_here=measures_here)
 
 
 def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config], *, measures_here: bool) -> None:
@@ -193,7 +194,7 @@ def _run_in_workers(
     measures_here: bool,
 ) -> Swept:
     # Started before the imports, because it takes longer to start than the modules of the routes take to import.
-    template.shared()
+    shortages.patiently(template.shared)
     from quarantune.sandbox import pool
     from quarantune.sweep import routes
 
@@ -205,7 +206,6 @@ def _run_in_workers(
     if not on_many_devices:
         environ |= device.cheap_context(problem.platform, os.environ)
     with (
-        shortages.with_advice(problem.name),
         _spooled(packed) as (payload_fd, arrays_fd),
         pool.Sandbox(
             payload_fd=payload_fd,

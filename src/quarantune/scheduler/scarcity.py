@@ -1,0 +1,85 @@
+"""Runs fewer configs at a time once no further process or thread can be started, and none for a while."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+
+from quarantune.host import machine
+from quarantune.sandbox import shortages
+from quarantune.scheduler.jobs import Jobs
+from quarantune.scheduler.workers import Worker, Workers, WorkerState
+
+_logger = logging.getLogger("quarantune")
+
+_TRIES = 3
+"""How often a worker that is alone is repeated, since other programs may have taken the processes that it lacked."""
+_PAUSE_S = 0.25
+_PATIENCE_S = 10.0
+"""How long a run waits, altogether, until other programs have ended processes."""
+_AMPLE = 64
+"""More processes and threads than a worker without unusual needs has: about 20 on 2 cores."""
+_UNLIMITED = 1 << 20
+_GROWTH = 8
+"""One more worker is tried after so many configs for each without a shortage."""
+
+
+class Scarcity:
+    """Knows how many configs may have a worker at a time, and when the next worker may be started."""
+
+    def __init__(self, workers: Workers, jobs: Jobs, clock: Callable[[], float]) -> None:
+        self._workers = workers
+        self._jobs = jobs
+        self._clock = clock
+        self._most = _UNLIMITED
+        self._ended = 0
+        self._resume_at = 0.0
+        self._vain = 0
+        self._patience_s = _PATIENCE_S
+        self._given_up = 0
+
+    @property
+    def most(self) -> int:
+        """How many configs may have a worker at a time."""
+        return self._most + (self._jobs.ended - self._ended) // (_GROWTH * self._most)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further config may get a worker now; one at a time begins when all others are gone."""
+        if self.most > 1:
+            return len(self._workers.jobs()) >= self.most
+        return any(worker.state is not WorkerState.SPARE for worker in self._workers)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether no worker may be started for a while."""
+        return self._clock() < self._resume_at
+
+    def gives_up(self, worker: Worker) -> bool:
+        """Notes a worker that could not start a process or thread; returns whether its task is not repeated.
+
+        It is repeated beside fewer workers, then alone, and then after a pause.
+
+        Raises:
+            OSError: not even one worker can run.
+        """
+        if self._most == _UNLIMITED:
+            limit = shortages.process_limit()
+            _logger.warning("no further process or thread can be started (%s), so fewer configs run at a time", limit)
+        others = [other for other in self._workers if other is not worker]
+        self._most, self._ended = max(1, min(self.most, len(others) + 1) // 2), self._jobs.ended
+        self._vain = 0 if others else self._vain + 1
+        self._resume_at = self._clock() + _PAUSE_S * (1 + self._vain)
+        if self._vain <= _TRIES:
+            return False
+        left = machine.processes_left()
+        if left is not None and left[0] < _AMPLE and self._patience_s > 0:
+            self._patience_s -= _PAUSE_S * self._vain
+            return False
+        self._vain, self._most = 0, _UNLIMITED
+        self._given_up += 1
+        if not self._jobs.compiled and (self._given_up == _TRIES or self._jobs.unfinished <= 1):
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return True

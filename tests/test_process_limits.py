@@ -1,0 +1,196 @@
+"""A limit on processes and threads costs no config its outcome, and a config that exhausts it costs only itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aftermath import MARK, carriers, eventually
+
+import quarantune
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """
+import functools, json, os, sys, threading, time
+import jax, numpy as np
+import quarantune
+from quarantune.values.trial import SandboxError
+
+CONFIGS = json.loads(sys.argv[1])
+
+def sleep():
+    time.sleep(600)
+
+def start_threads():
+    for _ in range(4000):
+        threading.Thread(target=sleep, daemon=True).start()
+
+def keep_threads():
+    try:
+        start_threads()
+    except RuntimeError:
+        time.sleep(0.5)  # while siblings need some
+
+def fork():
+    while True:
+        if os.fork() == 0:
+            sleep()
+
+ACTS = {"start_threads": start_threads, "keep_threads": keep_threads, "fork": fork}
+
+@quarantune.autotune({"mode": CONFIGS}, warmup=0, rep=1, name="kernel", timeout=60, compile_timeout=60)
+@functools.partial(jax.jit, static_argnames=["mode"])
+def kernel(x, mode=CONFIGS[0]):
+    ACTS.get(mode, lambda: None)()
+    work = int(mode.partition(" ")[2] or 0)
+    for _ in range(work):
+        x = jax.numpy.sin(x) + 0
+    return x * 0
+
+if __name__ == "__main__":
+    try:
+        result = kernel.tune(np.ones((64, 64), np.float32))
+        print(json.dumps([[trial.config["mode"], trial.outcome.value, trial.message] for trial in result.trials]))
+        print(result.best_config["mode"])
+    except SandboxError as error:
+        print("told", error)
+"""
+GOOD = [f"good {work}" for work in (40, 30, 20, 10, 60, 50)]
+"""The fourth does the least work and is the fastest."""
+
+
+def _as_other_user(limit: int) -> list[str] | None:
+    """Returns the start of a command that runs as a user who may have so many processes and threads."""
+    if os.geteuid() != 0:
+        return None
+    # The limit does not bind root; reading root's files is all that the other user may do like root.
+    user, capabilities = str(50_000 + os.getpid() % 10_000), "-all,+dac_override,+dac_read_search"
+    change = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+    change += [f"--{kind}={capabilities}" for kind in ("inh-caps", "ambient-caps", "bounding-set")]
+    return ["prlimit", f"--nproc={limit}:{limit}", *change]
+
+
+@contextlib.contextmanager
+def _in_a_group(limit: int) -> Iterator[list[str] | None]:
+    """Yields the start of a command that runs in a control group with such a limit; None where none can be made."""
+    group = Path(f"/sys/fs/cgroup/pids/quarantune-{os.getpid()}")
+    try:
+        group.mkdir()
+        (group / "pids.max").write_text(str(limit))
+    except OSError:
+        yield None
+        return
+    try:
+        yield ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+    finally:
+        assert eventually(lambda: not (group / "cgroup.procs").read_text())
+        group.rmdir()
+
+
+@contextlib.contextmanager
+def limited(kind: str, limit: int) -> Iterator[list[str]]:
+    with contextlib.nullcontext(_as_other_user(limit)) if kind == "user" else _in_a_group(limit) as command:
+        if command is None or subprocess.run([*command, "true"], capture_output=True).returncode:
+            pytest.skip("this machine gives a test no such limit")
+        yield command
+
+
+class Limited:
+    """Runs the program in a directory of its own, limited or not."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.place = tmp_path
+        (tmp_path / "program.py").write_text(PROGRAM)
+        for directory in (tmp_path, *tmp_path.parents[:2]):
+            directory.chmod(0o777)
+
+    def run(self, command: list[str], configs: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
+        mark = f"{os.getpid()}-{self.place}"
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(Path(quarantune.__file__).parents[1]),
+            "JAX_PLATFORMS": "cpu",
+            "QUARANTUNE_CACHE_DIR": str(self.place / "cache"),
+            "TMPDIR": str(self.place),
+            "QUARANTUNE_CPU_COUNT": "2",
+            MARK: mark,
+            **settings,
+        }
+        done = subprocess.run(
+            [*command, sys.executable, str(self.place / "program.py"), json.dumps(configs)],
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert eventually(lambda: not carriers(MARK, mark))
+        assert not [name for name in os.listdir(self.place) if name.startswith("quarantune")]
+        return done
+
+    def journal(self) -> str:
+        return "".join(file.read_text() for file in (self.place / "cache").rglob("*") if file.is_file())
+
+
+def trials_of(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, tuple[str, str]], str]:
+    assert done.returncode == 0, done.stderr
+    listed, best = done.stdout.splitlines()
+    found: list[Any] = json.loads(listed)
+    return {mode: (outcome, message) for mode, outcome, message in found}, best
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit", "settings"),
+    [
+        ("user", 40, {}),
+        ("user", 24, {}),
+        ("user", 30, {"QUARANTUNE_CONFIGS_PER_WORKER": "4"}),
+        ("group", 48, {"QUARANTUNE_START_METHOD": "spawn"}),
+    ],
+)
+def test_a_limit_on_processes_costs_no_config_its_outcome(
+    kind: str, limit: int, settings: dict[str, str], tmp_path: Path
+) -> None:
+    program = Limited(tmp_path)
+    with limited(kind, limit) as command:
+        done = program.run(command, GOOD, **settings)
+    trials, best = trials_of(done)
+    assert {outcome for outcome, _ in trials.values()} <= {"ok", "slow"}, trials
+    assert best == GOOD[3]
+    advice = re.findall(r"no further process or thread can be started \((.*)\)", done.stderr)
+    assert len(advice) == 1
+    assert str(limit) in advice[0]
+    assert not re.search("crashed|Resource temporarily", program.journal())
+
+
+@pytest.mark.parametrize("limit", [2, 12])
+def test_a_limit_too_low_for_one_worker_is_named_and_nothing_is_remembered(limit: int, tmp_path: Path) -> None:
+    program = Limited(tmp_path)
+    with limited("user", limit) as command:
+        told = program.run([*command, "env", "OPENBLAS_NUM_THREADS=1"], GOOD).stdout
+    assert re.match(rf"told kernel: .*not even one worker.*ulimit -u` of this user is {limit}", told), told
+    trials, best = trials_of(program.run([], GOOD))
+    assert {outcome for outcome, _ in trials.values()} <= {"ok", "slow"}
+    assert best == GOOD[3]
+
+
+@pytest.mark.parametrize("misdeed", ["start_threads", "keep_threads", "fork"])
+def test_a_config_that_exhausts_the_limit_costs_only_itself(misdeed: str, tmp_path: Path) -> None:
+    program = Limited(tmp_path)
+    with limited("user", 80) as command:
+        trials, best = trials_of(program.run(command, [*GOOD[:3], misdeed, *GOOD[3:]]))
+    outcome, message = trials.pop(misdeed)
+    assert {outcome for outcome, _ in trials.values()} <= {"ok", "slow"}, trials
+    assert best == GOOD[3]
+    if misdeed != "keep_threads":  # which does its work once it has them
+        assert outcome == "lost"
+        assert "`ulimit -u` of this user is 80" in message
+        assert misdeed not in "".join(re.findall(r'"outcome": ?"(?:crashed|error)".*', program.journal()))
