@@ -77,9 +77,8 @@ class Scheduler:
         """
         self._sandbox = sandbox
         self._on_tick, self._source, self._clock = on_tick, source, clock
-        self._next_tick = 0.0
+        self._next_tick, self._owns_race = 0.0, race is None
         self._stops = stops.Stops(clock)
-        self._owns_race = race is None
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
         workers, reference = Workers(sandbox, clock), reference or Reference()
         jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, programs)
