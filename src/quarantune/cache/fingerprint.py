@@ -137,7 +137,7 @@ class _Walk:
             return
         self._seen.add(id(cls))
         is_own = cls.__module__ == self._module.get("__name__")
-        label = cls.__qualname__ if is_own else f"{cls.__module__}.{cls.__qualname__}"
+        label = cls.__qualname__ if is_own else described.type_name(cls)
         self.parts[f"class:{label}"] = _hash([described.type_name(base) for base in cls.__mro__])
         for name, member in list(vars(cls).items()):  # describing one may add another
             if name not in _CLASS_MACHINERY and (is_own or _is_written_out(member)):
@@ -189,7 +189,7 @@ class _Walk:
                     return
                 found = reach.attribute(value, name)
                 if found is not reach.NOTHING and _is_written_out(reach.attribute(cls, name)):
-                    label = cls.__qualname__ if self._is_own(cls) else f"{cls.__module__}.{cls.__qualname__}"
+                    label = cls.__qualname__ if self._is_own(cls) else described.type_name(cls)
                     self._visit("class", f"{label}.{name}", getattr(found, "fget", None) or found)
             value = found
         if isinstance(value, types.ModuleType) and not reach.is_library(value.__name__):

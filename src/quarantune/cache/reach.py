@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from quarantune.host import installed
+from quarantune.values import naming
 
 NOTHING = object()
 """Returned by `attribute` if there is no such attribute."""
@@ -105,6 +106,8 @@ def is_library(module: str) -> bool:
     if root in _VERSIONED:
         return True
     found = sys.modules.get(module)
+    if module in naming.PROGRAMS and naming.is_runner(vars(found or object)):
+        return False
     file = getattr(found, "__file__", None) or next(iter(getattr(found, "__path__", ())), None)
     if isinstance(file, str):
         return installed.is_installed(file)

@@ -9,6 +9,7 @@ import jax
 
 from quarantune import cache
 from quarantune.devices import discovery
+from quarantune.host import locks
 from quarantune.jax_internals import state as jax_state
 from quarantune.resolve import suitable
 from quarantune.resolve.bound_call import BoundCall
@@ -16,7 +17,7 @@ from quarantune.transport import assignment as assignments
 from quarantune.transport import manual_axes
 from quarantune.transport.manual_axes import Axes
 from quarantune.transport.problem import CallDescription, Problem, describe_call, is_array, key_part, named
-from quarantune.values import shardings
+from quarantune.values import naming, shardings
 from quarantune.values.describe import describe_static
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_array
@@ -70,6 +71,17 @@ class KeyedCall:
         """The values of the key in a form that people can read."""
         return self.values | ({_STATE: self.jax_state} if self.jax_state else {})
 
+    @locks.lazy
+    def former_text(self) -> str:
+        """The text of the key in earlier versions."""
+
+        def text() -> str:
+            former = _description(self.call).key_values  # what `key_fn` returned is kept
+            values = {name: former.get(name, value) for name, value in self.values.items()}
+            return _text(values, self.call, self.jax_state)
+
+        return naming.as_formerly(text)
+
     @property
     def label(self) -> str:
         """The function and the kinds of its arrays, for progress: `matmul f32[512,512]`."""
@@ -105,32 +117,28 @@ def keyed(call: BoundCall, target: Target | None = None) -> KeyedCall:
         TypeError: an argument cannot be described, or `key_fn` returned a value that JSON cannot hold.
     """
     function = call.function
-    tunables, statics = call.tunables, call.statics
     bound = dict(named(function.signature.bind_partial(*call.args, **call.kwargs)))
     suitable.check_no_references(bound, call.name)
     if function.is_jitted:
-        suitable.check_arguments({name: value for name, value in bound.items() if name not in statics}, call.name)
-    description = describe_call(
-        function.signature, statics, tunables, call.args, call.kwargs, is_jitted=function.is_jitted
-    )
+        suitable.check_arguments({name: value for name, value in bound.items() if name not in call.statics}, call.name)
+    description = _description(call)
     if target is None:
         platform, kind = discovery.platform_and_kind(description.platform)
     else:
         platform, kind = target.platform, target.device_kind
-    values = _key_values(call, description)
     axes = None
     if description.has_tracers and function.is_jitted:
         axes = manual_axes.communicated_over(function.fn, call.args, call.kwargs)
+    values = _key_values(call, description)
     if axes is not None:
         values = {**values, "communicates over": axes.sizes}
     assignment = assignments.current()
     state = jax_state.describe(describe_static, own=None if assignment is None else assignment.text)
     if (mesh := shardings.describe_context_mesh(call.args, call.kwargs)) is not None:
         state["mesh"] = mesh
-    parts = {"call": values, "code": function.fingerprint.digest} | ({"jax": state} if state else {})
     return KeyedCall(
         call=call,
-        key=CallKey(kind, cache.canonical_json(parts)),
+        key=CallKey(kind, _text(values, call, state)),
         platform=platform,
         values=values,
         jax_state=state,
@@ -156,6 +164,18 @@ def keyed_to_tune(call: BoundCall, target: Target | None = None) -> KeyedCall:
         verb, them = ("is", "it") if len(given) == 1 else ("are", "them")
         raise TypeError(f"{call.name}: {', '.join(sorted(given))} {verb} tuned here: leave {them} out")
     return described
+
+
+def _description(call: BoundCall) -> CallDescription:
+    function = call.function
+    return describe_call(
+        function.signature, call.statics, call.tunables, call.args, call.kwargs, is_jitted=function.is_jitted
+    )
+
+
+def _text(values: JsonObject, call: BoundCall, state: JsonObject) -> str:
+    parts = {"call": values, "code": call.function.fingerprint.digest} | ({"jax": state} if state else {})
+    return cache.canonical_json(parts)
 
 
 def _key_values(call: BoundCall, description: CallDescription) -> JsonObject:

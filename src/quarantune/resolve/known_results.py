@@ -27,7 +27,7 @@ from quarantune.resolve.layers import Found, Layer
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
 from quarantune.sweep.search_limits import SearchLimits
-from quarantune.values import remembered, shown
+from quarantune.values import naming, remembered, shown
 from quarantune.values import settings as environment
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
@@ -66,7 +66,7 @@ class KnownResults:
         if (known := self._winners.get(keyed.key)) is not None:
             return known
         for layer in self._layers(settings):
-            entry = layer.store.get(self._function.name, keyed.key.device, keyed.key.text)
+            entry = self._entry(layer, keyed)
             if entry is None:
                 continue
             config = self.config_of(entry, keyed.call, settings, is_own=layer.is_own)
@@ -75,6 +75,14 @@ class KnownResults:
                 known = self._winners[keyed.key] = Known(config, times_of(entry), searched_of(entry), saved_of(entry))
                 return known
         return None
+
+    def _entry(self, layer: Layer, keyed: KeyedCall) -> Entry | None:
+        """Returns a layer's entry for a call, which an earlier version may have saved under another name."""
+        name, key = self._function.name, keyed.key
+        if (entry := layer.store.get(name, key.device, key.text)) is not None:
+            return entry
+        former = naming.former_name(self._function.fn, name), keyed.former_text
+        return None if former == (name, key.text) else layer.store.get(former[0], key.device, former[1])
 
     def nearest(self, keyed: KeyedCall, settings: Settings) -> Known | None:
         """Returns the config of the entry whose sizes are nearest to a call's, without a time; warns of it.

@@ -9,10 +9,9 @@ from typing import Any
 
 from quarantune import cache, jax_internals
 from quarantune.cache import Fingerprint
-from quarantune.host import locks
 from quarantune.resolve.entries import space_of
 from quarantune.transport import binding
-from quarantune.values import config_space, grid
+from quarantune.values import config_space, grid, naming
 from quarantune.values.options import Options
 from quarantune.values.trial import Config
 
@@ -69,6 +68,7 @@ class TunedFunction:
         self.options = options
         self.tunables: frozenset[str] = frozenset() if callable(configs) else frozenset(configs[0])
         self._need_defaults = need_defaults
+        self._fingerprints: dict[bool, Fingerprint] = {}
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -80,10 +80,13 @@ class TunedFunction:
         """Whether `jax.jit` has wrapped the function."""
         return self.static_names is not None
 
-    @locks.lazy
+    @property
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the function's code and of the options that affect which config wins."""
-        return cache.fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
+        kept, version = self._fingerprints, naming.is_former()
+        if version not in kept:
+            kept[version] = cache.fingerprint(inspect.unwrap(self.fn), options=self.options.deciding())
+        return kept[version]
 
     @functools.cached_property
     def identity(self) -> str:

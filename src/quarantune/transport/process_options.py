@@ -16,6 +16,7 @@ from quarantune import jax_internals
 from quarantune.host import origins
 from quarantune.jax_internals import state
 from quarantune.transport.pickling import dumps, loads
+from quarantune.values import naming
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,12 +28,14 @@ class ProcessOptions:
         jax_options: the values of JAX's options.
         contexts: the contexts of JAX that are set, pickled, as their values may be of the user's own classes.
         devices: how many devices the call needs.
+        program: the name of its program, for keys.
     """
 
     import_path: list[str]
     jax_options: Mapping[str, Any]
     contexts: bytes
     devices: int
+    program: str
 
     @classmethod
     def current(cls, *, devices: int) -> ProcessOptions:
@@ -46,6 +49,7 @@ class ProcessOptions:
             jax_options=state.options_to_travel(),
             contexts=dumps(jax_internals.contexts()),
             devices=devices,
+            program=naming.program(),
         )
 
     def adopt_before_imports(self) -> Mapping[str, Any]:
@@ -55,6 +59,7 @@ class ProcessOptions:
             The options that JAX does not know yet, for `adopt_after_imports`: a module of the user's registers them.
         """
         sys.path[:] = self.import_path + [entry for entry in sys.path if entry not in self.import_path]
+        naming.adopt(self.program)
         importlib.invalidate_caches()  # the user may have written a module since this process last looked
         unknown = state.adopt_options(self.jax_options)
         _provide_cpu_devices(self.devices)

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from quarantune.values import naming
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shardings import sharding_of
 
@@ -162,7 +163,7 @@ def _describe_inside(part: Any, outer: tuple[int, ...], *, strictly: bool = Fals
 def _is_found_by_name(function: Any) -> bool:
     """Returns whether every process finds this very function by its module and name."""
     module = getattr(function, "__module__", None)
-    if module == "__main__":  # another module in a worker
+    if module in naming.PROGRAMS:  # another module in a worker
         return False
     try:
         return operator.attrgetter(function.__qualname__)(sys.modules[str(module)]) is function
@@ -236,7 +237,7 @@ def stable_repr(value: Any) -> str:
 def name_of(thing: Any) -> str:
     """Returns `module:qualname` of a class or function, or of an object's class."""
     qualname = getattr(thing, "__qualname__", None) or type(thing).__qualname__
-    return f"{getattr(thing, '__module__', None)}:{qualname}"
+    return f"{naming.module_of(thing)}:{qualname}"
 
 
 def _digest(data: bytes) -> str:
