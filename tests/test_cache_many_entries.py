@@ -270,7 +270,7 @@ def test_a_file_of_an_earlier_version_over_the_bound_loses_nothing(
 @pytest.mark.usefixtures("bounded")
 def test_an_entry_that_no_file_may_hold_is_refused_and_the_others_stay(store: Store) -> None:
     store.put("f", "cpu", "k", ENTRY)
-    with pytest.raises(CacheWriteError, match=r"would pass 0 MiB: remove old results with `quarantune cache prune"):
+    with pytest.raises(CacheWriteError, match=r"would pass 0 MiB, .*remove old results with `quarantune cache prune"):
         store.put("f", "cpu", "big", ENTRY | {"text": "x" * 20_000})
     assert store.read("f") == {"cpu": {"k": ENTRY}}
     assert list(store.directory.rglob(".*.tmp")) == []
@@ -281,7 +281,7 @@ def test_a_table_that_nobody_could_read_is_not_exported(store: Store, tmp_path: 
     for number in range(600):
         store.put("f", "cpu" if number % 3 else "gpu", f"k{number}", ENTRY)
     cache = TuningCache(store.directory)
-    with pytest.raises(CacheWriteError, match=r"nothing was exported to .*f\.json.*: name fewer"):
+    with pytest.raises(CacheWriteError, match=r"would pass 0 MiB, .*export fewer devices"):
         cache.export(tmp_path / "out")
     assert not (tmp_path / "out" / "f.json").exists()
     assert len(cache.export(tmp_path / "out", devices="gpu")) == 200

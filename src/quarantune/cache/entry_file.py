@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -13,9 +14,9 @@ from typing import Any, TypeAlias
 
 from quarantune.cache import content, file_lease
 from quarantune.cache.errors import CacheWriteError, report_once
-from quarantune.cache.file_lease import LeaseLostError
+from quarantune.cache.file_lease import FileLease, LeaseLostError
 from quarantune.host import shared_files
-from quarantune.host.shared_files import NotAFileError, TooLargeError
+from quarantune.host.shared_files import NotAFileError, TooLargeError, directory_of
 from quarantune.values.json_object import JsonObject
 
 SCHEMA = 1
@@ -43,49 +44,131 @@ class NewerSchemaError(Exception):
     """The file was written by a later version of this package."""
 
 
-def problems(path: Path, *, below: Path | None) -> list[str]:
-    """Returns a sentence for each fault of a file and its entries; changes nothing."""
-    try:
-        load(path, below=below)
-    except OSError as error:
-        return [f"the cache file {str(path)!r} cannot be read ({reason(error)})"]
-    except DamagedError as error:
-        return error.faults or [str(error)]
-    except NewerSchemaError as error:
-        return [str(error)]
-    return []
+@dataclasses.dataclass(frozen=True)
+class EntryFile:
+    """One file of entries.
 
-
-def load(path: Path, *, below: Path | None) -> Contents:
-    """Returns the entries of a file; none if there is no file.
-
-    Args:
+    Attributes:
         path: the file.
-        below: the cache directory; None where the file may be a link, as in a mounted or an installed table.
-
-    Raises:
-        DamagedError: it holds something other than valid entries.
-        NewerSchemaError: it was written by a later version of this package.
-        OSError: it cannot be read; `TooLargeError` if it is too large, as earlier versions could leave it.
+        directory: the cache directory.
+        is_read_only: whether it is only read; then it may be a link, as in a mounted or an installed table.
+        timeout_s: the longest wait for other writers, in seconds.
     """
-    for attempts_left in (2, 1, 0):
-        try:
-            return _decode(_read(path, below), path)
-        except TooLargeError:
-            raise
-        except NotAFileError as error:
-            raise DamagedError(f"the cache file {str(path)!r} cannot be used: {error.strerror}") from None
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except OSError as error:
-            # A network filesystem reports ESTALE when the file is replaced while it is read.
-            if error.errno != errno.ESTALE or not attempts_left:
+
+    path: Path
+    directory: Path
+    is_read_only: bool
+    timeout_s: float
+
+    def load(self) -> Contents:
+        """Returns the entries; none if there is no file.
+
+        Raises:
+            DamagedError: it holds something other than valid entries.
+            NewerSchemaError: it was written by a later version of this package.
+            OSError: it cannot be read; `TooLargeError` if it is too large, as earlier versions could leave it.
+        """
+        for attempts_left in (2, 1, 0):
+            try:
+                return _decode(self._read(), self.path)
+            except TooLargeError:
                 raise
-    raise AssertionError("unreachable")
+            except NotAFileError as error:
+                raise DamagedError(f"the cache file {str(self.path)!r} cannot be used: {error.strerror}") from None
+            except (FileNotFoundError, NotADirectoryError):
+                return {}
+            except OSError as error:
+                # A network filesystem reports ESTALE when the file is replaced while it is read.
+                if error.errno != errno.ESTALE or not attempts_left:
+                    raise
+        raise AssertionError("unreachable")
 
+    def problems(self) -> list[str]:
+        """Returns a sentence for each fault of the file and its entries; changes nothing."""
+        try:
+            self.load()
+        except OSError as error:
+            return [f"the cache file {str(self.path)!r} cannot be read ({reason(error)})"]
+        except DamagedError as error:
+            return error.faults or [str(error)]
+        except NewerSchemaError as error:
+            return [str(error)]
+        return []
 
-def _read(path: Path, below: Path | None) -> bytes:
-    return shared_files.read(path, below=below, largest_bytes=content.LARGEST_READ_ENTRIES_BYTES)
+    def load_or_set_aside(self) -> Contents:
+        """Returns the entries; damage is set aside. As for all that follow, the caller holds the lock of the writers.
+
+        Raises:
+            OSError: the file cannot be read.
+            NewerSchemaError: it was written by a later version of this package.
+        """
+        try:
+            return self.load()
+        except DamagedError as error:
+            aside = self._set_aside(keep=bool(error.usable))
+            report_once(f"{error}; it was set aside as {str(aside)!r}: look at it, or delete it")
+            return error.usable
+
+    def replace(self, change: Callable[[Contents], Contents]) -> None:
+        """Replaces the file.
+
+        Args:
+            change: takes the present entries, and returns those to write; called again where others overwrite them.
+
+        Raises:
+            CacheWriteError: it could not be replaced; the message says why.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            with contextlib.suppress(LeaseLostError), self._announced() as lease:
+                wanted = encode(change(self.load_or_set_aside()))
+                if not self._holds(wanted):
+                    lease.replace(wanted)
+                if self._holds(wanted):
+                    return
+            if time.monotonic() > deadline:
+                raise CacheWriteError(
+                    f"what was written to {str(self.path)!r} was overwritten for {self.timeout_s:g} s: "
+                    "see which other program writes there"
+                )
+
+    def remove(self) -> None:
+        """Removes the file; damage is set aside, and a file of a newer schema stays.
+
+        Raises:
+            CacheWriteError: it could not be removed; the message says why.
+        """
+        with self._announced():
+            with contextlib.suppress(TooLargeError):
+                self.load_or_set_aside()
+            with directory_of(self.path, below=self.directory) as place:
+                place.remove(self.path.name)
+
+    def _holds(self, data: bytes) -> bool:
+        with contextlib.suppress(FileNotFoundError, NotAFileError):
+            return self._read() == data
+        return False
+
+    def _read(self) -> bytes:
+        below = None if self.is_read_only else self.directory
+        return shared_files.read(self.path, below=below, largest_bytes=content.LARGEST_READ_ENTRIES_BYTES)
+
+    @contextlib.contextmanager
+    def _announced(self) -> Iterator[FileLease]:
+        announced = file_lease.announced(self.path, below=self.directory, timeout_s=self.timeout_s)
+        with typed_errors(self.path), announced as lease:
+            yield lease
+
+    def _set_aside(self, *, keep: bool) -> Path:
+        """Renames a damaged file; with `keep` it also keeps its name, until its usable entries replace it."""
+        with directory_of(self.path, below=self.directory) as place:
+            aside = place.free_name(self.path.name)
+            if keep:
+                with contextlib.suppress(OSError):
+                    place.link(self.path.name, aside)
+                    return place.path / aside
+            place.rename(self.path.name, aside)
+            return place.path / aside
 
 
 def _decode(data: bytes, path: Path) -> Contents:
@@ -125,7 +208,11 @@ def _is_contents(value: Any) -> bool:
 
 
 def encode(contents: Contents) -> bytes:
-    """Returns the content of a file of entries."""
+    """Returns the content of a file of entries.
+
+    Raises:
+        CacheWriteError: it would be larger than any file may be.
+    """
     # One line for each entry: people can read and grep it, and the fast encoder can be used for each.
     text_of = json.JSONEncoder(allow_nan=False).encode
     devices = (
@@ -135,90 +222,13 @@ def encode(contents: Contents) -> bytes:
         for device, entries in contents.items()
         if entries
     )
-    return ("{\n" + ",\n".join(devices) + "\n}\n").encode("ascii")
-
-
-def update(
-    path: Path,
-    change: Callable[[Contents], Any],
-    is_there: Callable[[Contents, Any], bool],
-    *,
-    below: Path,
-    timeout_s: float,
-) -> None:
-    """Replaces a file; the caller holds the lock of its writers.
-
-    Args:
-        path: the file; its folder is made if necessary.
-        change: changes the entries, and returns a description of the wanted ones for `is_there`.
-        is_there: takes the entries as they were read back and that description; returns whether the change is in them.
-        below: the cache directory.
-        timeout_s: the longest wait for other writers, in seconds.
-
-    Raises:
-        CacheWriteError: it could not be replaced; the message says why.
-    """
-    deadline = time.monotonic() + timeout_s
-    with typed_errors(path):
-        while True:
-            with contextlib.suppress(LeaseLostError):
-                if _write_once(path, change, is_there, below, timeout_s):
-                    return
-            if time.monotonic() > deadline:
-                raise CacheWriteError(
-                    f"what was written to {str(path)!r} was overwritten for {timeout_s:g} s: "
-                    "see which other program writes there"
-                )
-
-
-def _write_once(
-    path: Path,
-    change: Callable[[Contents], Any],
-    is_there: Callable[[Contents, Any], bool],
-    below: Path,
-    timeout_s: float,
-) -> bool:
-    with file_lease.announced(path, below=below, timeout_s=timeout_s) as lease:
-        contents = load_or_set_aside(path, below=below)
-        wanted = change(contents)
-        written = encode(contents)
-        if len(written) > content.LARGEST_ENTRIES_BYTES:
-            raise CacheWriteError(
-                f"nothing was saved in {str(path)!r}, which would pass {content.LARGEST_ENTRIES_BYTES >> 20} MiB: "
-                "remove old results with `quarantune cache prune --older-than`"
-            )
-        lease.replace(written)
-        with contextlib.suppress(FileNotFoundError, DamagedError):
-            found = _read(path, below)
-            return found == written or is_there(_decode(found, path), wanted)
-        return False
-
-
-def load_or_set_aside(path: Path, *, below: Path) -> Contents:
-    """Returns the entries of a file; one with damage is set aside, and its usable entries are returned.
-
-    Raises:
-        OSError: it cannot be read.
-        NewerSchemaError: it was written by a later version of this package.
-    """
-    try:
-        return load(path, below=below)
-    except DamagedError as error:
-        aside = _set_aside(path, below, keep=bool(error.usable))
-        report_once(f"{error}; it was set aside as {str(aside)!r}: look at it, or delete it")
-        return error.usable
-
-
-def _set_aside(path: Path, below: Path, *, keep: bool) -> Path:
-    """Renames a damaged file; with `keep` it also keeps its name, until its usable entries replace it."""
-    with shared_files.directory_of(path, below=below) as place:
-        aside = place.free_name(path.name)
-        if keep:
-            with contextlib.suppress(OSError):
-                place.link(path.name, aside)
-                return place.path / aside
-        place.rename(path.name, aside)
-        return place.path / aside
+    encoded = ("{\n" + ",\n".join(devices) + "\n}\n").encode("ascii")
+    if len(encoded) > content.LARGEST_ENTRIES_BYTES:
+        raise CacheWriteError(
+            f"a file of results would pass {content.LARGEST_ENTRIES_BYTES >> 20} MiB, and was not written: remove old "
+            "results with `quarantune cache prune --older-than`, or export fewer devices at a time"
+        )
+    return encoded
 
 
 @contextlib.contextmanager

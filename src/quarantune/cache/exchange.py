@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from quarantune.cache import content
 from quarantune.cache.entry_file import Contents, Entry, encode
 from quarantune.cache.errors import CacheWriteError
 from quarantune.cache.keys import canonical_json, safe_name
@@ -225,15 +224,9 @@ def _joined(present: Contents, added: Contents) -> Contents:
 
 
 def _replace(path: Path, contents: Contents) -> None:
-    encoded = encode(contents)
-    if len(encoded) > content.LARGEST_ENTRIES_BYTES:
-        raise CacheWriteError(
-            f"nothing was exported to {str(path)!r}, which would pass {content.LARGEST_ENTRIES_BYTES >> 20} MiB: name "
-            "fewer devices, or another directory"
-        )
     try:
         with Directory(path.parent, make=True) as place:
-            place.replace(path.name, encoded)
+            place.replace(path.name, encode(contents))
     except OSError as error:
         raise CacheWriteError(
             f"nothing was exported to {str(path)!r} ({error.strerror}): name a directory that is writable"

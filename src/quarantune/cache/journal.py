@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import os
 import re
@@ -22,6 +21,8 @@ from quarantune.values.json_object import JsonObject
 
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
+_TURNS = ("", *(f"_{number:04}" for number in range(1, 10_000)))
+"""What tells the files apart that one host has written one after the other."""
 _TROUBLE_KEY = "trouble"
 _TROUBLE = frozenset({"crashed", "timeout"})
 
@@ -67,19 +68,13 @@ class Journal:
             plainer = plain(record, finite_only=False)
             text = json.dumps(plainer, separators=(",", ":"), allow_nan=False).encode("ascii")
         line = b"%08x %b\n" % (zlib.crc32(text), text)
-        for number in itertools.count():
-            turn = f"_{number:04}" if number else ""
-            if self._append_line(f"{self._stem}.{this_host()}{turn}{self._suffix}", line):
-                return
-
-    def _append_line(self, name: str, line: bytes) -> bool:
+        names = (f"{self._stem}.{this_host()}{turn}{self._suffix}" for turn in _TURNS)
         try:
             with Directory(self._root, self.directory.name, make=True) as place:
-                return _append_line(place, name, line)
+                next(name for name in names if _append_line(place, name, line))
         except OSError as error:
-            path = self.directory / name
             raise CacheWriteError(
-                f"the trial was not recorded in {str(path)!r} ({error.strerror}): an interrupted sweep "
+                f"the trial was not recorded in {str(self.directory)!r} ({error.strerror}): an interrupted sweep "
                 "measures it again; make the directory writable, or set QUARANTUNE_CACHE_DIR to one that is"
             ) from error
 

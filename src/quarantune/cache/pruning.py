@@ -109,8 +109,8 @@ def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str], bool])
         if store.problems(folder.stem):
             continue  # there may be results that cannot be read
         for path in [path for suffix in _RECORDS for path in paths(store.directory, f"{folder.name}/*.{suffix}")]:
-            is_known = path.name.partition(".")[0] in known
-            if not is_known and _written_s(path) < before_s and _is_readable(path, content.LARGEST_READ_JOURNAL_BYTES):
+            is_old = path.name.partition(".")[0] not in known and _written_s(path) < before_s
+            if is_old and _is_readable(path, content.LARGEST_READ_JOURNAL_BYTES):
                 yield path
 
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from quarantune.cache import entry_file, file_lease
-from quarantune.cache.entry_file import SCHEMA, Contents, DamagedError, Entry, NewerSchemaError, reason, typed_errors
+from quarantune.cache.entry_file import SCHEMA, Contents, DamagedError, Entry, EntryFile, NewerSchemaError
 from quarantune.cache.errors import CacheWriteError, report_once
-from quarantune.cache.file_lease import LeaseLostError
 from quarantune.cache.keys import plain, problem_hash, safe_name
-from quarantune.host.shared_files import Directory, TooLargeError, directory_of, paths
+from quarantune.host.shared_files import Directory, TooLargeError, paths
 
 _SET_ASIDE_TIMEOUT_S = 2.0
 _MAIN_BYTES = 1 << 19
 """The size that a function's main file does not pass; it takes 5 ms to read on a 2-core machine."""
+
+
+def _offered(device: str, key: str, present: Entry, offered: Entry) -> Entry:
+    return offered
 
 
 class Store:
@@ -47,7 +52,6 @@ class Store:
         """
         self.directory = directory
         self._read_only = read_only
-        self._below = None if read_only else directory
         self._lock_timeout_s = lock_timeout_s
 
     def path(self, name: str) -> Path:
@@ -61,18 +65,12 @@ class Store:
             return sorted({stem for stem, _, kind in files if kind in ("json", "entries")})
         return []
 
-    def paths(self, name: str) -> Iterator[Path]:
-        """Yields the files of a function's entries, the main file first; the others are looked for after that."""
-        yield self.path(name)
-        folder, pattern = _folder(self.path(name)), "[0-9a-f][0-9a-f].json"
-        yield from paths(folder, pattern) if self._read_only else paths(self.directory, f"{folder.name}/{pattern}")
-
     def read(self, name: str) -> Contents:
         """Returns all entries in a function's files; those in no usable file are left out."""
-        paths = self.paths(name)
-        contents = self._read(name, next(paths))
-        for path in paths:
-            for device, key, entry in _each(self._read(name, path)):
+        files = self._files(name)
+        contents = self._read(name, next(files))
+        for file in files:
+            for device, key, entry in _each(self._read(name, file)):
                 contents.setdefault(device, {}).setdefault(key, entry)
         return contents
 
@@ -80,23 +78,9 @@ class Store:
         """Returns one entry, or None."""
         main = self.path(name)
         for path in (main, _further(main, device, key)):
-            if (entry := self._read(name, path).get(device, {}).get(key)) is not None:
+            if (entry := self._read(name, self._file(path)).get(device, {}).get(key)) is not None:
                 return entry
         return None
-
-    def _read(self, name: str, path: Path) -> Contents:
-        try:
-            return entry_file.load(path, below=self._below)
-        except OSError as error:
-            report_once(f"the cache file {str(path)!r} cannot be read ({reason(error)}): tuned results are not found")
-        except NewerSchemaError as error:
-            report_once(str(error))
-        except DamagedError as error:
-            if not self._read_only:
-                return self._read_damaged(name, path, error.usable)
-            report_once(f"{error}; the rest of this file is used, and the file stays, because it is only read")
-            return error.usable
-        return {}
 
     def put(self, name: str, device: str, key: str, entry: Mapping[str, Any]) -> None:
         """Saves one entry, in place of any earlier one.
@@ -119,7 +103,7 @@ class Store:
         name: str,
         contents: Mapping[str, Mapping[str, Entry]],
         *,
-        prefer: Callable[[str, str, Entry, Entry], Entry] = lambda device, key, present, offered: offered,
+        prefer: Callable[[str, str, Entry, Entry], Entry] = _offered,
     ) -> None:
         """Saves many entries at once.
 
@@ -139,7 +123,7 @@ class Store:
         }
         with self._lock(name):
             for path, part in self._places(name, offered).items():
-                self._add(path, part, prefer)
+                self._file(path).replace(functools.partial(_joined, part, prefer))
 
     def delete(self, name: str, device: str, key: str) -> bool:
         """Removes one entry.
@@ -152,11 +136,7 @@ class Store:
         """
         if self.get(name, device, key) is None:
             return False
-        main = self.path(name)
-        with self._lock(name):
-            for path in (_further(main, device, key), main):
-                if path.exists():
-                    self._remove(path, lambda its_device, its_key, _: (its_device, its_key) == (device, key))
+        self.discard(name, lambda its_device, its_key, _: (its_device, its_key) == (device, key))
         return True
 
     def discard(self, name: str, is_unwanted: Callable[[str, str, Entry], bool]) -> None:
@@ -170,8 +150,8 @@ class Store:
             CacheWriteError: they could not be removed; the message says why.
         """
         with self._lock(name):
-            for path in reversed(list(self.paths(name))):  # an entry of the main file may hide one of another
-                self._remove(path, is_unwanted)
+            for file in reversed(list(self._files(name))):  # an entry of the main file may hide another
+                file.replace(functools.partial(_without, is_unwanted))
 
     def clear(self, name: str) -> None:
         """Removes all entries of a function, and its files; a file of a newer schema is left alone.
@@ -179,105 +159,83 @@ class Store:
         Raises:
             CacheWriteError: one could not be removed; the message says why.
         """
-        if any(os.path.lexists(path) for path in self.paths(name)):
+        if any(os.path.lexists(file.path) for file in self._files(name)):
             with self._lock(name):
-                for path in reversed(list(self.paths(name))):
-                    with (
-                        typed_errors(path),
-                        file_lease.announced(path, below=self.directory, timeout_s=self._lock_timeout_s),
-                    ):
-                        with contextlib.suppress(TooLargeError):
-                            entry_file.load_or_set_aside(path, below=self.directory)
-                        with directory_of(path, below=self.directory) as place:
-                            place.remove(path.name)
+                for file in reversed(list(self._files(name))):
+                    file.remove()
                 with contextlib.suppress(OSError):
                     _folder(self.path(name)).rmdir()
 
     def problems(self, name: str) -> list[str]:
         """Returns a sentence for each fault of a function's files and their entries; changes nothing."""
-        return [problem for path in self.paths(name) for problem in entry_file.problems(path, below=self._below)]
+        return [problem for file in self._files(name) for problem in file.problems()]
+
+    def _file(self, path: Path) -> EntryFile:
+        return EntryFile(path, self.directory, self._read_only, self._lock_timeout_s)
+
+    def _files(self, name: str) -> Iterator[EntryFile]:
+        """Yields the files of a function's entries, the main file first; the others are looked for after that."""
+        main = self.path(name)
+        yield self._file(main)
+        folder, pattern = _folder(main), "[0-9a-f][0-9a-f].json"
+        found = paths(folder, pattern) if self._read_only else paths(self.directory, f"{folder.name}/{pattern}")
+        yield from map(self._file, found)
+
+    def _read(self, name: str, file: EntryFile) -> Contents:
+        try:
+            return file.load()
+        except OSError as error:
+            reason = entry_file.reason(error)
+            report_once(f"the cache file {str(file.path)!r} cannot be read ({reason}): tuned results are not found")
+        except NewerSchemaError as error:
+            report_once(str(error))
+        except DamagedError as error:
+            if not self._read_only:
+                return self._read_damaged(name, file.path, error.usable)
+            report_once(f"{error}; the rest of this file is used, and the file stays, because it is only read")
+            return error.usable
+        return {}
+
+    def _read_damaged(self, name: str, path: Path, usable: Contents) -> Contents:
+        # Only under our own lease is the file that is moved aside certain to be the damaged one, not its successor.
+        hasty = Store(self.directory, lock_timeout_s=min(self._lock_timeout_s, _SET_ASIDE_TIMEOUT_S))
+        try:
+            with hasty._lock(name):
+                hasty._file(path).replace(lambda present: present)
+                return hasty._file(path).load()
+        except (CacheWriteError, DamagedError) as error:
+            report_once(f"{str(path)!r} is damaged and could not be set aside: {error}")
+            return usable
 
     @contextlib.contextmanager
-    def _lock(self, name: str, *, timeout_s: float | None = None) -> Iterator[None]:
+    def _lock(self, name: str) -> Iterator[None]:
         """Holds the lock for which all writers of a function's files queue."""
         assert not self._read_only
         path = self.path(name)
-        with typed_errors(path):
-            wait_s = self._lock_timeout_s if timeout_s is None else timeout_s
-            with (
-                Directory(self.directory, make=True) as place,
-                file_lease.side_lock(place, f".{path.name}.lock", timeout_s=wait_s),
-            ):
-                yield
+        with (
+            entry_file.typed_errors(path),
+            Directory(self.directory, make=True) as place,
+            file_lease.side_lock(place, f".{path.name}.lock", timeout_s=self._lock_timeout_s),
+        ):
+            yield
 
     def _places(self, name: str, offered: Contents) -> dict[Path, Contents]:
         """Returns the files to which entries are added, each with its part of them."""
         main = self.path(name)
-        with typed_errors(main):
-            size = main.stat().st_size if main.exists() else 0
-            if not _folder(main).is_dir() and size + len(entry_file.encode(offered)) <= _MAIN_BYTES:
-                return {main: offered}
-            Directory(self.directory, _folder(main).name, make=True).close()
-            try:
-                present = entry_file.load_or_set_aside(main, below=self.directory)
-            except TooLargeError:
-                present = {}  # it stays as it is
+        size = main.stat().st_size if main.exists() else 0
+        if not _folder(main).is_dir() and size + len(json.dumps(offered)) <= _MAIN_BYTES:
+            return {main: offered}
+        Directory(self.directory, _folder(main).name, make=True).close()
+        present: Contents = {}
+        with contextlib.suppress(TooLargeError):  # that file stays as it is
+            present = self._file(main).load_or_set_aside()
         if present and size > 2 * _MAIN_BYTES:  # an earlier version wrote it
             for path, part in _divided(main, present).items():
-                self._add(path, part)
-            self._remove(main, lambda device, key, entry: present.get(device, {}).get(key) == entry)
+                self._file(path).replace(functools.partial(_joined, part, _offered))
+            moved = functools.partial(_without, lambda device, key, entry: present.get(device, {}).get(key) == entry)
+            self._file(main).replace(moved)
             present = {}
         return _divided(main, offered, stay=present)
-
-    def _add(
-        self,
-        path: Path,
-        offered: Contents,
-        prefer: Callable[[str, str, Entry, Entry], Entry] = lambda device, key, present, offered: offered,
-    ) -> None:
-        def change(present: Contents) -> Contents:
-            wanted: Contents = {}
-            for device, entries in offered.items():
-                there = present.setdefault(device, {})
-                wanted[device] = {
-                    key: prefer(device, key, there[key], entry) if key in there else entry
-                    for key, entry in entries.items()
-                }
-                there.update(wanted[device])
-            return wanted
-
-        def is_there(found: Contents, wanted: Contents) -> bool:
-            return all(found.get(device, {}).get(key) == entry for device, key, entry in _each(wanted))
-
-        entry_file.update(path, change, is_there, below=self.directory, timeout_s=self._lock_timeout_s)
-
-    def _remove(self, path: Path, is_unwanted: Callable[[str, str, Entry], bool]) -> None:
-        def unwanted(contents: Contents) -> list[tuple[str, str]]:
-            return [(device, key) for device, key, entry in _each(contents) if is_unwanted(device, key, entry)]
-
-        def change(present: Contents) -> None:
-            for device, key in unwanted(present):
-                del present[device][key]
-
-        timeout_s = self._lock_timeout_s
-        entry_file.update(path, change, lambda found, _: not unwanted(found), below=self.directory, timeout_s=timeout_s)
-
-    def _read_damaged(self, name: str, path: Path, usable: Contents) -> Contents:
-        # Only under our own lease is the file that is moved aside certain to be the damaged one, not its successor.
-        timeout_s = min(self._lock_timeout_s, _SET_ASIDE_TIMEOUT_S)
-        try:
-            with (
-                self._lock(name, timeout_s=timeout_s),
-                typed_errors(path),
-                file_lease.announced(path, below=self.directory, timeout_s=timeout_s) as lease,
-            ):
-                found = entry_file.load_or_set_aside(path, below=self.directory)
-                if found:
-                    lease.replace(entry_file.encode(found))
-                return found
-        except (CacheWriteError, LeaseLostError) as error:
-            report_once(f"{str(path)!r} is damaged and could not be set aside: {error}")
-            return usable
 
 
 def _folder(main: Path) -> Path:
@@ -301,3 +259,18 @@ def _divided(main: Path, contents: Contents, *, stay: Contents | None = None) ->
 
 def _each(contents: Contents) -> Iterator[tuple[str, str, Entry]]:
     return ((device, key, entry) for device, entries in contents.items() for key, entry in entries.items())
+
+
+def _joined(offered: Contents, prefer: Callable[[str, str, Entry, Entry], Entry], present: Contents) -> Contents:
+    joined = {device: dict(entries) for device, entries in present.items()}
+    for device, key, entry in _each(offered):
+        there = joined.setdefault(device, {})
+        there[key] = prefer(device, key, there[key], entry) if key in there else entry
+    return joined
+
+
+def _without(is_unwanted: Callable[[str, str, Entry], bool], present: Contents) -> Contents:
+    return {
+        device: {key: entry for key, entry in entries.items() if not is_unwanted(device, key, entry)}
+        for device, entries in present.items()
+    }
