@@ -147,3 +147,52 @@ def test_a_tuner_whose_function_has_no_defaults_says_what_to_set() -> None:
     with quarantune.settings(on_miss="default"), pytest.raises(CacheMissError) as caught:
         tuner.run(X)
     assert str(caught.value).endswith("tune it with QUARANTUNE_ON_MISS=tune, or give its tunables defaults")
+
+
+# --- a config put by hand -----------------------------------------------------------------------------------
+
+
+def test_a_config_that_is_put_is_used_by_the_next_call(sweeps: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fn, x = scaled(), jax.numpy.asarray(X)
+    result = fn.tune(X)
+    other = next(config for config in CONFIGS if config != result.best_config)
+    fn(x), fn(X)
+    monkeypatch.setenv("QUARANTUNE_VERSION_CHECK", "1")
+    cache = TuningCache()
+    cache.put(result.name, result.key, result.device, other)
+    for again in (fn, scaled()):
+        for given in (x, X):
+            np.testing.assert_array_equal(again(given), X * (other["n"] + 1))
+        assert again.lookup(X) == other
+    tuner = quarantune.AutoTuner(scaled().__wrapped__, CONFIGS, name="scaled", rep=1, ref_fn=None)
+    assert tuner.run(X).best_config == other
+    cache.put(result.name, result.key, result.device, result.best_config)
+    assert tuner.run(X).best_config == result.best_config
+    assert len(sweeps) == 1
+
+
+def test_a_config_that_is_put_elsewhere_or_is_none_of_the_space_is_not_used(tmp_path: Path, sweeps: list[str]) -> None:
+    fn = scaled(name="elsewhere")
+    result = fn.tune(X)
+    other = next(config for config in CONFIGS if config != result.best_config)
+    TuningCache(tmp_path / "elsewhere").put(result.name, result.key, result.device, other)
+    assert fn.lookup(X) == result.best_config
+    TuningCache().put(result.name, result.key, result.device, {"n": 7})
+    with pytest.warns(CacheWarning, match=r"\{'n': 7\} is not in the config space"):
+        assert fn.lookup(X) is None
+    assert len(sweeps) == 1
+
+
+def test_a_config_with_an_enum_or_a_dtype_can_be_put(sweeps: list[str]) -> None:
+    configs = [{"to": jax.numpy.bfloat16}, {"to": np.float16}]
+
+    @quarantune.autotune(configs, rep=1, ref_fn=None, name="cast")
+    @jax.jit(static_argnames=["to"])
+    def cast(x: Any, to: Any = np.float32) -> Any:
+        return x.astype(to)
+
+    result = cast.tune(X)
+    for config in configs:
+        TuningCache().put(result.name, result.key, result.device, config)
+        assert cast(X).dtype == config["to"]
+    assert len(sweeps) == 1

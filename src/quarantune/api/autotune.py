@@ -22,6 +22,7 @@ from quarantune.values.options import OptionKeywords, Options, checked_options
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
+    from quarantune.resolve.bound_call import BoundCall
     from quarantune.resolve.resolver import Resolver
     from quarantune.results.result import TuningResult
 
@@ -116,26 +117,43 @@ class Autotuned:
         self._array_type = jax_internals.array_type()
         self._memo_keys = MemoKeys(self._jit_options)
         self._own_memo: Memo[Callable[..., Any]] = {}
+        self._partial: dict[frozenset[str], Resolver] = {}
         self._last = _NOTHING
         assignments.register(self)
         remembered.register(self)
 
     @locks.lazy
     def _resolver(self) -> Resolver:
+        return self._resolver_of(self._configs, self._options)
+
+    def _resolver_of(self, configs: Any, options: Options) -> Resolver:
         # Imported with the first call, because importing all that tuning needs takes a good part of JAX's own time.
         from quarantune.resolve.resolver import Resolver
         from quarantune.resolve.tuned_function import TunedFunction
 
         function = TunedFunction(
             self.__wrapped__,
-            self._configs,
+            configs,
             name=self.name,
             signature=self._signature,
             static_names=self._jit_options.static_names,
-            options=self._options,
+            options=options,
             need_defaults=True,
         )
         return Resolver(function)
+
+    def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Resolver, BoundCall]:
+        """Binds a call, and returns its resolver: that of the other tunables where `partial` lets the call set some."""
+        resolver = self._resolver
+        call = resolver.bind(args, kwargs)
+        if self._options.partial and (given := call.given) and given != call.tunables:
+            if given not in self._partial:
+                options = dataclasses.replace(self._options, prune_fn=None)  # which needs whole configs
+                self._partial[given] = self._resolver_of(
+                    lambda *args, **kwargs: resolver.bind(args, kwargs).other_configs(), options
+                )
+            return self._partial[given], self._partial[given].bind(args, kwargs)
+        return resolver, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with the best config for these arguments."""
@@ -166,7 +184,8 @@ class Autotuned:
     def result(self, call: Arguments) -> TuningResult:
         """Returns the result for a call, from the cache or by tuning now; for `tune_many`."""
         try:
-            return self._resolver.result(self._resolver.bind(*call))
+            resolver, bound = self._bind(*call)
+            return resolver.result(bound)
         finally:
             self.forget()
 
@@ -184,7 +203,8 @@ class Autotuned:
         """
         try:
             with on_engine(self._signature, kwargs) as kwargs:
-                return self._resolver.tune(self._resolver.bind(args, kwargs))
+                resolver, call = self._bind(args, kwargs)
+                return resolver.tune(call)
         finally:
             self.forget()
 
@@ -195,7 +215,8 @@ class Autotuned:
 
     def lookup(self, *args: Any, **kwargs: Any) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
-        config = self._resolver.lookup(self._resolver.bind(args, kwargs))
+        resolver, call = self._bind(args, kwargs)
+        config = resolver.lookup(call)
         return None if config is None else as_given(config)
 
     def default(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,8 +239,8 @@ class Autotuned:
         The config is the remembered one, or the defaults. `jax.eval_shape(f, ...)` tunes, as tracing does, because JAX
         keeps its trace for the calls that follow.
         """
-        call = self._resolver.bind(args, kwargs)
-        config = {} if call.gives_tunables else self._resolver.lookup(call)
+        resolver, call = self._bind(args, kwargs)
+        config = {} if call.given else resolver.lookup(call)
         keywords, _ = binding.split(self._jitted, config or {})
         return self._jitted.eval_shape(*args, **kwargs, **keywords)
 
@@ -245,8 +266,8 @@ class Autotuned:
 
     def _config(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Config:
         """Returns the config to add to a call: an empty one where the caller sets tunables, or it runs untuned."""
-        call = self._resolver.bind(args, kwargs)
-        return {} if call.gives_tunables else self._resolver.config(call) or {}
+        resolver, call = self._bind(args, kwargs)
+        return {} if call.given else resolver.config(call) or {}
 
     def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         key = self._memo_keys.of(args, kwargs)
@@ -257,12 +278,12 @@ class Autotuned:
         if key is not None and (bound := memo.get(key)) is not None:
             self._keep_ready(context, args, kwargs, bound)
             return bound(*args, **kwargs)
-        call = self._resolver.bind(args, kwargs)
+        resolver, call = self._bind(args, kwargs)
         config: Config = {}
-        if call.gives_tunables:
+        if call.given:
             bound = self.__wrapped__
         else:
-            choice = self._resolver.choice(call)
+            choice = resolver.choice(call)
             if choice.config is None:
                 return self.__wrapped__(*args, **kwargs)
             config = choice.config
@@ -274,7 +295,7 @@ class Autotuned:
         if key is not None:
             memo[key] = bound
             self._keep_ready(context, args, kwargs, bound)
-        with self._resolver.seeding_compilation(config, args, kwargs):
+        with resolver.seeding_compilation(config, args, kwargs):
             return bound(*args, **kwargs)
 
     def _keep_ready(

@@ -59,7 +59,8 @@ def contextual_autotune(
         ... def layer(x):
         ...     return project(normalize(x))  # two autotuned kernels
     """
-    for name, instead in (("warmup", "n_warmup"), ("rep", "n_repeat"), ("prune_fn", "prune_fn of its kernels")):
+    of_kernels = ((name, f"{name} of its kernels") for name in ("prune_fn", "partial"))
+    for name, instead in (("warmup", "n_warmup"), ("rep", "n_repeat"), *of_kernels):
         if name in options:
             raise TypeError(f"contextual_autotune() has no option {name!r}: use {instead}")
     for name, count, least in (("n_warmup", n_warmup, 0), ("n_repeat", n_repeat, 1)):

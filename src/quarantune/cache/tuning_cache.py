@@ -16,7 +16,9 @@ from quarantune.cache.exchange import CacheDiff, CacheKey, MergeReport
 from quarantune.cache.keys import canonical_json, plain, safe_name
 from quarantune.cache.store import Store
 from quarantune.host import locks, shared_files
-from quarantune.values.config_values import freeze
+from quarantune.values import remembered
+from quarantune.values import settings as environment
+from quarantune.values.config_values import encode, freeze
 from quarantune.values.trial import Config
 
 
@@ -46,8 +48,6 @@ class TuningCache:
         Args:
             dir: the directory; None for `QUARANTUNE_CACHE_DIR`, or for memory only under `QUARANTUNE_DISABLE_CACHE`.
         """
-        from quarantune.values import settings as environment
-
         settings = environment.current()
         self.directory: Path = (
             environment.settings(cache_dir=dir).values["cache_dir"] if dir is not None else settings.cache_dir
@@ -92,6 +92,8 @@ class TuningCache:
     ) -> None:
         """Keeps a config, in place of any earlier one; in memory only, with a warning, if it cannot be saved.
 
+        Under the key of a tuned function, its next call uses the config, which must be in its config space.
+
         Args:
             kernel_type: the name of a function or of a kind of kernel.
             problem_size: any JSON-able value, such as a tuple of sizes; a text is used as the key without change.
@@ -104,7 +106,7 @@ class TuningCache:
             TypeError: JSON cannot hold a value.
         """
         key = _key(kernel_type, problem_size, device)
-        values = plain(config)
+        values = plain(encode(config))
         entry = {
             "config": values,
             "time_ms": time_ms,
@@ -124,6 +126,9 @@ class TuningCache:
             self._store.put(key.kernel_type, key.device, key.problem_size, entry)
         except CacheWriteError as error:
             report_once(f"the config for {key.kernel_type!r} is kept in memory only: {error}")
+            return
+        if self.directory == environment.current().cache_dir:
+            remembered.forget(key.device, key.problem_size)
 
     def delete(self, kernel_type: str, problem_size: Any, device: str) -> bool:
         """Removes a config, with the trials and the failed compilations that are remembered for its problem.

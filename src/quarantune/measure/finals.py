@@ -248,6 +248,7 @@ def play(
     floor: float = _NOISE_FLOOR,
     is_exact: bool = True,
     budget_s: float = _BUDGET_S,
+    rep: int = _MAX_ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[list[float]]:
     """Times contenders in turn until the fastest is clear, the noise is as low as it gets, or the rounds run out.
@@ -258,11 +259,28 @@ def play(
         is_exact: whether samples are free of the effects of other processes. These make rounds longer and never
             shorter, so that the fastest of several rounds stands for all of them.
         budget_s: seconds after which the rounds that were played must do.
+        rep: the largest number of samples of a contender. Rounds of short runs are several times as many, and count
+            together.
         clock: seconds.
 
     Returns:
         Each contender's samples, one per round: the median of a few taken together, or the fastest of them.
     """
+    rounds_ms = _played(contenders, floor, is_exact, budget_s, rep, clock)
+    parts = min(rep, len(rounds_ms[0]))
+    joined = statistics.median if is_exact else min
+    return [[joined(taken[first::parts]) for first in range(parts)] for taken in rounds_ms]
+
+
+def _played(
+    contenders: Sequence[Callable[[int], Sequence[RunTime]]],
+    floor: float,
+    is_exact: bool,
+    budget_s: float,
+    rep: int,
+    clock: Callable[[], float],
+) -> list[list[float]]:
+    """Returns the rounds of each contender, for `play`."""
     warmed = [_plausible(take(1)) for take in contenders]  # the first sample is not counted
     rounds: dict[int, list[float]] = {index: [] for index in range(len(contenders))}
     taken: dict[int, list[RunTime]] = {index: [] for index in rounds}
@@ -278,18 +296,20 @@ def play(
             taken[index].append(fastest(samples))
             cpu_ms = [sample.cpu for sample in samples]
             rounds[index].append(statistics.median(cpu_ms) if is_exact else taken[index][-1].cpu)
+        is_long = any(samples_ms[-1] > _LONG_MS for samples_ms in rounds.values())
+        is_over = played >= (rep if is_long else _FOLDED * rep)
         if not is_exact and any(map(_is_disturbed, taken.values())):
             passed_s = clock() - started
             if played >= _MIN_ROUNDS and _is_won(taken):
                 return [_fastest_rounds(taken[index]) for index in range(len(contenders))]
             folded = _folded(taken)
             is_settled = played >= _BUSY_ROUNDS and is_clear(folded, floor=floor)
-            if played >= _MIN_ROUNDS and (is_settled or passed_s > _BUSY_BUDGET_S):
+            if is_over or (played >= _MIN_ROUNDS and (is_settled or passed_s > _BUSY_BUDGET_S)):
                 return [folded[index] for index in range(len(contenders))]
             continue
         if played >= _MIN_ROUNDS and (is_clear(rounds, floor=floor) or clock() - started > budget_s):
             break
-        if played >= _FEWEST_ROUNDS and _is_far(rounds):
+        if is_over or (played >= _FEWEST_ROUNDS and _is_far(rounds)):
             break
     return [rounds[index] for index in range(len(contenders))]
 

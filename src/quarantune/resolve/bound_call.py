@@ -112,15 +112,23 @@ class BoundCall:
         return self.function.tunables
 
     @property
-    def gives_tunables(self) -> bool:
-        """Whether the caller sets a tunable parameter by hand.
+    def given(self) -> frozenset[str]:
+        """The tunable parameters that the caller sets by hand.
 
         Raises:
             TypeError: the function does not take such arguments.
         """
         if callable(self.function.configs) and self.has_no_key:
-            return False  # it runs with its defaults anyway, and configs for symbolic shapes could not be made
-        return not self.tunables.isdisjoint(self.function.signature.bind(*self.args, **self.kwargs).arguments)
+            return frozenset()  # it runs with its defaults anyway, and configs for symbolic shapes could not be made
+        return self.tunables.intersection(self.function.signature.bind(*self.args, **self.kwargs).arguments)
+
+    def other_configs(self) -> list[Config]:
+        """Returns configs without the tunables that the caller sets: those that agree with it, or all if none does."""
+        arguments = self.function.signature.bind(*self.args, **self.kwargs).arguments
+        given = {name: freeze(arguments[name]) for name in self.given}
+        agreeing = [config for config in self.configs if config == {**config, **given}] or self.configs
+        kept = [config for config in agreeing if self.keeps({**config, **given})]
+        return [{name: value for name, value in config.items() if name not in given} for config in kept]
 
     def find(self, raw: Any) -> Config | None:
         """Returns the config that is equal to an encoded one: of the configs, or the function's own defaults."""

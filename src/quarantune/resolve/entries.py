@@ -155,7 +155,7 @@ def find_config(raw: Any, configs: Sequence[Config]) -> Config | None:
 def changed_versions(entry: Entry) -> str:
     """Lists the versions that have changed since an entry was made; empty where all are the same."""
     then = dict_or_empty(entry.get("versions"))
-    changed = {name: now for name, now in versions.versions().items() if then.get(name) != now}
+    changed = {name: now for name, now in versions.versions().items() if then and then.get(name) != now}
     return ", ".join(f"{name} {then.get(name)} (now {now})" for name, now in changed.items())
 
 

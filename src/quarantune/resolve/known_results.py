@@ -199,7 +199,7 @@ class KnownResults:
                     "more: it is not used"
                 )
             return None
-        if entry.get("space") != space_of(call.configs):
+        if entry.get("space") not in (None, space_of(call.configs)):  # None was put there by hand
             return None  # new configs must be measured; the journal holds the trials of the others
         return config if self.versions_serve(entry, settings, is_own=is_own) else None
 

@@ -60,6 +60,7 @@ class Options:
         devices_per_trial: how many accelerators one trial holds; arguments sharded over n of them need n. It has no
             effect on a CPU, where a worker has as many devices as this process, or as the arguments need.
         tables: `package:directory`, results that a package ships; they are looked up after the user's cache.
+        partial: whether the other tunables are tuned where a call sets some by hand; if not, the tuner steps aside.
     """
 
     name: str | None = None
@@ -85,6 +86,7 @@ class Options:
     seed: int = 0
     devices_per_trial: int = 1
     tables: str | None = None
+    partial: bool = False
 
     def __post_init__(self) -> None:
         if self.name is not None and (not isinstance(self.name, str) or not self.name.strip()):
@@ -169,6 +171,7 @@ class OptionKeywords(ContextualKeywords, total=False):
     prune_fn: Callable[..., bool] | None
     warmup: int
     rep: int
+    partial: bool
 
 
 def checked_options(caller: str, options: Mapping[str, Any]) -> Options:
