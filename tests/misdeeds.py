@@ -156,6 +156,26 @@ def starve_in_shared_memory() -> NoReturn:
     raise AssertionError(f"nobody stopped it at {len(taken)} maps")
 
 
+def enlarge() -> None:
+    """Makes the files that it was given for its results larger than any memory."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:quarantune" in os.readlink(f"/proc/self/fd/{name}"):
+                os.ftruncate(int(name), 1 << 40)
+
+
+def enlarge_mapped() -> None:
+    """Does so, and keeps them from being sealed."""
+    enlarge()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError, ValueError):
+            if "memfd:quarantune" in os.readlink(f"/proc/self/fd/{name}"):
+                _kept.append(mmap.mmap(int(name), mmap.PAGESIZE))
+
+
+_kept: list[mmap.mmap] = []
+
+
 def starve_in_a_memfd() -> NoReturn:
     """Writes 1 GB to a file in memory that it never maps."""
     fd = os.memfd_create("balloon")
@@ -302,6 +322,8 @@ MISDEEDS: dict[str, Callable[[], object]] = {
         starve_in_a_child,
         starve_in_shared_memory,
         starve_in_a_memfd,
+        enlarge,
+        enlarge_mapped,
         starve_as_a_daemon,
         share_data_with_a_pool,
         become_another_program,

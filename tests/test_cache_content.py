@@ -85,6 +85,8 @@ WHOLE: dict[str, bytes] = {
 PARTIAL: dict[str, bytes] = {
     "time is huge": entries(time_ms=-1).replace(b'"time_ms": -1', b'"time_ms": ' + HUGE.encode()),
     "time overflows": entries(time_ms=-1).replace(b'"time_ms": -1', b'"time_ms": 1e999'),
+    "time of the defaults is huge": entries(default_time_ms=10**400),
+    "time of the defaults is text": entries(default_time_ms="slow"),
     "time is negative": entries(time_ms=-5),
     "time is zero": entries(time_ms=0),
     "time is nearly zero": entries(time_ms=1e-300),
@@ -338,6 +340,35 @@ def test_a_sweep_measures_trials_with_wrong_types_again(cache_dir: Path, monkeyp
     ((found,),) = [list(by_key.values()) for by_key in stored.values()]
     assert found["time_ms"] > 0
     assert sum(found["trials"].values()) == 2
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"search": {"budget": 10**309, "seen": 10**309}},
+        {"key_values": {"x": {"shape": [10**309, *[10**18] * 30], "dtype": "f"}}},
+    ],
+)
+def test_numbers_of_an_entry_that_fit_no_float_break_neither_calls_nor_reports(
+    cache_dir: Path, tmp_path: Path, odd: dict[str, Any]
+) -> None:
+    def tuned() -> quarantune.Autotuned:
+        wrap = quarantune.autotune({"n": [1, 2]}, rep=2, name="f", search="random", max_trials=2)
+        return wrap(jax.jit(lambda x, n=1: x * n / n, static_argnames=["n"]))
+
+    x = jnp.ones(3)
+    tuned()(x)
+    (path,) = cache_dir.glob("*.json")
+    ((device, entries_of),) = json.loads(path.read_text()).items()
+    path.write_text(json.dumps({device: {key: entry | odd for key, entry in entries_of.items()}}))
+    assert tuned().lookup(x) is not None
+    result = tuned().result(((x,), {}))
+    assert result.from_cache
+    result.report(tmp_path / "report.html")
+    from quarantune.cli import main
+
+    assert main(["cache", "list"]) == 0
+    assert main(["report", "f", "-o", str(tmp_path / "again.html")]) == 0
 
 
 # --- several users ------------------------------------------------------------------------------------------

@@ -154,6 +154,18 @@ def test_static_arguments_reach_workers_and_are_part_of_the_key(
     assert len(sweeps) == 2
 
 
+def test_a_static_argument_may_be_a_number_that_has_no_decimal_text() -> None:
+    @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
+    @functools.partial(jax.jit, static_argnames=["m", "n"])
+    def modulo(x: Any, m: int, n: int = 1) -> Any:
+        return x * (m % 7) * n
+
+    x = jnp.ones(2)
+    for m in (10**5000, 10**5000 + 1):
+        np.testing.assert_array_equal(modulo(x, m), 2 * (m % 7))
+    assert len(quarantune.TuningCache()) == 2
+
+
 def test_static_positions_may_count_from_the_end(sweeps: list[str]) -> None:
     @quarantune.autotune({"n": [2]}, rep=1, ref_fn=None)
     @functools.partial(jax.jit, static_argnums=(-1,), static_argnames=["n"])

@@ -98,10 +98,11 @@ def tune(*space: tuple[str, str]) -> list[Trial]:
 
 
 GOOD = ("good", "")
+ENLARGING = ("enlarge", "enlarge_mapped")
 
 
 def test_every_misdeed_is_tested() -> None:
-    assert set(ENDS) | {"bomb"} == set(MISDEEDS)
+    assert set(ENDS) | {"bomb", *ENLARGING} == set(MISDEEDS)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,17 @@ def test_a_misdeed_gets_its_outcome_and_harms_no_other_config(misdeed: str) -> N
             assert trial.phase == phase
             assert re.search(words, trial.message, re.DOTALL), trial.message
         assert len(trial.log_tail) <= 2000
+
+
+@pytest.mark.parametrize("misdeed", ENLARGING)
+def test_a_file_that_a_config_enlarged_is_not_read_and_harms_no_other_config(misdeed: str) -> None:
+    before = psutil.Process().memory_info().rss
+    with nothing_is_left():
+        tracing, between, running, after = tune((misdeed, "tracing"), GOOD, (misdeed, "running"), GOOD)
+    assert ends((between, after)) == ["ok"] * 2
+    for trial in (tracing, running):
+        assert trial.outcome == "ok" or "enlarged" in trial.message
+    assert psutil.Process().memory_info().rss < before + (1 << 28)
 
 
 class Fragile:

@@ -123,6 +123,8 @@ def test_a_numpy_range_is_a_list_of_values() -> None:
     ("configs", "error", "says"),
     [
         ([], ValueError, "configs is empty"),
+        ({"a": [1, 10**5000]}, ValueError, r"configs.*\['a'\] is a number of over 1000 bits"),
+        ([{"a": (1, 10**400)}], ValueError, r"configs\[0\]\['a'\]\[1\] is a number of over 1000 bits"),
         ({}, ValueError, "no keys"),
         ([{}], ValueError, "no keys"),
         ({"a": []}, ValueError, r"configs\['a'\] is empty"),

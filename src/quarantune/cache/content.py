@@ -83,9 +83,9 @@ def faults(entry: JsonObject) -> Iterator[str]:
         yield f"its schema is {_shown(entry.get('schema'))}, not a number"
     if not isinstance(entry.get("config"), dict):
         yield f"its config is {_shown(entry.get('config'))}, not a dict"
-    time_ms = entry.get("time_ms")
-    if time_ms is not None and not is_plausible_ms(time_ms):
-        yield f"its time_ms is {_shown(time_ms)}, not a time"
+    for name in ("time_ms", "default_time_ms"):
+        if (time_ms := entry.get(name)) is not None and not is_plausible_ms(time_ms):
+            yield f"its {name} is {_shown(time_ms)}, not a time"
     for name in ("fingerprint", "versions", "trials", "space"):
         values = entry.get(name)
         if not isinstance(values, (dict, NoneType)):

@@ -18,6 +18,7 @@ from quarantune.values.texts import printable
 from quarantune.values.trial import Config, checked_counts
 
 _LONGEST_DATE = 40
+_LARGEST_COUNT = 1 << 53
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def searched_of(entry: Entry) -> Searched:
         stopped if isinstance(stopped, str) else "",
         _count_or_none(record.get("seen")),
         _count_or_none(record.get("space_size")),
-        float(budget) if isinstance(budget, (int, float)) and not isinstance(budget, bool) else None,
+        budget if isinstance(budget, float) else _count_or_none(budget),
     )
 
 
@@ -112,7 +113,8 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
 
 
 def _count_or_none(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    # A huge integer does not fit a float.
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _LARGEST_COUNT else None
 
 
 def open_store(settings: Settings) -> Store:

@@ -47,8 +47,20 @@ def write(fd: int, data: bytes) -> None:
 
 
 def read(fd: int) -> bytes:
-    """Returns the whole content of a file."""
-    return os.pread(fd, os.fstat(fd).st_size, 0)
+    """Returns the whole content of a file.
+
+    Raises:
+        ValueError: the file was enlarged, and not written.
+    """
+    return os.pread(fd, _written_bytes(fd), 0)
+
+
+def _written_bytes(fd: int) -> int:
+    """Returns the size of a file, all of which was written; a config may give its own files any other size."""
+    size_bytes = os.fstat(fd).st_size
+    if size_bytes and os.lseek(fd, 0, os.SEEK_HOLE) < size_bytes:
+        raise ValueError(f"the file was enlarged to {size_bytes} bytes, and not written")
+    return size_bytes
 
 
 def write_parts(fd: int, parts: Sequence[bytes]) -> None:
@@ -85,7 +97,11 @@ def protect(fd: int) -> int:
 
     A file in memory is sealed for good. Where a process with write access has prevented that, a copy is sealed instead.
     A file on the disk is only reopened for reading.
+
+    Raises:
+        ValueError: the file was enlarged, and not written.
     """
+    _written_bytes(fd)
     try:
         _seal(fd)
     except (OSError, AttributeError) as error:
@@ -102,7 +118,7 @@ def _seal(fd: int) -> None:
 
 
 def _protected_copy(fd: int) -> int:
-    size_bytes = os.fstat(fd).st_size
+    size_bytes = _written_bytes(fd)
     copy = create("copy", size_bytes=size_bytes)
     try:
         start = 0

@@ -198,9 +198,6 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
             data = source if isinstance(source, np.ndarray) else concrete_data(source)[0]
             data = data.T if spec.is_transposed else data
             _write_all(fd, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data, spec.offset)
-    # A zero-sized array at the end leaves the file shorter than its offsets say.
-    if os.fstat(fd).st_size < packed.spool_bytes:
-        os.ftruncate(fd, packed.spool_bytes)
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

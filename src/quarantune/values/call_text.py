@@ -19,6 +19,7 @@ _SHORT = {
     "complex128": "c128",
 }
 _DEEPEST = 20
+_LARGEST_SIZE = 1e300
 
 
 def call_text(values: Any) -> str:
@@ -38,7 +39,8 @@ def call_size(values: Any, depth: int = 0) -> float:
         return 0.0
     if isinstance(values, Mapping):
         if _is_array(values):
-            return math.prod(float(length) for length in values["shape"] if isinstance(length, int))
+            lengths = [length for length in values["shape"] if isinstance(length, int)]
+            return min(math.prod(float(length) for length in lengths if 0 <= length < 1 << 63), _LARGEST_SIZE)
         return sum(call_size(value, depth + 1) for value in values.values())
     return sum(call_size(value, depth + 1) for value in values) if isinstance(values, list) else 0.0
 

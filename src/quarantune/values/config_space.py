@@ -29,6 +29,8 @@ Configs: TypeAlias = "Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]"
 MOST_CONFIGS = 1_000_000
 """More are considered a mistake: an endless generator, or a grid of far too many values."""
 _MOST_NESTED = 32
+_MOST_BITS = 1000
+"""Integers of more bits do not fit a float; with over 4,300 digits they are no JSON for Python."""
 _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -389,6 +391,8 @@ def _value(value: Any, where: str, outer: tuple[int, ...]) -> ConfigValue:
             "(int, float, str, bool, None), enums, dtypes, and lists, dicts and frozen dataclasses of them. Pass a "
             "name or a number instead, and look the object up inside the function."
         )
+    if isinstance(plain, int) and plain.bit_length() > _MOST_BITS:
+        raise ValueError(f"{where} is a number of over {_MOST_BITS} bits, which JSON cannot hold; use a name for it.")
     if isinstance(plain, float) and not math.isfinite(plain):
         raise ValueError(f"{where} is {plain}, which JSON cannot hold; use a finite number, or None.")
     return plain

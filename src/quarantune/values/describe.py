@@ -29,6 +29,8 @@ from quarantune.values.json_object import JsonObject
 from quarantune.values.shardings import sharding_of
 
 _EMPTY = inspect.Parameter.empty
+_MOST_BITS = 14_000
+"""Python refuses to write an integer with more decimal digits than this one may have, which is 4,300."""
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
@@ -73,6 +75,8 @@ def describe_plain(value: Any) -> Any:
     """Describes a value without parts; returns `_EMPTY` for any other value."""
     if isinstance(value, enum.Enum):
         return {"enum": f"{name_of(type(value))}.{value.name}"}
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        return {"int": hex(value)}
     if value is None or type(value) in (bool, int, str):
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
