@@ -169,8 +169,8 @@ def test_the_last_line_of_an_interrupted_sweep_says_how_to_go_on() -> None:
         raise KeyboardInterrupt
 
     assert shown_on(io.StringIO(), stop) == (
-        "matmul f32[512,512]: interrupted after 1 min 15 s, with 1 of 48 configs done, best BM=1 0.5 ms; "
-        "they are kept: the next call goes on from there\n"
+        "matmul f32[512,512]: interrupted after 1 min 15 s, with 1 of 48 configs done, best BM=1 0.5 ms, "
+        "which this process uses; they are kept: the next call goes on from there\n"
     )
 
 
@@ -401,14 +401,14 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_what_was_kept_and_the_next_call_goes_on(program: str) -> None:
+def test_ctrl_c_says_what_was_kept_and_the_next_run_goes_on(program: str) -> None:
     command = python(program, "5", "0.5", "quiet")
     stopped = record(command, columns=200, environ=environ(), interrupt_when=lambda text: " done (1 error" in text)
     assert stopped.status != 0
     assert "KeyboardInterrupt" in stopped.text
     found = re.search(r"interrupted after [\d.]+ s, with \d of 5 configs done.*; (they are kept: [\w ]*)", stopped.text)
     assert found, stopped.text
-    assert found[1].strip() == "they are kept: the next call goes on from there"
+    assert found[1].strip() == "they are kept: the next run of the program goes on from there"
     again = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=100)
     assert again.returncode == 0, again.stderr
     assert re.search(LAST, again.stderr), again.stderr

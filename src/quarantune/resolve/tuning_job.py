@@ -45,19 +45,9 @@ from quarantune.sweep.swept import Swept
 from quarantune.values.grid import Positions
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
-from quarantune.values.trial import (
-    READY,
-    UNTUNED,
-    Config,
-    Outcome,
-    Trial,
-    TuningFailedError,
-    pruned_trial,
-)
+from quarantune.values.trial import READY, UNTUNED, Config, Outcome, Trial, TuningFailedError, pruned_trial
 
 _logger = logging.getLogger("quarantune")
-
-_GOES_ON = "the next call goes on from there"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +105,7 @@ class TuningJob:
         """
         with self._shown_progress(len(self._configs)) as progress, contextlib.ExitStack() as stack:
             stack.callback(self._records.report_unsaved)
+            stack.push(self._keep_best)
             self._start_over = self._must_tune and not self._may_go_on()
             if self._directory is not None:
                 answer = self._take_claim(progress, self._directory, stack)
@@ -123,8 +114,7 @@ class TuningJob:
                     return self._result_of(answer)
                 self._trials = self._read_journal()
             if self._directory is not None:
-                after = "a plain call goes on from there, tune() starts over" if self._start_over else _GOES_ON
-                progress.on_interrupt(f"they are kept: {after}")
+                progress.on_interrupt("they are kept: the next run of the program goes on from there")
             if self._search.tries_all:
                 self._prune(progress)
                 self._trials |= self._known_not_to_compile()
@@ -389,6 +379,15 @@ class TuningJob:
             searched=self._searched(),
             saved=saved_of(entry),
         )
+
+    def _keep_best(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Has the calls of this process use the best config so far, if its user interrupted the sweep."""
+        is_usable = any(trial.outcome is Outcome.OK for trial in self._trials.values())
+        if kind is not None and issubclass(kind, KeyboardInterrupt) and is_usable:
+            settled, verdict = finals.conclude(self._trials, finals.Final(), default=self._call.default_index)
+            best = settled[verdict.winner]
+            result = call_result(self._keyed, best.config, Times(best.time_ms or 0.0, None), tuple(settled.values()))
+            self._context.known.remember(self._key, result, self._settings)
 
     def _leave_failure(self) -> TuningFailedError:
         """Returns the error that every config failed; jobs that wait now get it too, and later ones tune again."""

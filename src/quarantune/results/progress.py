@@ -243,7 +243,7 @@ class Progress:
         best, kept = self._best_text(), self._on_interrupt if done else ""
         return (
             f"interrupted after {_duration(self._gone_s())}, with {done:,}{of} configs done"
-            f"{', ' if best else ''}{best}; {kept or 'nothing is kept'}"
+            f"{f', {best}, which this process uses' if best else ''}; {kept or 'nothing is kept'}"
         )
 
     def _before_or_after(self, done: int) -> str:

@@ -11,13 +11,16 @@ from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, PATIENCE, TIME
 from quarantune.values.search_choice import LEAST_GAIN
 from quarantune.values.trial import Config, Outcome, Trial
 
+_FINAL_S, _FINAL_SHARE = 3.0, 0.2
+"""Seconds of the time budget that are kept for the final, and the largest share: it plays for up to 2.4 s."""
+
 
 class Searching:
     """The search of one sweep; it implements `ConfigSource` for the scheduler and for trials in this process.
 
-    When the time is over, configs that are being measured finish, and the others are not run. Where no config is usable
-    by then, those in progress go on until one is, but for no longer than one trial may take. The first config begins
-    however short the time is.
+    When the time is over, but for that of the final, configs that are being measured finish, and the others are not
+    run. Where no config is usable by then, those in progress go on until one is, but for no longer than one trial may
+    take. The first config begins however short the time is.
     """
 
     def __init__(
@@ -48,7 +51,8 @@ class Searching:
         self._space = space
         self._clock = clock
         self._trial_s = trial_s
-        self._ends_at = float("inf") if limits.time_budget_s is None else clock() + limits.time_budget_s
+        budget_s = float("inf") if limits.time_budget_s is None else limits.time_budget_s
+        self._ends_at = clock() + budget_s - min(_FINAL_S, _FINAL_SHARE * budget_s)
         first = None if defaults is None else space[defaults]
         self._search = search.make(limits.search, space, defaults=first, seed=limits.seed, starts=starts)
         self._pending: set[int] = set()
