@@ -17,6 +17,7 @@ import pytest
 import quarantune
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Journal, Store, TuningCache, content, pruning
 from quarantune.cache import store as store_module
+from quarantune.cache.entry_file import EntryFile, encode
 from quarantune.host import shared_files
 
 ENTRY: dict[str, Any] = {"schema": SCHEMA, "config": {"BM": 32}, "time_ms": 0.5}
@@ -173,6 +174,34 @@ def test_a_writer_that_dies_while_it_divides_a_file_loses_nothing(store: Store, 
     store.put("f", "cpu", "new", OTHER)
     assert store.read("f") == {"cpu": old | {"new": OTHER}}
     assert list(store.directory.rglob(".*.tmp")) == []
+
+
+@pytest.mark.parametrize("is_read_only", [False, True])
+def test_an_entry_of_a_large_file_is_found_without_decoding_the_others(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_read_only: bool
+) -> None:
+    odd = ['[8,"\\"\u00e9\n"]', "}", '"k2": {', "", "k\ud800", "last"]
+    old = {
+        device: {key: ENTRY | {"at": [device, key]} for key in [*odd, *(f"k{device}{n}" for n in range(4000))]}
+        for device in ("cpu", "gpu 0", '"cpu": {')
+    }
+    store.directory.mkdir()
+    store.path("f").write_bytes(encode(old))
+    reader = Store(store.directory, read_only=is_read_only)
+    with monkeypatch.context() as patch:
+        patch.setattr(EntryFile, "load", None)
+        for device, entries in old.items():
+            for key in [*odd, f"k{device}0", f"k{device}3999"]:
+                assert reader.get("f", device, key) == entries[key]
+    assert reader.get("f", "gpu 0", "kcpu3") is None  # another device has it
+    assert reader.get("f", "tpu", "last") is None
+    # Entries as another program lays them out, or with faults, are left to the slower way.
+    store.path("f").write_text(json.dumps(old | {"tpu": {"last": OTHER}}, indent=2))
+    assert reader.get("f", "tpu", "last") == OTHER
+    store.path("f").write_bytes(encode(old | {"tpu": {"last": OTHER, "bad": ENTRY | {"time_ms": "fast"}}}))
+    with pytest.warns(CacheWarning, match="'fast', not a time"):
+        assert reader.get("f", "tpu", "bad") is None
+    assert reader.get("f", "tpu", "last") == OTHER
 
 
 # --- damage -------------------------------------------------------------------------------------------------

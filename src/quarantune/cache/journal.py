@@ -16,11 +16,13 @@ from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.keys import canonical_json, plain, problem_hash, safe_name
 from quarantune.cache.owners import this_host
 from quarantune.host import shared_files
-from quarantune.host.shared_files import Directory, NotAFileError
+from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError
 from quarantune.values.json_object import JsonObject
 
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
+RECORDS = ("jsonl", "final", "uncompiled", "failed")
+"""The suffixes of the files about one problem beside its entry; locks and claims of living jobs are none of them."""
 _TURNS = ("", *(f"_{number:04}" for number in range(1, 10_000)))
 """What tells the files apart that one host has written one after the other."""
 _TROUBLE_KEY = "trouble"
@@ -127,14 +129,19 @@ def conclusions(directory: Path, name: str, device: str, key: str) -> Journal:
     return Journal(directory, name, device, key, suffix=".final")
 
 
-def discard_all(directory: Path, name: str) -> None:
-    """Removes all journals of a function, those of troublesome configs and of failed compilations included.
+def discard_all(directory: Path, name: str, problem: str = "*") -> None:
+    """Removes the journals of a function, those of failed compilations included.
+
+    Args:
+        directory: the cache directory.
+        name: the function.
+        problem: the `problem_hash` of one; without it, all journals go, those of troublesome configs included.
 
     Raises:
         CacheWriteError: one could not be removed; the message says why.
     """
-    for suffix in ("jsonl", "failed", "final", "uncompiled"):
-        remove(directory, shared_files.paths(directory, f"{trials_folder(name)}/*.{suffix}"))
+    for suffix in RECORDS:
+        remove(directory, shared_files.paths(directory, f"{trials_folder(name)}/{problem}.*{suffix}"))
 
 
 def remember_trouble(directory: Path, name: str, device: str, config: Mapping[str, Any], outcome: str) -> None:
@@ -226,7 +233,7 @@ def _read_lines(path: Path, *, below: Path | None = None) -> Iterator[JsonObject
     """Yields the records of a file, None for each damaged line; a torn last line is left out."""
     try:
         data = shared_files.read(path, below=below, largest_bytes=content.LARGEST_READ_JOURNAL_BYTES)
-    except NotAFileError as error:
+    except (NotAFileError, TooLargeError) as error:
         report_once(f"the journal {str(path)!r} cannot be used: {error.strerror}; look at it, or delete it")
         return
     except OSError:

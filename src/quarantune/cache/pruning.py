@@ -20,8 +20,6 @@ from quarantune.host.shared_files import paths
 
 _DRAFT_AGE_S = 3600.0
 """No process works on a draft for longer than this, in seconds."""
-_RECORDS = ("jsonl", "final", "uncompiled", "failed")
-"""The suffixes of the files about one problem beside its entry; locks and claims of living jobs are none of them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ def prune(
         if old and not dry_run:
             store.discard(name, is_old)
             for key in old:
-                _forget(store.directory, key)
+                journal.discard_all(store.directory, name, problem_hash(key.device, key.problem_size))
         entries += old
     if older_than_s is not None:
         files += _unfinished(store, now_s - older_than_s, lambda name: is_chosen(name, None))
@@ -88,15 +86,12 @@ def prune(
 
 def _remains(directory: Path, now_s: float, is_chosen: Callable[[str], bool]) -> Iterator[Path]:
     """Yields damaged files that were set aside, and the drafts of processes that died as they wrote."""
-    for path in [*paths(directory, "*.json.corrupt-*"), *paths(directory, "*.entries/*.json.corrupt-*")]:
-        name = path.parent.stem if path.parent != directory else path.name.partition(".json.corrupt-")[0]
-        # One that was only too large for the version that set it aside holds results.
-        if is_chosen(name) and _is_readable(path, content.LARGEST_ENTRIES_BYTES):
-            yield path
-    drafts = (".*.json.*.tmp", "*.entries/.*.tmp", "*.trials/*.tmp")
-    for path in [path for pattern in drafts for path in paths(directory, pattern)]:
-        name = path.parent.stem if path.parent != directory else path.name[1:].rpartition(".json.")[0]
-        if is_chosen(name) and _written_s(path) < now_s - _DRAFT_AGE_S:
+    patterns = ("*.json.corrupt-*", "*.entries/*.json.corrupt-*", ".*.json.*.tmp", "*.entries/*.tmp", "*.trials/*.tmp")
+    for path in [path for pattern in patterns for path in paths(directory, pattern)]:
+        name = path.parent.stem if path.parent != directory else path.name.removeprefix(".").rpartition(".json.")[0]
+        # A file that was only too large for the version that set it aside holds results.
+        is_whole = path.suffix == ".tmp" or _is_readable(path, content.LARGEST_ENTRIES_BYTES)
+        if is_chosen(name) and is_whole and (path.suffix != ".tmp" or _written_s(path) < now_s - _DRAFT_AGE_S):
             yield path
 
 
@@ -108,16 +103,11 @@ def _unfinished(store: Store, before_s: float, is_chosen: Callable[[str], bool])
         known = {problem_hash(device, key) for device, entries in store.read(folder.stem).items() for key in entries}
         if store.problems(folder.stem):
             continue  # there may be results that cannot be read
-        for path in [path for suffix in _RECORDS for path in paths(store.directory, f"{folder.name}/*.{suffix}")]:
+        records = [f"{folder.name}/*.{suffix}" for suffix in journal.RECORDS]
+        for path in [path for pattern in records for path in paths(store.directory, pattern)]:
             is_old = path.name.partition(".")[0] not in known and _written_s(path) < before_s
             if is_old and _is_readable(path, content.LARGEST_READ_JOURNAL_BYTES):
                 yield path
-
-
-def _forget(directory: Path, key: CacheKey) -> None:
-    name, problem, device = key
-    for kind in (journal.Journal, journal.compile_failures, journal.conclusions):
-        kind(directory, name, device, problem).discard()
 
 
 def _is_readable(path: Path, largest_bytes: int) -> bool:

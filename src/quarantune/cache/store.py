@@ -77,8 +77,9 @@ class Store:
     def get(self, name: str, device: str, key: str) -> Entry | None:
         """Returns one entry, or None."""
         main = self.path(name)
-        for path in (main, _further(main, device, key)):
-            if (entry := self._read(name, self._file(path)).get(device, {}).get(key)) is not None:
+        for file in map(self._file, (main, _further(main, device, key))):
+            entry = file.find(device, key) or self._read(name, file).get(device, {}).get(key)
+            if entry is not None:
                 return entry
         return None
 

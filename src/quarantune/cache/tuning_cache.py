@@ -13,7 +13,7 @@ from quarantune.cache import exchange, journal
 from quarantune.cache.entry_file import SCHEMA, Contents, Entry
 from quarantune.cache.errors import CacheWriteError, report_once
 from quarantune.cache.exchange import CacheDiff, CacheKey, MergeReport
-from quarantune.cache.keys import canonical_json, plain, safe_name
+from quarantune.cache.keys import canonical_json, plain, problem_hash, safe_name
 from quarantune.cache.store import Store
 from quarantune.host import locks, shared_files
 from quarantune.values import remembered
@@ -144,11 +144,8 @@ class TuningCache:
             known = self._configs.pop(key, None) is not None
         if self._store is None:
             return known
-        problem = key.kernel_type, key.device, key.problem_size
-        on_disk = self._store.delete(*problem)
-        journal.Journal(self.directory, *problem).discard()
-        journal.compile_failures(self.directory, *problem).discard()
-        journal.conclusions(self.directory, *problem).discard()
+        on_disk = self._store.delete(key.kernel_type, key.device, key.problem_size)
+        journal.discard_all(self.directory, key.kernel_type, problem_hash(key.device, key.problem_size))
         return known or on_disk
 
     def keys(self) -> list[CacheKey]:

@@ -29,10 +29,10 @@ _ODD = {
 
 
 class NotAFileError(OSError):
-    """The path is not a regular file, or the file is too large to be one of ours."""
+    """The path is not a regular file."""
 
 
-class TooLargeError(NotAFileError):
+class TooLargeError(OSError):
     """The file is larger than what is read."""
 
 
