@@ -27,6 +27,7 @@ from quarantune.results.compile_report import CompileReport
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sandbox import template
+from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport import assignment as assignments
@@ -93,6 +94,8 @@ class Resolver:
             TuningFailedError: every config failed, now or earlier in this process.
             CacheMissError: nothing is remembered and `ON_MISS` is `error`.
         """
+        if call.is_symbolic and (given := sweep_inputs.in_place_of_symbolic((call.args, call.kwargs))) is not None:
+            call = self.bind(*given)
         if call.has_no_key:
             cache.report_once(
                 f"{call.name}: running with its defaults where its shapes are symbolic, as in jax.export: give "

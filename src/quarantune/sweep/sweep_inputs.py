@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from quarantune import jax_internals
 from quarantune.transport.call import Arguments
@@ -16,6 +17,7 @@ from quarantune.transport.problem import as_structs, describe_call, describe_fun
 from quarantune.values.json_object import JsonObject
 from quarantune.values.scoped_stack import ScopedStack
 
+_NUMBERS = (bool, int, float, complex)
 _REAL = "with quarantune.set_autotune_inputs(...)"
 
 
@@ -24,7 +26,8 @@ class set_autotune_inputs:
 
     It serves calls inside `jit` and other transformations, which have no concrete arguments, and calls whose own
     arguments are not representative of speed, such as indices that are all zero. The result is remembered for the call,
-    so these arguments must have its shapes, dtypes and static values, positional or by keyword.
+    so these arguments must have its shapes, dtypes and static values, positional or by keyword. A number stands for an
+    array without dimensions, and any size for a symbolic one, as in `jax.export`.
 
     Args:
         *args: the tuned function's positional arguments, without tunables; or one list or tuple of them.
@@ -95,6 +98,26 @@ def arguments(
     return _spelt_alike((supplied, dict(kwargs)), call, fn, "supply")
 
 
+def in_place_of_symbolic(call: Arguments) -> Arguments | None:
+    """Returns the arguments of the block for a call with symbolic shapes; None outside of a block.
+
+    Raises:
+        ValueError: their dtypes or numbers of dimensions are not those of the call.
+    """
+    if (block := _blocks.innermost) is None:
+        return None
+    one = block.args[0] if len(block.args) == 1 and isinstance(block.args[0], (list, tuple)) else ()
+    for given in ((block.args, block.kwargs), (tuple(one), {})):
+        if _outline(given) == _outline(call):
+            return given
+    raise ValueError(f"{_REAL} gives {_outline(block.args)} for {_outline(call[0])}: make dtypes and dimensions alike")
+
+
+def _outline(values: Any) -> Any:
+    """Returns values with the dtype and the number of dimensions in place of each array."""
+    return jax.tree.map(lambda leaf: f"{leaf.dtype}[{leaf.ndim}]" if is_array(leaf) else leaf, values)
+
+
 def _given_for_block(given: set_autotune_inputs, call: Arguments, fn: Callable[..., Any]) -> Arguments:
     """Returns the arguments of the block; one list or tuple holds all of them, unless the call has such an argument."""
     try:
@@ -121,6 +144,8 @@ def _spelt_alike(given: Arguments, call: Arguments, fn: Callable[..., Any], sour
     ours, theirs = _bind(signature, given, source), _bind(signature, call, "the call")
     if static is None:  # without jit, every argument without an array counts by value
         static = frozenset(name for name, value in theirs.items() if not any(map(is_array, jax.tree.leaves(value))))
+    ours = {name: v if name in static else _as_arrays(v, theirs.get(name)) for name, v in ours.items()}
+    given = _in_place_of(given, ours, signature)
     # The configs set the parameters that have no default and are missing.
     spelt = signature.bind_partial(*call[0], **call[1]).arguments
     tunables = [
@@ -188,6 +213,15 @@ def _as_weak_as(given: Any, wanted: Any) -> Any:
     if isinstance(given, jax.ShapeDtypeStruct):
         return given.update(weak_type=is_weak)
     return jax_internals.as_weak(jnp.asarray(given)) if is_weak else given.astype(given.dtype)
+
+
+def _as_arrays(given: Any, wanted: Any) -> Any:
+    """Returns a number as an array, or an array without dimensions as a number, where the other value is one."""
+    if isinstance(given, _NUMBERS) and is_array(wanted) and not wanted.shape:
+        with jax.ensure_compile_time_eval():
+            return jnp.asarray(given, wanted.dtype)
+    is_concrete = isinstance(given, (np.ndarray, np.generic, jax.Array)) and not given.shape
+    return given.item() if is_concrete and isinstance(wanted, _NUMBERS) else given
 
 
 def _shown_static(name: str, described: Mapping[str, Any], values: Mapping[str, Any]) -> str:
