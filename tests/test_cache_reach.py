@@ -51,6 +51,22 @@ FILES = {
         def chosen(x):
             return x * 13
         OPS = {"one": [chosen], "two": functools.partial(helper)}
+        class Plain:
+            steps = [chosen]
+            def __init__(self):
+                self.weight = 97
+                self.unnamed = 1
+            def __matmul__(self, x):
+                return x * 101
+            def weighted(self, x):
+                return x * self.weight
+        plain = Plain()
+        @functools.singledispatch
+        def dispatched(x):
+            return x
+        @dispatched.register
+        def _(x: int):
+            return x * 103
         layer = Layer()
         def unreached(x):
             return x / 17
@@ -155,6 +171,20 @@ FILES = {
         def own(x):
             return x * 53
         own.__wrapped__.defvjp(lambda x: (own(x), x * 59), lambda x, g: (g * 61,))
+        def field(x):
+            return x * kernels.plain.weight
+        def through_method(x):
+            return kernels.plain.weighted(x)
+        def passed(x):
+            return attribute(kernels.plain)
+        def operated(x):
+            return kernels.plain @ x
+        def listed(x):
+            return kernels.Plain.steps[0](x)
+        def dispatches(x):
+            return kernels.dispatched(x)
+        def literal(x):
+            return getattr(kernels, "chosen")(x)
         def library(x):
             return jax.nn.relu(x)
         """,
@@ -231,6 +261,13 @@ def change(tmp_path: Path, name: str, patch: pytest.MonkeyPatch, module: str, ol
         ("jitted_split", "parts", "(79,)", "(80,)", "rule:body.partition"),
         ("own", "main_module", "x * 59", "x * 60", "rule:own.fwd"),
         ("own", "main_module", "g * 61", "g * 62", "rule:own.bwd"),
+        ("field", "kernels", "weight = 97", "weight = 98", "global:kernels.plain.weight"),
+        ("through_method", "kernels", "weight = 97", "weight = 98", "global:kernels.plain.fields"),
+        ("passed", "kernels", "weight = 97", "weight = 98", "global:kernels.plain.fields"),
+        ("operated", "kernels", "x * 101", "x * 102", "class:kernels.Plain.__matmul__"),
+        ("listed", "kernels", "x * 13", "x * 14", "class:kernels.Plain.steps"),
+        ("dispatches", "kernels", "x * 103", "x * 104", "closure:kernels.dispatched[builtins.int]"),
+        ("literal", "kernels", "x * 13", "x * 14", "global:kernels.chosen"),
     ],
 )
 def test_an_edit_of_code_that_a_function_reaches_changes_its_part(
@@ -248,6 +285,7 @@ def test_an_edit_of_code_that_a_function_reaches_changes_its_part(
         ("attribute", "kernels", "def helper(x):", "# a comment\ndef helper(x):"),
         ("data", "config", "UNREACHED = 1", "UNREACHED = 2"),
         ("called", "kernels", "x * 7", "x * 8"),
+        ("field", "kernels", "unnamed = 1", "unnamed = 2"),
     ],
 )
 def test_an_edit_of_unreached_code_changes_nothing(
@@ -375,3 +413,17 @@ def test_the_users_functions_that_libraries_hold_count(
     assert digest_with(layer) == digest_with(layer)
     assert digest_with(layer) != digest_with(other)
     monkeypatch.delitem(sys.modules, "a_library_of_layers")
+
+
+def test_a_rule_that_a_library_makes_counts_with_the_values_it_was_made_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site-packages"
+    package.mkdir()
+    source = "def below(limit):\n    def rule(config, *_):\n        return config['n'] < limit\n    return rule\n"
+    (package / "a_library_of_rules.py").write_text(source)
+    monkeypatch.syspath_prepend(str(package))
+    library = importlib.import_module("a_library_of_rules")
+    digests = [fingerprint(len, options={"prune_fn": library.below(limit)}).digest for limit in (2, 2, 3)]
+    monkeypatch.delitem(sys.modules, "a_library_of_rules")
+    assert digests[0] == digests[1] != digests[2]

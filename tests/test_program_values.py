@@ -8,8 +8,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from helpers import SOURCE
+
+import quarantune
 
 MODULES = {
     "mysettings": """
@@ -78,6 +82,10 @@ flags.DEFINE_bool("causal", False, "")
 
 tuned = lambda fn: quarantune.autotune({"n": [1, 2]}, rep=1, warmup=0)(jax.jit(fn, static_argnames=["n"]))
 
+def imported():
+    from mysettings import CAUSAL
+    return CAUSAL
+
 def expect(value, wanted):
     if value != wanted:
         raise RuntimeError(f"{value}, not {wanted}")
@@ -86,6 +94,11 @@ def expect(value, wanted):
 
 CASES = {
     "a setting": ("mysettings.CAUSAL", "mysettings.CAUSAL = True", "True"),
+    "a setting of a module that the function imports": (
+        "imported()",
+        "mysettings.CAUSAL = 5",
+        "5",
+    ),
     "a filled dict": ("TABLE", "mysettings.TABLE['a'] = {'b': 1}", "{'a': {'b': 1}}"),
     "a list": ("mysettings.SIZES", "mysettings.SIZES.append(3)", "[1, 2, 3]"),
     "a numpy array": ("mysettings.WEIGHTS.sum()", "mysettings.WEIGHTS[:] = 1", "3"),
@@ -266,6 +279,10 @@ reads.kernel(X)
     ("read", "act"),
     [
         ("mysettings.CAUSAL", "mysettings.CAUSAL = True"),
+        ("FLAGS.causal", "mykernels.FLAGS(['program', '--causal'])"),
+        ("HOLDER.value > 1", "mykernels.FLAGS(['program', '--held=2'])"),
+        ("CONFIG.depth", "mysettings.CONFIG.depth = 0"),
+        ("CONFIG.factor()", "mysettings.CONFIG.inner['scale'] = 0"),
         ("TABLE", "mysettings.TABLE['a'] = 1"),
     ],
 )
@@ -285,6 +302,16 @@ print(before is not None)
         "False\n",
         "True\n",
     ]
+
+
+def test_a_result_found_under_another_prune_fn_is_not_used() -> None:
+    jitted = jax.jit(lambda x, n=1: x * n / n, static_argnames=["n"])
+    x = np.arange(4.0)
+    for allowed in (1, 2, 1):
+        rule = (lambda config, x: config["n"] < 2) if allowed == 1 else (lambda config, x: config["n"] > 1)
+        kernel = quarantune.autotune({"n": [1, 2]}, rep=1, warmup=0, name="pruned", prune_fn=rule)(jitted)
+        kernel(x)
+        assert kernel.lookup(x) == {"n": allowed}
 
 
 KERNELS = """

@@ -181,17 +181,17 @@ def describe_wrapping(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return ["partial", describe(value.args), describe(value.keywords), describe_wrapping(value.func)]
     if isinstance(value, types.MethodType):
-        return ["method", _describe_instance(value.__self__)]
+        return ["method", describe_instance(value.__self__)]
     if isinstance(value, types.FunctionType):
         is_wrapper = hasattr(value, "__wrapped__") and not reach.is_library_function(value)
         return ["function", code_text(value)] if is_wrapper else None
     if isinstance(value, (staticmethod, classmethod)):
         return describe_wrapping(value.__func__)
     # The options of a jit wrapper are in the decorator's text, and JAX's version stands for the wrapper's type.
-    return None if plain_function(value) else ["callable", _describe_instance(value)]
+    return None if plain_function(value) else ["callable", describe_instance(value)]
 
 
-def _describe_instance(value: Any, seen: dict[int, Any] | None = None) -> Any:
+def describe_instance(value: Any, seen: dict[int, Any] | None = None) -> Any:
     """Describes the object of a method, or a callable object: by its fields if its repr shows only an address."""
     described, seen = describe(value), {} if seen is None else seen
     if described != [type_name(type(value)), ""]:
@@ -204,7 +204,7 @@ def _describe_instance(value: Any, seen: dict[int, Any] | None = None) -> Any:
         # A dict, or a pair of them for a class with slots.
         parts = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]
         fields = {name: field for part in parts for name, field in without_caches(value, part).items()}
-        return [*described, [[name, _describe_instance(fields[name], seen)] for name in sorted(fields)]]
+        return [*described, [[name, describe_instance(fields[name], seen)] for name in sorted(fields)]]
     except Exception:
         return described
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import dis
 import enum
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,12 +44,14 @@ def fingerprint(fn: Callable[..., Any], *, options: Mapping[str, Any] | None = N
 
     It covers the function's code, its defaults and closure by value, and, transitively, the functions, classes
     and constants of the user's own modules that its code names: as globals, as attributes of modules
-    (`kernels.body`), and as methods. The rules of `jax.custom_vjp`, `jax.custom_jvp`, `custom_vmap` and
-    `custom_partitioning` functions are covered too, and so are the user's functions that a library's function or object
-    was given (`haiku.transform(f)`, `NUTS(model)`). Apart from these, an installed package, or a module imported inside
-    the function, counts by name only; the versions of packages are recorded beside the fingerprint. Comments,
-    docstrings, whitespace, the decorators of `fn` itself and its place in the file do not count. The fingerprint is the
-    same in every process. Values count as they are at the time: take the fingerprint once, before the function has run.
+    (`kernels.body`, `getattr(kernels, "body")`), as methods and operators, and as registrations of `singledispatch`;
+    the fields of plain objects, and parsed flags of absl. The rules of `jax.custom_vjp`, `jax.custom_jvp`,
+    `custom_vmap` and `custom_partitioning` functions are covered too, and so are the user's functions that a library's
+    function or object was given (`haiku.transform(f)`, `NUTS(model)`). Apart from these, an installed package, or a
+    module imported inside the function, counts by name only; the versions of packages are recorded beside the
+    fingerprint. Comments, docstrings, whitespace, the decorators of `fn` itself and its place in the file do not count.
+    The fingerprint is the same in every process. Values count as they are at the time: take the fingerprint once,
+    before the function has run.
 
     Args:
         fn: the function or other callable, wrapped or not.
@@ -72,8 +76,11 @@ def reached(fn: Callable[..., Any]) -> Mapping[tuple[str, ...], Any]:
 def _describe_option(value: Any) -> Any:
     description = described.describe(value)
     function = _root_function(value) if callable(value) else None
-    if function is None or reach.is_library_function(function):
+    if function is None:
         return description
+    if reach.is_library_function(function):  # made by a call, such as `spaces.divides(...)`
+        held = [[name, described.describe(item)] for name, item in described.closure_of(function)]
+        return [description, held] if held else description
     return [description, _Walk(value).parts]
 
 
@@ -110,6 +117,8 @@ class _Walk:
 
     def _visit(self, kind: str, name: str, value: Any) -> None:
         self._visit_rules(value)
+        for cls, registered in _registrations(value):
+            self._visit("closure", f"{name}[{described.type_name(cls)}]", registered)
         function = described.plain_function(value)
         if function is not None and function.__globals__ is self._module:
             self._visit_helper(f"helper:{name}", value, function)
@@ -165,39 +174,73 @@ class _Walk:
             if name in function.__globals__:
                 self.reached[function.__globals__.get("__name__", ""), name] = function.__globals__[name]
                 self._visit("global", prefix + name, function.__globals__[name])
+        for name in reach.imports(function.__code__):
+            # No part, as it may or may not be imported by now.
+            for module in (sys.modules.get(name), sys.modules.get(f"{function.__globals__.get('__package__')}.{name}")):
+                if module is not None and not reach.is_library(module.__name__):
+                    used = reach.names(function.__code__) & vars(module).keys()
+                    self.reached |= {(module.__name__, item): vars(module)[item] for item in used}
         for chain in reach.chains(function.__code__):
             if chain.kind == "first":
                 self._visit_chain("class", owner, chain.path[:1], function)
             else:
                 scope = function.__globals__ if chain.kind == "global" else free
-                self._visit_chain("global", scope.get(chain.root, reach.NOTHING), chain.path, function)
+                value = scope.get(chain.root, reach.NOTHING)
+                self._visit_chain("global", value, chain.path, function, prefix + chain.root)
 
-    def _visit_chain(self, kind: str, value: Any, path: tuple[str, ...], function: types.FunctionType) -> None:
+    def _visit_chain(
+        self, kind: str, value: Any, path: tuple[str, ...], function: types.FunctionType, label: str = ""
+    ) -> None:
         """Visits the objects that a dotted name stands for, if its root is a module, class or object of the user's."""
         for name in path:
             if isinstance(value, types.ModuleType):
                 found = reach.attribute(value, name)
                 self.reached[value.__name__, name] = found
+                label = f"{value.__name__}.{name}"
                 if reach.is_library(value.__name__):
                     if not isinstance(found, types.ModuleType):
                         return
                 elif found is not reach.NOTHING and not isinstance(found, types.ModuleType):
-                    self._visit(kind, f"{value.__name__}.{name}", found)
+                    self._visit(kind, label, found)
             else:
                 cls = value if isinstance(value, type) else type(value)
+                self._visit_state(label, value, name)
                 if value is reach.NOTHING or not reach.is_users_class(cls):
                     return
                 found = reach.attribute(value, name)
                 if found is not reach.NOTHING and _is_written_out(reach.attribute(cls, name)):
-                    label = cls.__qualname__ if self._is_own(cls) else described.type_name(cls)
-                    self._visit("class", f"{label}.{name}", getattr(found, "fget", None) or found)
+                    owner = cls.__qualname__ if self._is_own(cls) else described.type_name(cls)
+                    self._visit("class", f"{owner}.{name}", getattr(found, "fget", None) or found)
+                label = f"{label}.{name}"
             value = found
         if isinstance(value, types.ModuleType) and not reach.is_library(value.__name__):
             # The module has another name or is passed on: any name in the code may be one of its attributes.
             for name in sorted(reach.names(function.__code__) & vars(value).keys()):
                 self._visit_chain(kind, value, (name,), function)
-        elif callable(value) and not isinstance(value, (type, types.FunctionType)):
-            self._visit_chain("class", value, ("__call__",), function)
+            return
+        if not isinstance(value, (type, types.FunctionType)):
+            self._visit_state(label, value)
+            for name in _operators(type(value)):
+                self._visit_chain("class", value, (name,), function)
+
+    def _visit_state(self, label: str, value: Any, name: str = "") -> None:
+        """Visits the state of an object that is described by its type alone: one field, or all where more is used."""
+        try:
+            fields = vars(value)
+        except Exception:  # an object may raise anything for any attribute
+            return
+        if isinstance(value, (type, types.ModuleType)) or not isinstance(fields, dict) or not label:
+            return
+        if described.plain_function(value) or described.describe(value) != [described.type_name(type(value)), ""]:
+            return
+        if name in fields:
+            self._visit("global", f"{label}.{name}", fields[name])
+        elif reach.is_users_class(type(value)):
+            self.parts[f"global:{label}.fields"] = _hash(described.describe_instance(value))
+        elif name:
+            with contextlib.suppress(Exception):  # a flag that is not parsed yet
+                if isinstance(found := getattr(value, name), described.LITERALS):
+                    self.parts[f"global:{label}.{name}"] = _hash(described.describe(found))
 
     def _visit_rules(self, value: Any) -> None:
         """Visits the user's own rules of a function, such as its derivative, in whatever is wrapped around it."""
@@ -297,10 +340,26 @@ def _is_users(fn: Any) -> bool:
 
 
 def _is_written_out(member: Any) -> bool:
-    """Returns whether a member of a class was written by its author: a function, class or constant."""
+    """Returns whether a member of a class was written by its author: a function, class, constant or list of such."""
     if isinstance(member, (type, property, *described.LITERALS)):
         return True
+    if isinstance(member, (list, tuple, dict)):
+        return any(map(described.plain_function, member.values() if isinstance(member, dict) else member))
     return described.plain_function(member) is not None
+
+
+def _registrations(value: Any) -> list[tuple[type, Any]]:
+    """Returns what was registered with a function of `functools.singledispatch`, beside the function itself."""
+    if not isinstance(value, types.FunctionType) or value.__code__.co_filename != functools.__file__:
+        return []
+    return [(cls, registered) for cls, registered in getattr(value, "registry", {}).items() if cls is not object]
+
+
+def _operators(cls: type) -> list[str]:
+    """Returns the special methods that the user has written for a class; nobody calls them by name."""
+    written = {name for base in cls.__mro__ if reach.is_users_class(base) for name in vars(base)}
+    special = {name for name in written if name.startswith("__") and name.endswith("__")}
+    return sorted(special - vars(object).keys() - _CLASS_MACHINERY)
 
 
 _CLASS_MACHINERY = frozenset(

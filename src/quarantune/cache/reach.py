@@ -68,10 +68,19 @@ def _chains(code: types.CodeType, first: str | None, *, nested: bool = False) ->
             yield from _chains(constant, first, nested=True)
 
 
+@functools.lru_cache(maxsize=4096)
+def imports(code: types.CodeType) -> frozenset[str]:
+    """Returns the names of modules in the import statements of a function's code, including nested functions."""
+    inner = (imports(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    own = (item.argval for item in dis.get_instructions(code) if item.opname == "IMPORT_NAME")
+    return frozenset(own).union(*inner)
+
+
 def names(code: types.CodeType) -> frozenset[str]:
-    """Returns all names of globals and attributes in a function's code, including nested functions."""
+    """Returns all names of globals and attributes in a function's code, also as texts, including nested functions."""
     inner = (names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
+    texts = (constant for constant in code.co_consts if isinstance(constant, str))
+    return frozenset(code.co_names).union(texts, *inner)
 
 
 def attribute(value: Any, name: str) -> Any:

@@ -135,7 +135,7 @@ class Options:
     def deciding(self) -> Mapping[str, Any]:
         """Returns the options that affect which config wins; they are part of the fingerprint."""
         judging = ("ref_fn", "check_fn", "rtol", "atol", "max_mismatched_ratio", "check_grad", "time_grad")
-        names = ("supply", *judging, "devices_per_trial")
+        names = ("prune_fn", "supply", *judging, "devices_per_trial")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
 
