@@ -66,6 +66,14 @@ class BoundCall:
         return frozenset(name for name, value in named(bound) if not any(map(is_array, jax.tree.leaves(value))))
 
     @locks.lazy
+    def optional(self) -> frozenset[str]:
+        """The static arguments that `key_fn` leaves out, which count only where they can be described."""
+        key_fn = self.function.options.key_fn
+        if key_fn is None or self.fitted(key_fn, self.args, self.kwargs) == (self.args, self.kwargs):
+            return frozenset()
+        return self.statics - inspect.signature(key_fn).parameters.keys()
+
+    @locks.lazy
     def configs(self) -> Sequence[Config]:
         """The configs to try, with those that `prune_fn` drops."""
         function = self.function

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import TYPE_CHECKING
 
 import jax
@@ -91,13 +92,21 @@ class KeyedCall:
         return " ".join([printable(self.call.name.rpartition(".")[2]), *few])
 
     def problem(self) -> Problem:
-        """Returns the call as a sweep takes it."""
+        """Returns the call as a sweep takes it.
+
+        An argument that `key_fn` leaves out and that has no description is not sent: workers use its default.
+        """
         call = self.call
+        sent = call.function.signature.bind_partial(*call.args, **call.kwargs)
+        for name in call.optional - self.values.keys():
+            if call.function.parameters[name].default is not inspect.Parameter.empty:
+                sent.arguments.pop(name, None)
+        args, kwargs = (sent.args, sent.kwargs) if call.optional else (call.args, call.kwargs)
         return Problem(
             fn=call.function.fn,
             name=call.name,
-            args=call.args,
-            kwargs=call.kwargs,
+            args=args,
+            kwargs=kwargs,
             platform=self.platform,
             device_kind=self.key.device,
             manual_mesh=self.axes.mesh if self.axes is not None else None,
@@ -169,7 +178,13 @@ def keyed_to_tune(call: BoundCall, target: Target | None = None) -> KeyedCall:
 def _description(call: BoundCall) -> CallDescription:
     function = call.function
     return describe_call(
-        function.signature, call.statics, call.tunables, call.args, call.kwargs, is_jitted=function.is_jitted
+        function.signature,
+        call.statics,
+        call.tunables,
+        call.args,
+        call.kwargs,
+        is_jitted=function.is_jitted,
+        optional=call.optional,
     )
 
 

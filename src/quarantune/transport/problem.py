@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import enum
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -77,6 +78,7 @@ def describe_call(
     kwargs: Mapping[str, Any],
     *,
     is_jitted: bool = True,
+    optional: Collection[str] = (),
 ) -> CallDescription:
     """Describes a call, in the same way however it is spelt.
 
@@ -91,20 +93,24 @@ def describe_call(
         args: positional arguments.
         kwargs: keyword arguments.
         is_jitted: whether the function is jitted.
+        optional: static parameters that are left out where they have no description.
 
     Raises:
-        TypeError: the arguments do not fit the signature, or an argument has no description that is the same in every
-            process.
+        TypeError: the arguments do not fit the signature, or another argument has no description that is the same in
+            every process.
     """
     static, tunable = frozenset(static_names), frozenset(tunable_names)
     bound = _bind(signature, tunable, args, kwargs)
     given = tunable.intersection(name for name, _ in named(bound))
     bound.apply_defaults()
     values = {name: value for name, value in named(bound) if name not in tunable}
-    key_values = {
-        name: describe.describe_static(value) if name in static else _describe_dynamic(value, is_jitted=is_jitted)
-        for name, value in values.items()
-    }
+    key_values = {}
+    for name, value in values.items():
+        with contextlib.suppress(TypeError) if name in optional else contextlib.nullcontext():
+            is_static = name in static
+            key_values[name] = (
+                describe.describe_static(value) if is_static else _describe_dynamic(value, is_jitted=is_jitted)
+            )
     leaves = [leaf for name, value in values.items() if name not in static for leaf in jax.tree_util.tree_leaves(value)]
     return CallDescription(
         key_values=key_values,
