@@ -9,6 +9,7 @@ import mmap
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -141,6 +142,32 @@ def kill_its_group() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def kill_its_siblings() -> None:
+    """Kills the workers of all other configs, and then itself."""
+    template = os.getppid()
+    for tasks in Path(f"/proc/{template}/task").iterdir():
+        for sibling in map(int, (tasks / "children").read_text().split()):
+            if sibling != os.getpid():
+                os.kill(sibling, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leak_threads() -> None:
+    """Starts 300 threads that never end."""
+    for _ in range(300):
+        threading.Thread(target=time.sleep, args=[3600], daemon=True).start()
+
+
+def bomb() -> None:
+    """Forks 64 processes that never end, half of them in sessions of their own."""
+    for number in range(64):
+        if os.fork() == 0:
+            if number % 2:
+                os.setsid()
+            time.sleep(3600)
+            os._exit(0)
+
+
 def close_everything() -> None:
     """Closes every descriptor."""
     os.closerange(0, 1024)
@@ -183,6 +210,9 @@ MODES = {
     "stopped": (stop_itself, RUNNING, {"timeout"}),
     "deaf": (turn_deaf, TRACING, {"timeout"}),
     "kill the group": (kill_its_group, RUNNING, {"crashed"}),
+    "kill the siblings": (kill_its_siblings, RUNNING, {"crashed"}),
+    "thread leak": (leak_threads, TRACING, {"ok", "slow"}),
+    "fork bomb": (bomb, TRACING, {"ok", "slow"}),
     "close everything": (close_everything, TRACING, {"crashed"}),
     "deface": (deface_files, TRACING, {"ok", "slow"}),
     "good again": (None, "", {"ok", "slow"}),

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 import quarantune
+from quarantune.host import machine
 from quarantune.sandbox import template
 
 
@@ -97,6 +98,17 @@ def kill_itself() -> None:
 
 def kill_its_group() -> None:
     os.killpg(0, signal.SIGKILL)
+
+
+def kill_its_siblings() -> None:
+    """Kills the workers of all other configs, and then itself."""
+    parent = os.getppid()
+    if f"{template.MARK}=".encode() not in Path(f"/proc/{parent}/environ").read_bytes():
+        raise AssertionError(f"process {parent} is no template")
+    for sibling in machine.children(parent):
+        if sibling != os.getpid():
+            os.kill(sibling, signal.SIGKILL)
+    kill_itself()
 
 
 def kill_its_parent() -> None:
@@ -312,6 +324,7 @@ MISDEEDS: dict[str, Callable[[], object]] = {
         os.abort,
         kill_itself,
         kill_its_group,
+        kill_its_siblings,
         kill_its_parent,
         stop_its_template,
         stop_itself,

@@ -47,6 +47,7 @@ ENDS = {
     "abort": (("crashed", "SIGABRT"), ("crashed", "SIGABRT")),
     "kill_itself": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
     "kill_its_group": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
+    "kill_its_siblings": (("crashed", "SIGKILL"), ("crashed", "SIGKILL")),
     "kill_its_parent": (("lost", "started it died"), ("lost", "started it died")),
     "stop_its_template": (("ok", ""), ("ok", "")),
     "stop_itself": (("timeout", "compiling.*1.5 s"), ("timeout", "measuring.*1.5 s")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,71 @@ with quarantune.settings(isolation="none", disable_cache=True):
     run(f"{KERNEL}\nagree()", cwd=tmp_path, environ=environ)  # an ordinary Python
     run(f"{KERNEL}\n{freeze}\nagree()", cwd=tmp_path, environ=environ)
     assert not started.exists()
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_program_whose_standard_streams_are_closed_tunes(is_cached: bool, tmp_path: Path) -> None:
+    report = "import traceback\ntry:\n    agree()\nexcept BaseException:\n"
+    report += "    open(sys.argv[1], 'w').write(traceback.format_exc())"
+    end = "else:\n    left = [fd for fd in range(3) if os.path.exists(f'/proc/self/fd/{fd}')]"
+    end += "\n    open(sys.argv[1], 'w').write(f'agreed {left}')"
+    (tmp_path / "program.py").write_text(f"{KERNEL}\n{report}\n{end}\n")
+    subprocess.run(
+        [
+            "sh",
+            "-c",
+            'exec "$@" <&- >&- 2>&-',
+            "sh",
+            sys.executable,
+            str(tmp_path / "program.py"),
+            str(tmp_path / "said"),
+        ],
+        env={**os.environ, "QUARANTUNE_DISABLE_CACHE": str(int(not is_cached))},
+        timeout=110,
+        check=True,
+    )
+    assert (tmp_path / "said").read_text() == "agreed []"
+
+
+def test_a_program_that_may_make_no_files_in_memory_tunes(tmp_path: Path) -> None:
+    refuse = """
+import os
+def memfd_create(*args, **kwargs):
+    raise PermissionError(1, "Operation not permitted")
+os.memfd_create = memfd_create
+"""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    run(f"{refuse}{KERNEL}\nagree()", cwd=tmp_path, environ={"TMPDIR": str(place)})
+    assert not os.listdir(place)
+
+
+def test_a_program_that_may_write_no_file_is_told_so_and_tunes_later(tmp_path: Path) -> None:
+    limited = """
+import resource
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+try:
+    kernel.tune(X)
+except quarantune.SandboxError as error:
+    assert "may not grow over 0 bytes: raise the limit with `ulimit -f`" in str(error)
+else:
+    raise AssertionError("it was tuned")
+resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+"""
+    silent = "import warnings\nwarnings.simplefilter('ignore')"  # nothing can be saved either
+    run(f"{KERNEL}\n{silent}\n{limited}\nagree()", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_program_without_proc_tunes(tmp_path: Path) -> None:
+    hide = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*hide, "true"], capture_output=True).returncode:
+        pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
+    done = subprocess.run(
+        [*hide, sys.executable, "-c", f"{KERNEL}\nagree()"], capture_output=True, text=True, timeout=110
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -168,3 +168,14 @@ def test_exceptions_have_a_place_each_line_and_each_status_of_xla() -> None:
     assert place(fails_in_xla, "INTERNAL: 274432") == memory.replace("RESOURCE_EXHAUSTED", "INTERNAL")
     assert place(fails_in_xla, "no status here") == memory.replace(" RESOURCE_EXHAUSTED", "")
     assert place_of(ValueError("never raised"), "never raised") == "ValueError"
+
+
+def test_no_description_brings_escapes_to_the_terminal(cache_dir: Path) -> None:
+    folder = cache_dir / "targets"
+    folder.mkdir(parents=True)
+    file = folder / f"a.jax{jax.__version__}.textproto"
+    file.write_text(f"# Origin: \x1b[2J\x1b]0;title\x07\n{TEXT}")
+    (found,) = target_texts.saved(cache_dir)
+    assert found.origin == r"\x1b[2J\x1b]0;title\x07"
+    file.write_text(TEXT.replace("NVIDIA L4", "NVIDIA\x1b[2J L4"))
+    assert list(target_texts.saved(cache_dir)) == []

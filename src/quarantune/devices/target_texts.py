@@ -18,6 +18,7 @@ import jax
 from quarantune.cache.keys import safe_name
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory
+from quarantune.values.texts import printable
 
 _FOLDER = "targets"
 _ORIGIN = "# Origin: "
@@ -54,7 +55,7 @@ class TargetText:
             ValueError: it is no description of a GPU.
         """
         kind, platform, cores = _KIND.search(content), _PLATFORM.search(content), _CORES.search(content)
-        if kind is None or platform is None:
+        if kind is None or platform is None or printable(kind[1]) != kind[1]:
             raise ValueError("it names no GPU and no platform")
         first, _, rest = content.partition("\n")
         has_origin = first.startswith(_ORIGIN)
@@ -63,7 +64,7 @@ class TargetText:
             platform=platform[1].lower(),
             num_cores=None if cores is None else int(cores[1]),
             text=rest if has_origin else content,
-            origin=first.removeprefix(_ORIGIN).strip() if has_origin else "unknown",
+            origin=printable(first.removeprefix(_ORIGIN).strip()) if has_origin else "unknown",
         )
 
 

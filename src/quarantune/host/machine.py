@@ -10,8 +10,12 @@ import platform
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quarantune.host import proc
+
+if TYPE_CHECKING:
+    import psutil
 
 _ROOT = Path("/")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
@@ -188,10 +192,16 @@ def _parents_from_stat() -> Iterator[tuple[int, int]]:
             yield int(name), int(fields[1])
 
 
-def _parents_from_psutil() -> Iterator[tuple[int, int]]:
+def processes() -> Iterator[psutil.Process]:
+    """Yields every process; none where the system lists none."""
     import psutil
 
-    for process in psutil.process_iter(["ppid"]):
+    with contextlib.suppress(psutil.Error, OSError, IndexError):
+        yield from psutil.process_iter(["ppid"])
+
+
+def _parents_from_psutil() -> Iterator[tuple[int, int]]:
+    for process in processes():
         yield process.pid, process.info["ppid"] or 0
 
 
@@ -272,6 +282,8 @@ def _available(root: Path) -> int:
     kibibytes = _counter(root / "proc/meminfo", "MemAvailable:")
     if kibibytes is not None:
         return kibibytes * 1024
+    if "SC_AVPHYS_PAGES" in os.sysconf_names:  # there is no /proc
+        return os.sysconf("SC_AVPHYS_PAGES") * _PAGE_BYTES
     import psutil
 
     return int(psutil.virtual_memory().available)

@@ -139,9 +139,10 @@ def file_id(fd: int) -> FileId:
 def _devices_in_memory() -> frozenset[int]:
     """Returns the devices whose files are in memory: mounted ones, and the kernel's own for nameless files."""
     found = set()
-    if hasattr(os, "memfd_create"):
-        with open(os.memfd_create("quarantune-probe", os.MFD_CLOEXEC)) as file:
-            found.add(os.fstat(file.fileno()).st_dev)
+    with contextlib.suppress(OSError, AttributeError):  # it is refused, or unknown
+        probe = os.memfd_create("quarantune-probe", os.MFD_CLOEXEC)
+        found.add(os.fstat(probe).st_dev)
+        os.close(probe)
     for line in proc.lines("/proc/self/mountinfo"):
         fields, _, kind = line.partition(b" - ")
         if kind.startswith((b"tmpfs ", b"ramfs ")):

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from typing import NoReturn
@@ -357,7 +358,10 @@ def _fork_hazard() -> str | None:
 
 
 def _count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    try:
+        return len(os.listdir("/proc/self/task"))
+    except OSError:
+        return threading.active_count()
 
 
 def prepare_to_fork() -> None:

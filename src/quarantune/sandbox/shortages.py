@@ -37,10 +37,10 @@ def with_advice(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if (remedy := _remedy(error.errno)) is None:
+        if (advice := remedy(error)) is None:
             raise
         raise SandboxError(
-            f"{name}: the sweep had to end ({error.strerror}): {remedy}. Finished configs are kept, and the next sweep "
+            f"{name}: the sweep had to end ({error.strerror}): {advice}. Finished configs are kept, and the next sweep "
             f"goes on from there"
         ) from error
 
@@ -68,15 +68,16 @@ def patiently(act: Callable[[], object]) -> None:
             act()
             return
         except Exception as error:
-            if not isinstance(error, BlockingIOError) and not lacks_processes(str(error)):
+            if not isinstance(error.__cause__ or error, BlockingIOError) and not lacks_processes(str(error)):
                 raise
             if time.monotonic() > deadline:
                 raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error
         time.sleep(_PAUSE_S)
 
 
-def _remedy(number: int | None) -> str | None:
-    match number:
+def remedy(error: Exception) -> str | None:
+    """Returns the remedy for a shortage; None for another error."""
+    match error.errno if isinstance(error, OSError) else None:
         case errno.EAGAIN:
             return (
                 f"not even one worker could start its threads, and {process_limit()}: end other processes, or raise "

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quarantune.host import interpreter, origins
@@ -33,6 +33,22 @@ def import_modules(names: Sequence[str]) -> None:
         if name.partition(".")[0] in _IMPORTABLE and name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def standard_descriptors() -> Iterator[None]:
+    """Keeps descriptors opened within the block from taking the numbers of closed standard streams.
+
+    A process that is started would take such a descriptor for its own stream, and libraries write errors to number 2.
+    """
+    opened = [os.open(os.devnull, os.O_RDWR)]
+    try:
+        while opened[-1] < 2:
+            opened.append(os.open(os.devnull, os.O_RDWR))
+        yield
+    finally:
+        for fd in opened:
+            os.close(fd)
 
 
 def start(options: RoleOptions, *, pass_fds: Sequence[int], **popen: Any) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -34,7 +35,8 @@ def create(label: str, *, size_bytes: int = 0) -> int:
     """
     small = size_bytes <= _LOG_CAP_BYTES
     if hasattr(os, "memfd_create") and (small or size_bytes < machine.available_memory_bytes() // _MEMORY_SHARE):
-        return os.memfd_create(f"quarantune-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with contextlib.suppress(OSError):  # a filter on system calls refuses it
+            return os.memfd_create(f"quarantune-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile(prefix="quarantune-") as file:
         return os.dup(file.fileno())
 

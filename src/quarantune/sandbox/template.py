@@ -11,8 +11,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-from quarantune.host import locks
-from quarantune.sandbox import habitat, spawning, spool, wire
+from quarantune.host import locks, machine
+from quarantune.sandbox import habitat, shortages, spawning, spool, wire
 from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
 from quarantune.sandbox.wire import Connection
@@ -38,7 +38,7 @@ class Template:
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._warm = False
         self._sending = locks.new()  # sweeps of several threads share this connection
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo, spawning.standard_descriptors():
             ours, theirs = socket.socketpair()
             undo.callback(ours.close)
             with theirs:
@@ -146,7 +146,7 @@ def kill_marked(token: str) -> None:
     """Kills the orphans of a dead template, found by its token in their environment."""
     import psutil
 
-    for process in psutil.process_iter():
+    for process in machine.processes():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == token:
                 process.kill()
@@ -167,7 +167,6 @@ def shared() -> Template:
 
     Raises:
         SandboxError: no template can be started.
-        OSError: there are too few processes or threads to start one.
     """
     global _template
     with _lock:
@@ -182,10 +181,10 @@ def shared() -> Template:
         if _template is None:
             try:
                 _template = Template()
-            except BlockingIOError:
-                raise
             except (OSError, RuntimeError) as error:
-                raise SandboxError(f"the template process cannot be started: {error}") from error
+                remedy = shortages.remedy(error)
+                text = f"the template process cannot be started: {error}{f': {remedy}' if remedy else ''}"
+                raise SandboxError(text) from error
         return _template
 
 

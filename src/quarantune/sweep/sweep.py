@@ -18,7 +18,7 @@ from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery, targets
 from quarantune.devices.targets import Target
 from quarantune.host.shared_files import Directory
-from quarantune.sandbox import codec, shortages, spool, template, wire
+from quarantune.sandbox import codec, shortages, spawning, spool, template, wire
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import SweepEvents
@@ -206,6 +206,7 @@ def _run_in_workers(
     if not on_many_devices:
         environ |= device.cheap_context(problem.platform, os.environ)
     with (
+        spawning.standard_descriptors(),
         _spooled(packed) as (payload_fd, arrays_fd),
         pool.Sandbox(
             payload_fd=payload_fd,

@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 import sys
+import time
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +20,10 @@ import psutil
 from quarantune.host import installed, origins
 
 # psutil knows the time of the machine's boot, which it adds, to about a second.
-_STARTED = psutil.Process().create_time() - 2.0
+try:
+    _STARTED = psutil.Process().create_time() - 2.0
+except (psutil.Error, OSError):  # there is no /proc
+    _STARTED = time.time()
 """The start of this process. A file last changed before it was not edited after its import (forks included)."""
 
 
