@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from aftermath import MARK, carriers, eventually
 
 import quarantune
+from quarantune.host import machine
 
 pytestmark = pytest.mark.slow
 
@@ -109,12 +111,22 @@ class Limited:
 
     def __init__(self, tmp_path: Path) -> None:
         self.place = tmp_path
+        self.mark = f"{os.getpid()}-{tmp_path}"
         (tmp_path / "program.py").write_text(PROGRAM)
         for directory in (tmp_path, *tmp_path.parents[:2]):
             directory.chmod(0o777)
 
     def run(self, command: list[str], configs: list[str], **settings: str) -> subprocess.CompletedProcess[str]:
-        mark = f"{os.getpid()}-{self.place}"
+        done = self.result(self.start(command, configs, **settings))
+        assert eventually(lambda: not carriers(MARK, self.mark))
+        assert not [name for name in os.listdir(self.place) if name.startswith("quarantune")]
+        return done
+
+    def result(self, program: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+        stdout, stderr = program.communicate(timeout=300)
+        return subprocess.CompletedProcess(program.args, program.returncode, stdout, stderr)
+
+    def start(self, command: list[str], configs: list[str], **settings: str) -> subprocess.Popen[str]:
         environ = {
             **os.environ,
             "PYTHONPATH": str(Path(quarantune.__file__).parents[1]),
@@ -122,19 +134,16 @@ class Limited:
             "QUARANTUNE_CACHE_DIR": str(self.place / "cache"),
             "TMPDIR": str(self.place),
             "QUARANTUNE_CPU_COUNT": "2",
-            MARK: mark,
+            MARK: self.mark,
             **settings,
         }
-        done = subprocess.run(
+        return subprocess.Popen(
             [*command, sys.executable, str(self.place / "program.py"), json.dumps(configs)],
             env=environ,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=300,
         )
-        assert eventually(lambda: not carriers(MARK, mark))
-        assert not [name for name in os.listdir(self.place) if name.startswith("quarantune")]
-        return done
 
     def journal(self) -> str:
         return "".join(file.read_text() for file in (self.place / "cache").rglob("*") if file.is_file())
@@ -194,3 +203,32 @@ def test_a_config_that_exhausts_the_limit_costs_only_itself(misdeed: str, tmp_pa
         assert outcome == "lost"
         assert "`ulimit -u` of this user is 80" in message
         assert misdeed not in "".join(re.findall(r'"outcome": ?"(?:crashed|error)".*', program.journal()))
+
+
+def _await_child(pid: int, of: subprocess.Popen[str]) -> int | None:
+    """Returns a child of a process as soon as there is one; None where the program ends before."""
+    found: list[int] = []
+    assert eventually(lambda: found.extend(machine.children(pid)) or found or of.poll() is not None, timeout_s=60)
+    return found[-1] if found else None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("depth", range(4))
+def test_whatever_of_a_sweep_is_killed_under_a_limit_no_result_is_wrong_or_lost(depth: int, tmp_path: Path) -> None:
+    """Kills the caller, its template, the sweep's template or a worker, while two callers share a limit."""
+    program = Limited(tmp_path)
+    with limited("user", 64) as command:
+        callers = [program.start(command, GOOD) for _ in range(2)]
+        victim: int | None = callers[0].pid
+        for _ in range(depth):
+            victim = None if victim is None else _await_child(victim, callers[0])
+        if victim is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+        ended = [program.result(caller) for caller in callers]
+        ended[0] = program.run(command, GOOD) if depth == 0 else ended[0]
+    for done in ended:
+        trials, best = trials_of(done)
+        assert {outcome for outcome, _ in trials.values()} <= {"ok", "slow"}, trials
+        assert best == GOOD[3]
+    assert not re.search("crashed|Resource temporarily", program.journal())
