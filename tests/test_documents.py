@@ -160,7 +160,7 @@ def test_files_and_functions_of_the_source_stay_short() -> None:
     untyped = 0
     for path in SOURCE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        assert len(text.splitlines()) <= 420, f"{path} is too long for one job"
+        assert len(text.splitlines()) <= 600, f"{path} is too long for one job"
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert (node.end_lineno or 0) - node.lineno < 60, (

@@ -23,12 +23,12 @@ from helpers import ends, everywhere, isolated
 import quarantune
 from quarantune.measure import compare, elements, on_device
 from quarantune.measure.elements import Mismatches
+from quarantune.measure.rounding import Allowance, Noise
 from quarantune.sandbox import spool
-from quarantune.scheduler.reference import UNTUNED, Offer, Reference
+from quarantune.scheduler.reference import Reference
 from quarantune.values.compiling import OutputArray
 from quarantune.values.options import Options
 from quarantune.values.tolerance import Tolerance
-from quarantune.values.trial import INCOMPARABLE
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -305,17 +305,6 @@ def test_a_group_that_cannot_be_is_refused(group: Any) -> None:
         reference.note(0, 1, offered=1, fd=-1)
 
 
-def test_defaults_without_an_array_end_the_comparison() -> None:
-    reference = Reference(compares=True, default=UNTUNED)
-    reference.begin([UNTUNED, 0])
-    assert reference.is_awaited
-    reference.note(UNTUNED, INCOMPARABLE, offered=0, fd=0)
-    assert not reference.is_awaited
-    assert not reference.is_open
-    assert reference.offer() == Offer(references=0, standard=None, keeps=False)
-    assert reference.complaint() == ""
-
-
 def _cases() -> Iterator[tuple[str, Any, Any]]:
     rng = np.random.default_rng(0)
     base = rng.normal(size=(64, 33)).astype(np.float32)
@@ -352,43 +341,46 @@ def _cases() -> Iterator[tuple[str, Any, Any]]:
 @pytest.mark.parametrize(("name", "got", "wanted"), list(_cases()), ids=[case[0] for case in _cases()])
 @pytest.mark.parametrize("ratio", [0.0, 0.01])
 def test_on_the_device_the_same_is_found_as_on_the_host(name: str, got: Any, wanted: Any, ratio: float) -> None:
-    tolerance = Tolerance(max_mismatched_ratio=ratio)
+    allowance = Allowance.fixed(Tolerance(max_mismatched_ratio=ratio))
     got = jnp.asarray(got)
     asked: list[Any] = []
     comparer = on_device.Comparer()
 
-    def shortcut(mine: Any, its: Any, tolerance: Tolerance) -> elements.Mismatches | None:
-        asked.append(comparer(mine, its, tolerance))
+    def shortcut(mine: Any, its: Any, allowance: Allowance) -> elements.Mismatches | None:
+        asked.append(comparer(mine, its, allowance))
         return asked[-1]
 
-    said = compare.compare(got, np.asarray(wanted), tolerance, shortcut=shortcut)
-    assert said == compare.compare(got, np.asarray(wanted), tolerance)
+    flat, expected = compare.Flat.of(got), compare.Flat.of(np.asarray(wanted))
+    said = compare.compare(flat, expected, [allowance], shortcut=shortcut)
+    assert said == compare.compare(flat, expected, [allowance])
     is_float = jnp.issubdtype(got.dtype, jnp.floating)
     assert (asked[0] is not None) == (got.size > 0 and (is_float or (said is None and name != "whole off")))
 
 
-def test_a_prepared_comparison_compiles_and_transfers_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    comparer, tolerance = on_device.Comparer(), Tolerance()
-    wanted = np.arange(24, dtype=np.float16).reshape(4, 6)
-    comparer.prepare({"a": wanted, "b": "no array"}, tolerance)
-    compiled = on_device._count._cache_size()
-    got = jnp.asarray(wanted)
-    monkeypatch.setattr(on_device.jax, "device_put", None)
-    assert comparer(got, wanted, tolerance) == elements.Mismatches(0)
-    assert on_device._count._cache_size() == compiled
-
-
-def test_a_kept_output_is_compared_by_a_program_compiled_ahead(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_prepared_comparison_compiles_and_transfers_nothing_again(
+    monkeypatch: pytest.MonkeyPatch, compiles: list[str]
 ) -> None:
-    comparer, tolerance = on_device.Comparer(), Tolerance()
-    output = {"a": jnp.arange(30, dtype=jnp.float16).reshape(5, 6), "b": jnp.arange(3)}
-    on_host = jax.tree.map(np.asarray, output)
-    comparer.expect([OutputArray(array.shape, array.dtype.name) for array in output.values()])
-    comparer.keep(output, on_host)
+    comparer, allowance = on_device.Comparer(), Allowance.fixed(Tolerance())
+    wanted = np.arange(24, dtype=np.float16).reshape(4, 6)
+    comparer.prepare([wanted, "no array"], [allowance, allowance])
+    got = jnp.asarray(wanted)
+    compiles.clear()
     monkeypatch.setattr(on_device.jax, "device_put", None)
-    compiled = on_device._count._cache_size()
-    assert comparer(output["a"], on_host["a"], tolerance) == Mismatches(0)
-    assert comparer(output["a"] * 2, on_host["a"], tolerance) == Mismatches(29, 29, np.float16(58), np.float16(29))
-    assert comparer(output["b"], on_host["b"], tolerance) == Mismatches(0)
-    assert on_device._count._cache_size() == compiled
+    assert comparer(got, wanted, allowance) == elements.Mismatches(0)
+    assert not compiles
+
+
+def test_a_kept_output_is_compared_by_programs_compiled_ahead() -> None:
+    comparer, allowance = on_device.Comparer(), Allowance.fixed(Tolerance())
+    output = [jnp.arange(30, dtype=jnp.float16).reshape(5, 6), jnp.arange(3)]
+    on_host = [np.asarray(array) for array in output]
+    comparer.expect([OutputArray(array.shape, array.dtype.name) for array in output])
+    comparer.keep(output, on_host)
+    ahead = set(comparer._programs)
+    noise = Noise(output[0], coarsest=None, run=comparer.run)
+    noise.add(output[0])
+    assert comparer(output[0], on_host[0], noise.allowance()) == Mismatches(0)
+    assert set(comparer._programs) == ahead
+    assert comparer(output[1], on_host[1], allowance) == Mismatches(0)
+    double = output[0] * 2
+    assert comparer(double, on_host[0], allowance) == Mismatches(29, 29, np.float16(58), np.float16(29))

@@ -268,7 +268,8 @@ CHECKS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"check_fn": lambda C, _, A: bool((np.asarray(C) == np.asarray(A)).all())},
         ["ok", "wrong", "wrong"],
     ),
-    "skip_check": ({}, ["ok", "ok", "ok"]),
+    "skip_check": ({"ref_fn": None}, ["ok", "ok", "ok"]),
+    "no word about it": ({}, ["ok", "wrong", "wrong"]),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import reprlib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune.measure.elements import Mismatches, compare_numbers, describe_mismatches, has_dtype
-from quarantune.values.tolerance import Tolerance
+from quarantune.measure.rounding import Allowance, Noise, Run
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -23,38 +24,76 @@ _WIDTHS = (jnp.floating, jnp.complexfloating)
 _NUMBER_TYPES = {bool: np.bool_, int: np.integer, float: np.floating, complex: np.complexfloating}
 
 
-Compare: TypeAlias = "Callable[[Any, Any, Tolerance], Mismatches | None]"
+Compare: TypeAlias = "Callable[[Any, Any, Allowance], Mismatches | None]"
 """Compares an array with the expected one; None where it cannot."""
 
 
-def judge(
-    output: Any,
-    expected: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    tolerance: Tolerance,
-    check_fn: Callable[..., Any] | None,
-    shortcut: Compare | None = None,
+@dataclasses.dataclass(frozen=True)
+class Flat:
+    """A pytree taken apart; it can be pickled wherever its leaves can.
+
+    Attributes:
+        structure: its containers and their static parts, described as data.
+        shown: the same for messages.
+        leaves: its leaves, None among them, behind their places.
+    """
+
+    structure: Any
+    shown: str
+    leaves: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, tree: Any, describe: Callable[[Any], Any] = repr) -> Flat:
+        """Takes a pytree apart.
+
+        Args:
+            tree: the pytree.
+            describe: returns a description of a static part of a container, such as the keys of a dict; static parts
+                are equal where their descriptions are.
+        """
+        found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
+        leaves = tuple((jax.tree_util.keystr(path), leaf) for path, leaf in found)
+        shown = str(structure).removeprefix("PyTreeDef(").removesuffix(")")
+        return cls(_described(structure, describe), shown, leaves)
+
+    def mapped(self, change: Callable[[Any], Any]) -> Flat:
+        """Returns the same with other leaves."""
+        return dataclasses.replace(self, leaves=tuple((path, change(leaf)) for path, leaf in self.leaves))
+
+    @property
+    def values(self) -> list[Any]:
+        """The leaves without their places."""
+        return [leaf for _, leaf in self.leaves]
+
+
+def _described(structure: Any, describe: Callable[[Any], Any]) -> Any:
+    node = structure.node_data()
+    if node is None:
+        return "*"
+    kind, static = node
+    children = [_described(child, describe) for child in structure.children()]
+    return [f"{kind.__module__}.{kind.__qualname__}", None if static is None else describe(static), children]
+
+
+class NoArray(str):
+    """A leaf that is no array, by its kind: of a plain callable, such leaves may differ (times, names, handles)."""
+
+
+def judge_by(
+    check_fn: Callable[..., Any], output: Any, expected: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Returns how a config's output is wrong.
+    """Returns how a config's output is wrong by the author's own check.
 
     Args:
+        check_fn: `(output, expected, *args, **kwargs) -> bool or None`.
         output: the config's output.
-        expected: the reference's output; None where only a `check_fn` judges.
-        args: the call's positional arguments, for `check_fn`.
-        kwargs: the call's keyword arguments, for `check_fn`.
-        tolerance: how far `output` may be from `expected`; ignored where there is a `check_fn`.
-        check_fn: `(output, expected, *args, **kwargs) -> bool or None`; if given, it alone decides.
-        shortcut: as for `compare`.
+        expected: the reference's output; None where there is none.
+        args: the call's positional arguments.
+        kwargs: the call's keyword arguments.
 
     Returns:
         One sentence, or None where nothing is wrong.
     """
-    if check_fn is None:
-        if expected is None and output is not None:
-            return "ref_fn returned None, and the config did not: does ref_fn lack a return?"
-        return compare(output, expected, tolerance, shortcut=shortcut)
     try:
         verdict = check_fn(output, expected, *args, **kwargs)
         if verdict is None:
@@ -70,9 +109,9 @@ def judge(
 
 
 def compare(
-    output: Any,
-    expected: Any,
-    tolerance: Tolerance,
+    output: Flat,
+    expected: Flat,
+    allowances: Sequence[Allowance],
     *,
     what: str = "output",
     shortcut: Compare | None = None,
@@ -81,14 +120,13 @@ def compare(
     """Compares two pytrees, on the host and in bounded memory.
 
     Structures, shapes and dtypes must be the same, but floats may be wider or narrower than expected, and so may
-    complex numbers; of a Python number, which has no dtype, only the type must fit. Elements agree where
-    `|output - expected| <= atol + rtol * |expected|`; NaN agrees with NaN, an infinity only with itself. Booleans, PRNG
-    keys and leaves that are not numbers must be equal.
+    complex numbers; of a Python number, which has no dtype, only the type must fit. NaN agrees with NaN, an infinity
+    only with itself. Booleans, PRNG keys and leaves that are not numbers must be equal.
 
     Args:
         output: the output.
         expected: the expected output.
-        tolerance: how far apart elements may be.
+        allowances: how far apart the elements of each leaf may be.
         what: the name of `output` in the message.
         shortcut: tried on each pair of arrays before they are brought to the host.
         same_dtypes: whether floats must be as wide as expected.
@@ -99,15 +137,15 @@ def compare(
     pairs = _pairs(output, expected, what)
     if isinstance(pairs, str):
         return pairs
-    for where, output_leaf, expected_leaf in pairs:
+    for (where, output_leaf, expected_leaf), allowance in zip(pairs, allowances, strict=True):
         if same_dtypes and _describe(output_leaf) != _describe(expected_leaf):
             return f"{where} is {_describe(output_leaf)}, expected {_describe(expected_leaf)}"
-        if difference := _compare_leaf(output_leaf, expected_leaf, tolerance, where, shortcut):
+        if difference := _compare_leaf(output_leaf, expected_leaf, allowance, where, shortcut):
             return difference
     return None
 
 
-def compare_shapes(output: Any, expected: Any) -> str | None:
+def compare_shapes(output: Flat, expected: Flat) -> str | None:
     """Returns why two pytrees cannot agree, by structures, shapes and kinds of dtypes alone; None where they may."""
     pairs = _pairs(output, expected, "output")
     if isinstance(pairs, str):
@@ -121,37 +159,31 @@ def compare_shapes(output: Any, expected: Any) -> str | None:
 # --- structures and leaves ----------------------------------------------------------------------------------
 
 
-def _flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in found], structure
-
-
-def _pairs(output: Any, expected: Any, what: str) -> list[tuple[str, Any, Any]] | str:
+def _pairs(output: Flat, expected: Flat, what: str) -> list[tuple[str, Any, Any]] | str:
     """Returns the leaves of two pytrees side by side, each pair with its place; or how their structures differ."""
-    output_leaves, output_structure = _flatten(output)
-    expected_leaves, expected_structure = _flatten(expected)
-    if output_structure != expected_structure:
-        return f"the structure of {what} differs: {_show_structures(output_structure, expected_structure)}"
-    pairs = zip(output_leaves, expected_leaves, strict=True)
+    if output.structure != expected.structure:
+        return f"the structure of {what} differs: {_show_structures(output.shown, expected.shown)}"
+    pairs = zip(output.leaves, expected.leaves, strict=True)
     return [(what + path, mine, its) for (path, mine), (_, its) in pairs]
 
 
-def _show_structures(output: Any, expected: Any) -> str:
+def _show_structures(*texts: str) -> str:
     """Returns two structures as text; of long ones only the part around their first difference."""
-    texts = [str(structure).removeprefix("PyTreeDef(").removesuffix(")") for structure in (output, expected)]
     if max(map(len, texts)) > _MAX_STRUCTURE_CHARS:
         pairs = enumerate(zip(*texts, strict=False))
         differs_at = next((position for position, (one, other) in pairs if one != other), 0)
         start = max(0, differs_at - _MAX_STRUCTURE_CHARS // 2)
-        texts = [f"...{text[start : start + _MAX_STRUCTURE_CHARS]}..." for text in texts]
+        texts = tuple(f"...{text[start : start + _MAX_STRUCTURE_CHARS]}..." for text in texts)
     return f"got {texts[0]}, expected {texts[1]}"
 
 
-def _compare_leaf(output: Any, expected: Any, tolerance: Tolerance, where: str, shortcut: Compare | None) -> str | None:
-    found = shortcut(output, expected, tolerance) if shortcut and _is_comparable(output, expected) else None
+def _compare_leaf(output: Any, expected: Any, allowance: Allowance, where: str, shortcut: Compare | None) -> str | None:
+    found = shortcut(output, expected, allowance) if shortcut and _is_comparable(output, expected) else None
     if found is not None:
-        return describe_mismatches(found, output.shape, tolerance, where, is_exact=False)
-    got, wanted = _on_host(output), _on_host(expected)
+        return describe_mismatches(found, output.shape, allowance, where, is_exact=False)
+    if isinstance(output, NoArray) and output == expected:
+        return None
+    got, wanted = on_host(output), on_host(expected)
     is_python_number = type(output) in _NUMBER_TYPES or type(expected) in _NUMBER_TYPES
     if is_python_number:
         got, wanted = _without_dtype(got), _without_dtype(wanted)
@@ -162,7 +194,7 @@ def _compare_leaf(output: Any, expected: Any, tolerance: Tolerance, where: str, 
         return f"{where} is {_describe(output)}, expected {_describe(expected)}"
     if is_python_number or has_dtype(got, np.number, np.bool_):
         is_exact = got.dtype == np.bool_ or _is_key(output)
-        return compare_numbers(got, wanted, tolerance, where, is_exact=is_exact)
+        return compare_numbers(got, wanted, allowance, where, is_exact=is_exact)
     if np.array_equal(got, wanted):
         return None
     return f"{where} is {reprlib.repr(output)}, expected {reprlib.repr(expected)}"
@@ -188,10 +220,19 @@ def _describe(leaf: Any) -> str:
     """Returns a leaf's dtype and shape, or its type."""
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         return f"{leaf.dtype}{list(leaf.shape)}"
+    if isinstance(leaf, NoArray):
+        return str(leaf)
     return "None" if leaf is None else f"a Python {type(leaf).__name__}"
 
 
-def _on_host(leaf: Any) -> _Array:
+def noise_of(leaf: Any, *, coarsest: int | None, run: Run | None = None) -> Noise | None:
+    """Returns what collects the deviations of a leaf; None for one that is compared exactly."""
+    leaf = np.asarray(leaf) if type(leaf) in (float, complex) else leaf
+    return Noise(leaf, coarsest=coarsest, run=run) if has_dtype(leaf, np.inexact) and leaf.size else None
+
+
+def on_host(leaf: Any) -> _Array:
+    """Returns a leaf as a numpy array, and PRNG keys as their data."""
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
 

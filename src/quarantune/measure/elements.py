@@ -10,12 +10,9 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from quarantune.values.tolerance import Tolerance
+from quarantune.measure.rounding import CHUNK_ELEMENTS, NEVER, Allowance, allowed, chunks, deviations, wide_type
 
 _Array: TypeAlias = "np.ndarray[Any, Any]"
-
-_CHUNK_ELEMENTS = 2**16
-"""Elements compared at a time: their temporaries, mostly of half a megabyte, stay in the cache of a core."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,16 +20,26 @@ class Mismatches:
     """How two arrays differ.
 
     Attributes:
-        count: how many elements differ by more than the tolerance.
-        worst: the flat index of the worst element; it, `got` and `wanted` are only set where too many elements differ.
+        count: how many elements differ by more than their allowances.
+        worst: the flat index of the worst element; it, `got` and `wanted` are only set where the arrays disagree.
         got: the value of that element.
         wanted: its expected value.
+        far: how many elements differ by so many times their allowances that there may be none.
+        together: how all elements together differ by more than rounding; None where they do not.
+        allowed: the allowance of the worst element, where it was calibrated.
     """
 
     count: int
     worst: int = 0
     got: Any = None
     wanted: Any = None
+    far: int = 0
+    together: str | None = None
+    allowed: float | None = None
+
+    def disagree(self, size: int, allowance: Allowance) -> bool:
+        """Returns whether these are too many differences, or too large ones, for an array of a size."""
+        return bool(self.far or self.together or (self.count and self.count / size > allowance.share))
 
 
 def has_dtype(leaf: Any, *kinds: Any) -> bool:
@@ -40,20 +47,13 @@ def has_dtype(leaf: Any, *kinds: Any) -> bool:
     return hasattr(leaf, "dtype") and any(jnp.issubdtype(leaf.dtype, kind) for kind in kinds)
 
 
-def compare_numbers(
-    got: _Array,
-    wanted: _Array,
-    tolerance: Tolerance,
-    where: str,
-    *,
-    is_exact: bool,
-) -> str | None:
+def compare_numbers(got: _Array, wanted: _Array, allowance: Allowance, where: str, *, is_exact: bool) -> str | None:
     """Compares two arrays of one shape.
 
     Args:
         got: the array that a config returned.
         wanted: the expected array.
-        tolerance: how far apart elements may be.
+        allowance: how far apart elements may be.
         where: the array's place in the output, for the message.
         is_exact: whether elements must be equal.
 
@@ -62,10 +62,13 @@ def compare_numbers(
     """
     if _are_same_bytes(got, wanted):
         return None
-    count, worst = _find_mismatches(got, wanted, None if is_exact else tolerance)
-    index = np.unravel_index(worst, got.shape) if got.size else ()
-    found = Mismatches(count, worst, got[index], wanted[index]) if count else Mismatches(0)
-    return describe_mismatches(found, got.shape, tolerance, where, is_exact=is_exact)
+    if allowance.is_exact and not has_dtype(got, np.inexact):
+        is_exact, allowance = True, dataclasses.replace(allowance, share=0.0)
+    found = _find_mismatches(got, wanted, None if is_exact else allowance.for_dtype(got.dtype))
+    if found.disagree(got.size, allowance):
+        index = np.unravel_index(found.worst, got.shape)
+        found = dataclasses.replace(found, got=got[index], wanted=wanted[index])
+    return describe_mismatches(found, got.shape, allowance, where, is_exact=is_exact)
 
 
 def _are_same_bytes(got: _Array, wanted: _Array) -> bool:
@@ -74,69 +77,101 @@ def _are_same_bytes(got: _Array, wanted: _Array) -> bool:
         return False
     mine, its = (array.reshape(-1).view(np.uint8) for array in (got, wanted))
     return all(
-        np.array_equal(mine[start : start + _CHUNK_ELEMENTS], its[start : start + _CHUNK_ELEMENTS])
-        for start in range(0, mine.size, _CHUNK_ELEMENTS)
+        np.array_equal(mine[start : start + CHUNK_ELEMENTS], its[start : start + CHUNK_ELEMENTS])
+        for start in range(0, mine.size, CHUNK_ELEMENTS)
     )
 
 
 def describe_mismatches(
-    found: Mismatches, shape: tuple[int, ...], tolerance: Tolerance, where: str, *, is_exact: bool
+    found: Mismatches, shape: tuple[int, ...], allowance: Allowance, where: str, *, is_exact: bool
 ) -> str | None:
-    """Returns how two arrays of this shape differ, in one sentence; None where they agree within the tolerance."""
+    """Returns how two arrays of this shape differ, in one sentence; None where they agree."""
     size = math.prod(shape)
-    if not found.count or found.count / size <= tolerance.max_mismatched_ratio:
+    if not found.disagree(size, allowance):
         return None
     index = tuple(int(i) for i in np.unravel_index(found.worst, shape))
-    by = "" if is_exact else f" by more than rtol={tolerance.rtol:g}, atol={tolerance.atol:g}"
-    return (
+    place = f"at {list(index)} of {where}" if index else where
+    if found.together and not found.count:
+        return f"{found.together}, as {place}: got {found.got}, expected {found.wanted}; {_remedy(allowance)}"
+    by = "" if is_exact else f" by more than rtol={allowance.rtol:g}, atol={allowance.atol:g}"
+    calibrated = allowance.is_exact and not is_exact
+    if calibrated:
+        by = " by more than rounding explains"
+    message = (
         f"{found.count} of {size} elements ({100 * found.count / size:.3g}%) differ{by}; "
-        f"the {'first' if is_exact else 'worst'} is {f'at {list(index)} of ' if index else ''}{where}: "
-        f"got {found.got}, expected {found.wanted}"
+        f"the {'first' if is_exact else 'worst'} is {place}: got {found.got}, expected {found.wanted}"
     )
+    if not calibrated:
+        return message
+    near = "" if found.allowed is None else f" within {found.allowed:.3g}"
+    return f"{message}{near}; {_remedy(allowance)}"
 
 
-def _find_mismatches(got: _Array, wanted: _Array, tolerance: Tolerance | None) -> tuple[int, int]:
-    """Returns how many elements differ, and the flat index of the worst."""
-    got_flat, wanted_flat = _flat(got), _flat(wanted)
-    count, worst, worst_excess = 0, 0, 0.0
-    for start in range(0, got.size, _CHUNK_ELEMENTS):
-        chunk = slice(start, start + _CHUNK_ELEMENTS)
-        with np.errstate(all="ignore"):
-            excess = _excess(got_flat[chunk], wanted_flat[chunk], tolerance)
-        mismatched = excess > 0
-        if mismatched.any():
-            count += int(np.count_nonzero(mismatched))
-            position = int(np.argmax(np.where(mismatched, excess, 0)))
-            if excess[position] > worst_excess:
-                worst, worst_excess = start + position, excess[position]
-    return count, worst
+def _remedy(allowance: Allowance) -> str:
+    if allowance.noise is None:
+        noise = "how far rounding moves the output is not known"
+    else:
+        noise = f"rounding of the inputs moves the output by {allowance.noise:.2g} of its RMS"
+    return f"{noise}; give rtol and atol to allow more"
 
 
-def _flat(array: _Array) -> Any:
-    """Returns a flat view or iterator, so that chunks need no full copy."""
-    return array.reshape(-1) if array.flags.c_contiguous else array.flat
+def _find_mismatches(got: _Array, wanted: _Array, allowance: Allowance | None) -> Mismatches:
+    """Returns how arrays differ, without the values of the worst element; with None, elements must be equal."""
+    count, far, worst, worst_excess, worst_allowed = 0, 0, 0, 0.0, None
+    columns = got.shape[-1] if got.ndim else 1
+    is_plain = has_dtype(got, np.inexact)
+    wide = wide_type(got, wanted) if allowance is not None and is_plain else None
+    sums = np.zeros(4)
+    with np.errstate(all="ignore"):
+        for part, mine, its in chunks(got, wanted, wide=wide):
+            if allowance is None:
+                excess, limit = np.asarray(mine != its, np.float64), None
+            elif not is_plain:
+                excess, limit = _excess_of_integers(mine, its, allowance), None
+            else:
+                limit = allowed(
+                    np, allowance.block, allowance.column, allowance.limits, its, start=part.start, columns=columns
+                )
+                excess = excess_of(np, mine, its, limit)
+                if allowance.is_exact:
+                    far += int(np.count_nonzero(is_far(np, excess, limit, allowance.far)))
+                    sums += deviations(np, mine, its)[1]
+            mismatched = excess > 0
+            if mismatched.any():
+                count += int(np.count_nonzero(mismatched))
+                position = int(np.argmax(np.where(mismatched, excess, 0)))
+                if excess[position] > worst_excess:
+                    worst, worst_excess = part.start + position, excess[position]
+                    worst_allowed = (
+                        None if limit is None or allowance is None or not allowance.is_exact else float(limit[position])
+                    )
+        together = None if wide is None or allowance is None else together_of(sums, got.size, allowance)
+    return Mismatches(count, worst, far=far, together=together, allowed=worst_allowed)
 
 
-def _excess(got: _Array, wanted: _Array, tolerance: Tolerance | None) -> _Array:
-    """Returns by how much each difference exceeds the tolerance, above 0 where it does; None tolerates nothing."""
-    if tolerance is None:
-        return np.asarray(got != wanted, np.float64)
-    if got.dtype == object:
-        pairs = zip(got, wanted, strict=True)
-        return np.array([_excess_of_whole(mine, its, tolerance) for mine, its in pairs], np.float64)
-    if has_dtype(got, np.integer):
-        return _distances(got, wanted) - _allowances(wanted.astype(np.float64), tolerance)
-    wide = np.result_type(np.result_type(got.dtype, np.float64), np.result_type(wanted.dtype, np.float64))
-    got, wanted = got.astype(wide), wanted.astype(wide)
-    excess: _Array = np.abs(got - wanted) - _allowances(wanted, tolerance)
-    if (excess <= 0).all():
-        return excess  # no NaN and no infinity: with one, the comparison would be False
-    same = (got == wanted) | (np.isnan(got) & np.isnan(wanted))
-    finite = np.isfinite(got) & np.isfinite(wanted)
-    return np.where(same, 0.0, np.where(finite, excess, np.inf))
+def excess_of(xp: Any, got: Any, wanted: Any, limit: Any) -> Any:
+    """Returns by how much each difference exceeds its limit; an infinity or NaN agrees with its like only."""
+    excess = xp.abs(got - wanted) - limit
+    same = (got == wanted) | (xp.isnan(got) & xp.isnan(wanted))
+    finite = xp.isfinite(got) & xp.isfinite(wanted)
+    return xp.where(same, 0.0 if xp is np else xp.zeros_like(excess), xp.where(finite, excess, xp.inf))
 
 
-def _excess_of_whole(got: int, wanted: int, tolerance: Tolerance) -> float:
+def is_far(xp: Any, excess: Any, limit: Any, far: Any) -> Any:
+    """Returns which elements differ by far too many times their limits; infinities and NaN among them."""
+    return ((excess > (far - 1) * limit) | xp.isinf(excess)) & (far < NEVER)
+
+
+def together_of(sums: Any, size: int, allowance: Allowance) -> str | None:
+    """Returns how all elements differ by more than rounding, from the sums of `deviations`; None where they do not."""
+    total, along, squares, known = map(float, sums)
+    if not known or not allowance.is_exact:
+        return None
+    rms = math.sqrt(known / size)
+    return allowance.reason(along / known, total / size / rms, math.sqrt(squares / size) / rms)
+
+
+def _excess_of_whole(got: int, wanted: int, tolerance: Allowance) -> float:
     """Returns the excess for Python integers, which may be larger than any float."""
     allowance = Fraction(float(tolerance.atol)) + Fraction(float(tolerance.rtol)) * abs(wanted)
     excess = abs(got - wanted) - allowance
@@ -146,9 +181,13 @@ def _excess_of_whole(got: int, wanted: int, tolerance: Tolerance) -> float:
         return math.inf if excess > 0 else -math.inf
 
 
-def _allowances(wanted: _Array, tolerance: Tolerance) -> _Array:
-    allowances: _Array = tolerance.atol + tolerance.rtol * np.abs(wanted)
-    return allowances
+def _excess_of_integers(got: _Array, wanted: _Array, tolerance: Allowance) -> _Array:
+    if got.dtype == object:
+        pairs = zip(got, wanted, strict=True)
+        return np.array([_excess_of_whole(mine, its, tolerance) for mine, its in pairs], np.float64)
+    allowances = tolerance.atol + tolerance.rtol * np.abs(wanted.astype(np.float64))
+    excess: _Array = _distances(got, wanted) - allowances
+    return excess
 
 
 def _distances(got: _Array, wanted: _Array) -> _Array:

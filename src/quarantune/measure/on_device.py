@@ -1,12 +1,12 @@
 """Compares arrays on their device: expected arrays are carried there once; counts and the worst element come back.
 
-Floats of up to 32 bits are compared in float32, wider ones in float64, so that an element within a rounding error of
-the edge of its tolerance may be judged differently than on the host. Other dtypes are compared for equality.
+Floats are compared in float32, so that an element within a rounding error of the edge of its allowance may be judged
+differently than on the host; the host compares wider ones. Other dtypes are compared for equality.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from quarantune.measure.elements import Mismatches
+from quarantune.measure import rounding
+from quarantune.measure.elements import Mismatches, excess_of, is_far, together_of
+from quarantune.measure.rounding import Allowance
 from quarantune.values.compiling import OutputArray
-from quarantune.values.tolerance import Tolerance
 
 _MOST_ELEMENTS = 2**31 - 1
 """The largest 32-bit count."""
@@ -34,62 +35,89 @@ class Comparer:
         """Sets up a comparer with nothing on the device."""
         self._there: dict[int, tuple[Any, jax.Array]] = {}
         self._programs: dict[Any, jax.stages.Compiled] = {}
+        self._factors: dict[int, tuple[Any, ...]] = {}
 
-    def __call__(self, got: Any, wanted: Any, tolerance: Tolerance) -> Mismatches | None:
+    def __call__(self, got: Any, wanted: Any, allowance: Allowance) -> Mismatches | None:
         """Compares two arrays of one shape.
 
         Args:
             got: the output.
             wanted: the expected output, the same object each time; it is kept.
-            tolerance: how far apart elements may be.
+            allowance: how far apart elements may be, the same object each time.
 
         Returns:
             How they differ, or None where the host must compare them.
         """
-        if not isinstance(got, jax.Array) or not isinstance(wanted, np.ndarray) or not 0 < got.size <= _MOST_ELEMENTS:
-            return None
-        if len(got.sharding.device_set) > 1 or jnp.issubdtype(got.dtype, jax.dtypes.extended):
+        if not self.takes(got) or not isinstance(wanted, np.ndarray):
             return None
         try:
-            return self._compare(got, self._carried(wanted, got), tolerance)
+            return self._compare(got, self._carried(wanted, got), allowance)
         except jax.errors.JaxRuntimeError:
             return None  # most likely out of memory
 
-    def prepare(self, expected: Any, tolerance: Tolerance) -> None:
-        """Carries the expected outputs to the device, and compiles their comparison."""
-        for wanted in jax.tree.leaves(expected):
+    @staticmethod
+    def takes(array: Any) -> bool:
+        """Returns whether an array can be compared on its device."""
+        return (
+            isinstance(array, jax.Array)
+            and 0 < array.size <= _MOST_ELEMENTS
+            and len(array.sharding.device_set) == 1
+            and not jnp.issubdtype(array.dtype, jax.dtypes.extended)
+        )
+
+    @classmethod
+    def is_narrow(cls, leaf: Any) -> bool:
+        """Returns whether a leaf's noise can be measured on its device."""
+        return cls.takes(leaf) and leaf.dtype.name in _NARROW
+
+    def prepare(self, expected: Sequence[Any], allowances: Sequence[Allowance]) -> None:
+        """Carries the expected leaves to the device, and compiles their comparison."""
+        for wanted, allowance in zip(expected, allowances, strict=True):
             if isinstance(wanted, np.ndarray) and wanted.size:
                 there = jax.device_put(wanted)
                 self._there[id(wanted)] = (wanted, there)
-                self(there, wanted, tolerance)
+                self(there, wanted, allowance)
 
     def expect(self, outputs: Sequence[OutputArray]) -> None:
-        """Compiles the comparison of arrays with others like them, which takes a GPU 0.2 s.
+        """Compiles all that is needed to compare arrays with others like them, which takes a GPU 0.2 s each.
 
         Args:
             outputs: the arrays.
         """
         sharding = SingleDeviceSharding(jax.local_devices()[0])
-        limits = jax.ShapeDtypeStruct((2,), "float32")
         for output in outputs:
-            if not 0 < math.prod(output.shape) <= _MOST_ELEMENTS or output.dtype not in _NARROW:
+            size = math.prod(output.shape)
+            if not 0 < size <= _MOST_ELEMENTS or output.dtype not in _NARROW:
                 continue
             like = jax.ShapeDtypeStruct(output.shape, output.dtype, sharding=sharding)
-            kind = _kind(like, like)
-            if kind not in self._programs:
-                lowered = _count.lower(like, like, limits, wide="float32")
-                self._programs[kind] = lowered.compile(_RUNS_NOTHING)
+            squares = jax.ShapeDtypeStruct(output.shape, "float32", sharding=sharding)
+            number, limits = jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((3,), "float32")
+            self._compiled(rounding.add_deviations, squares, like, like)
+            smooth = self._compiled(rounding.smooth_deviations, squares, like, number, number, number)
+            block, column, *_ = smooth.out_info
+            self._compiled(_judge, like, like, block, column, limits)
 
-    def keep(self, output: Any, on_host: Any) -> None:
+    def keep(self, output: Sequence[Any], on_host: Sequence[Any]) -> None:
         """Keeps an output on the device, to compare others with it.
 
         Args:
-            output: a pytree with arrays.
+            output: its leaves.
             on_host: the same with numpy arrays, which stand for those of `output` when outputs are compared.
         """
-        for there, wanted in zip(jax.tree.leaves(output), jax.tree.leaves(on_host), strict=True):
+        for there, wanted in zip(output, on_host, strict=True):
             if isinstance(there, jax.Array) and isinstance(wanted, np.ndarray):
                 self._there[id(wanted)] = (wanted, there)
+
+    def run(self, program: Any, *args: Any) -> Any:
+        """Runs one of the programs that `expect` compiles, or compiles it now."""
+        return self._compiled(program, *args)(*args)
+
+    def _compiled(self, program: Any, *args: Any) -> jax.stages.Compiled:
+        devices = frozenset(args[0].sharding.device_set)
+        kind = (program, devices, *((np.shape(arg), jnp.result_type(arg)) for arg in args))
+        if kind not in self._programs:
+            self._programs[kind] = program.lower(*args).compile(_RUNS_NOTHING)
+        return self._programs[kind]
 
     def _carried(self, wanted: Any, got: jax.Array) -> jax.Array:
         kept = self._there.get(id(wanted))
@@ -97,22 +125,25 @@ class Comparer:
             kept = self._there[id(wanted)] = (wanted, jax.device_put(wanted, got.sharding))
         return kept[1]
 
-    def _compare(self, got: jax.Array, wanted: jax.Array, tolerance: Tolerance) -> Mismatches | None:
+    def _compare(self, got: jax.Array, wanted: jax.Array, allowance: Allowance) -> Mismatches | None:
         if not all(jnp.issubdtype(array.dtype, jnp.floating) for array in (got, wanted)):
             return Mismatches(0) if got.dtype == wanted.dtype and bool(_are_equal(got, wanted)) else None
-        is_wide = max(got.dtype.itemsize, wanted.dtype.itemsize) > 4
-        wide = "float64" if is_wide else "float32"
-        limits = np.asarray([tolerance.rtol, tolerance.atol], wide)
-        program = self._programs.get(_kind(got, wanted)) or functools.partial(_count, wide=wide)
-        count = int(program(got, wanted, limits))
-        if count / got.size <= tolerance.max_mismatched_ratio:
-            return Mismatches(count)
-        worst, mine, its = _worst(got, wanted, limits, wide=wide)
-        return Mismatches(count, int(worst), np.asarray(mine)[()], np.asarray(its)[()])
-
-
-def _kind(got: Any, wanted: Any) -> Any:
-    return got.shape, got.dtype, wanted.dtype, frozenset(got.sharding.device_set | wanted.sharding.device_set)
+        if max(got.dtype.itemsize, wanted.dtype.itemsize) > 4:
+            return None
+        if id(allowance) not in self._factors:
+            factors = (np.asarray(part, np.float32) for part in (allowance.block, allowance.column))
+            self._factors[id(allowance)] = (allowance, *(jax.device_put(part, got.sharding) for part in factors))
+        _, block, column = self._factors[id(allowance)]
+        limits = np.asarray(allowance.for_dtype(got.dtype).limits, np.float32)
+        counts, sums = self.run(_judge, got, wanted, block, column, limits)
+        count, far = map(int, counts)
+        found = Mismatches(count, far=far, together=together_of(np.asarray(sums), got.size, allowance))
+        if not found.disagree(got.size, allowance):
+            return found
+        worst, mine, its, limit = map(np.asarray, _worst(got, wanted, block, column, limits))
+        return dataclasses.replace(
+            found, worst=int(worst), got=mine[()], wanted=its[()], allowed=float(limit) if allowance.is_exact else None
+        )
 
 
 @jax.jit
@@ -120,21 +151,29 @@ def _are_equal(got: jax.Array, wanted: jax.Array) -> jax.Array:
     return jnp.all(got == wanted)
 
 
-@functools.partial(jax.jit, static_argnames=["wide"])
-def _count(got: jax.Array, wanted: jax.Array, limits: jax.Array, *, wide: str) -> jax.Array:
-    return jnp.sum(_excess(got, wanted, limits, wide) > 0, dtype=jnp.int32)
+@jax.jit
+def _judge(
+    got: jax.Array, wanted: jax.Array, block: jax.Array, column: jax.Array, limits: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns how many elements differ by more than their allowances, how many by far, and the sums of `deviations`."""
+    excess, limit = _excess(got, wanted, block, column, limits)
+    counts = [jnp.sum(excess > 0, dtype=jnp.int32), jnp.sum(is_far(jnp, excess, limit, limits[2]), dtype=jnp.int32)]
+    return jnp.stack(counts), rounding.deviations(jnp, got.astype("float32"), wanted.astype("float32"))[1]
 
 
-@functools.partial(jax.jit, static_argnames=["wide"])
-def _worst(got: jax.Array, wanted: jax.Array, limits: jax.Array, *, wide: str) -> tuple[jax.Array, ...]:
-    worst = jnp.argmax(_excess(got, wanted, limits, wide).reshape(-1))
-    return worst, got.reshape(-1)[worst], wanted.reshape(-1)[worst]
+@jax.jit
+def _worst(
+    got: jax.Array, wanted: jax.Array, block: jax.Array, column: jax.Array, limits: jax.Array
+) -> tuple[jax.Array, ...]:
+    excess, limit = _excess(got, wanted, block, column, limits)
+    worst = jnp.argmax(excess)
+    return worst, got.reshape(-1)[worst], wanted.reshape(-1)[worst], limit[worst]
 
 
-def _excess(got: jax.Array, wanted: jax.Array, limits: jax.Array, wide: str) -> jax.Array:
-    """Returns by how much each difference exceeds its tolerance, as `elements` does on the host."""
-    got, wanted = got.astype(wide), wanted.astype(wide)
-    excess = jnp.abs(got - wanted) - (limits[1] + limits[0] * jnp.abs(wanted))
-    same = (got == wanted) | (jnp.isnan(got) & jnp.isnan(wanted))
-    finite = jnp.isfinite(got) & jnp.isfinite(wanted)
-    return jnp.where(same, jnp.zeros_like(excess), jnp.where(finite, excess, jnp.full_like(excess, jnp.inf)))
+def _excess(
+    got: jax.Array, wanted: jax.Array, block: jax.Array, column: jax.Array, limits: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    mine, its = got.reshape(-1).astype("float32"), wanted.reshape(-1).astype("float32")
+    columns = got.shape[-1] if got.ndim else 1
+    limit = rounding.allowed(jnp, block, column, limits, its, start=0, columns=columns)
+    return excess_of(jnp, mine, its, limit), limit

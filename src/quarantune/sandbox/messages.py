@@ -33,7 +33,7 @@ class BenchOptions:
         warmup: untimed runs of each config.
         rep: the largest number of timed samples of each config.
         supply: how missing arguments are made.
-        tolerance: how far outputs may differ.
+        tolerance: how far outputs may differ; None for as far as rounding explains.
         check_grad: whether gradients are compared, too.
         time_grad: whether a config is compiled and timed together with its gradient.
         compilation_cache: the directory of the caller's JAX compilation cache; None where workers use none.
@@ -43,7 +43,7 @@ class BenchOptions:
     warmup: int
     rep: int
     supply: str
-    tolerance: Tolerance
+    tolerance: Tolerance | None
     check_grad: bool = False
     time_grad: bool = False
     compilation_cache: str | None = None
@@ -216,11 +216,13 @@ class Agreement:
     """The result of comparing a config's output with those of others.
 
     Attributes:
-        group: the position of the output that it agrees with; the number of outputs where its own was kept;
-            `INCOMPARABLE`; or None where it differs from all and was not kept, or was not compared.
+        group: the position of the output that it agrees with; the number of outputs where its own was kept; or None
+            where it differs from all and was not kept, or was not compared.
+        noise: the RMS by which the kept output moves when its inputs do, relative to its own; None if not measured.
     """
 
     group: int | None
+    noise: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

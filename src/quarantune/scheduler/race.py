@@ -91,7 +91,7 @@ class Race:
         for_cache = {}
         for index, (_, fd) in self._kept.items():
             with contextlib.suppress(ValueError):  # a config may have written anything there
-                executables[index], key, value = spool.read_parts(fd)
+                executables[index], key, value, *_ = spool.read_parts(fd)
                 if key:
                     for_cache[index] = {key.decode("ascii"): value}
         return executables, for_cache

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from quarantune.sandbox import spool
 from quarantune.values.shown import format_config
-from quarantune.values.trial import INCOMPARABLE, UNTUNED, Config, Outcome, Phase, Trial
+from quarantune.values.trial import UNTUNED, Config, Outcome, Phase, Trial
 
 _MOST_GROUPS = 8
 """The number of different outputs that are kept while it is not known which is right."""
@@ -47,21 +47,27 @@ class Reference:
         fds: descriptors of the outputs to compare with, which nobody can write to.
         untuned: the trial of the function's defaults, where they ran as `UNTUNED` and were timed; else None.
         is_coming: whether a worker must compute the output of `ref_fn` before anything is compared.
+        noise: the RMS by which the first kept output moves when its inputs do, relative to its own.
     """
 
-    def __init__(self, *, compares: bool = False, default: int | None = None, is_first: bool = True) -> None:
+    def __init__(
+        self, *, compares: bool = False, default: int | None = None, is_first: bool = True, calibrates: bool = False
+    ) -> None:
         """Sets up a reference.
 
         Args:
             compares: whether the configs' outputs are compared with each other, and not only with the one of `give`.
             default: the index under which the function's defaults run; None where the function has none.
             is_first: whether all other configs wait for the defaults, and are not compared with each other until then.
+            calibrates: whether the defaults' output is kept beside the one of `give`, for their noise alone.
         """
         self.fds: list[int] = []
         self.untuned: Trial | None = None
         self._compares = compares
         self.is_coming = False
+        self.noise: float | None = None
         self._is_given = False
+        self._calibrates = calibrates
         self._default = default
         self._defaults = {default} if default is not None else set()
         self._default_end = ""
@@ -86,7 +92,8 @@ class Reference:
     def begin(self, indices: Collection[int]) -> None:
         """Prepares for the configs that are about to run; all wait for the defaults if these are among them."""
         is_here = not self._defaults.isdisjoint(indices)
-        self._awaited = self._compares and self._is_first and is_here and not self.fds
+        is_unknown = self._calibrates or (self._compares and not self.fds)
+        self._awaited = is_unknown and self._is_first and is_here
 
     @property
     def is_awaited(self) -> bool:
@@ -113,33 +120,37 @@ class Reference:
         return Offer(
             references=len(self.fds),
             standard=0 if self._is_given else self._standard(),
-            keeps=self._compares and len(self.fds) < most,
+            keeps=(self._compares and len(self.fds) < most) or (self._calibrates and self._awaited),
         )
 
-    def note(self, index: int, group: int | None, *, offered: int, fd: int) -> None:
+    def note(self, index: int, group: int | None, *, offered: int, fd: int, noise: float | None = None) -> None:
         """Records the output that a config's own agrees with.
 
         Args:
             index: the config's.
-            group: the reply of its worker: a position in `fds`, `offered` for an output that was kept, `INCOMPARABLE`,
-                or None for one that differs from all and was not kept.
+            group: the reply of its worker: a position in `fds`, `offered` for an output that was kept, or None for one
+                that differs from all and was not kept.
             offered: the number of outputs that it was compared with.
             fd: the file for its own output; -1 for none.
+            noise: how far its output moves when its inputs do, if it was kept.
 
         Raises:
             ValueError: no worker can have replied so.
         """
-        if not self._compares:
+        if not self._compares and not self._calibrates:
             return
-        if group is not None and (type(group) is not int or not INCOMPARABLE <= group <= offered - (fd < 0)):
+        if group is not None and (type(group) is not int or not 0 <= group <= offered - (fd < 0)):
             raise ValueError(f"there is no output {group!r} to agree with")
         if group == offered:
             group = len(self.fds)
             self.fds.append(spool.protect(fd))
+            self.noise = noise if self.noise is None else self.noise
+        if self._calibrates:
+            self._calibrates = self._awaited = False
+            return
         self._group_of[index] = group
         if index in self._defaults:
             self._awaited = False
-            self._compares = group != INCOMPARABLE
 
     def join(self, index: int, first: int) -> None:
         """Records that another config, with the same program, runs in the place of a config."""
@@ -157,7 +168,7 @@ class Reference:
     def _standard(self) -> int | None:
         """Returns the group of the defaults, which is right; None where they have none."""
         groups = [self._group_of[index] for index in self._defaults if index in self._group_of]
-        return next((group for group in groups if group not in (None, INCOMPARABLE)), None)
+        return next((group for group in groups if group is not None), None)
 
     # In the end
 
@@ -191,7 +202,7 @@ class Reference:
         right = self._right()
         for index, (trial, log) in self._held.items():
             group = self._group_of.get(index)
-            if not self._compares or group in (right, INCOMPARABLE):
+            if not self._compares or group == right:
                 finish(index, trial, log)
                 continue
             message = "its output is not that of the configs that agree with each other"
@@ -242,7 +253,7 @@ class Reference:
         """Returns the group that is right: that of the defaults, else the largest, else the one of the first config."""
         if (standard := self._standard()) is not None:
             return standard
-        known = sorted((index, group) for index, group in self._group_of.items() if group not in (None, INCOMPARABLE))
+        known = sorted((index, group) for index, group in self._group_of.items() if group is not None)
         groups = [group for _, group in known]
         return max(groups, key=groups.count, default=None)
 

@@ -57,8 +57,8 @@ class Replies:
         worker.phase = reply.phase
         job, device, state = worker.job, worker.device, worker.state
         if job is not None and isinstance(reply, (Checked, Measured, Failed)) and reply.agreement is not None:
-            group, fd = reply.agreement.group, worker.output_fd
-            self._run.reference.note(job.index, group, offered=worker.offered, fd=fd)
+            group, noise = reply.agreement.group, reply.agreement.noise
+            self._run.reference.note(job.index, group, offered=worker.offered, fd=worker.output_fd, noise=noise)
             worker.close_output()
         match reply:
             case PhaseEntered():

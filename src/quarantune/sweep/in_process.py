@@ -173,7 +173,11 @@ def check(bench: Bench, program: Program, index: int, reference: Reference) -> N
         finally:
             if found:
                 reference.note(
-                    index, found["group"], offered=offer.references, fd=-1 if output_fd is None else output_fd
+                    index,
+                    found["group"],
+                    offered=offer.references,
+                    fd=-1 if output_fd is None else output_fd,
+                    noise=bench.judge.noise,
                 )
 
 

@@ -334,13 +334,15 @@ def reference_for(
     """
     configs = dict(configs)
     if not options.compares_outputs or not (configs or problem.default is None):
-        return Reference(default=problem.default if problem.default in configs else None), configs
-    if problem.untuned is None:
+        if not (options.calibrates and configs) or problem.untuned is None:
+            return Reference(default=problem.default if problem.default in configs else None), configs
+    elif problem.untuned is None:
         # The output of a plain callable may well differ between configs.
         return Reference(compares=jax_internals.is_jitted(problem.fn)), configs
+    make = functools.partial(Reference, compares=options.compares_outputs, calibrates=options.calibrates)
     if problem.default in configs:
-        return Reference(compares=True, default=problem.default, is_first=problem.default not in troubled), configs
-    return Reference(compares=True, default=UNTUNED), {UNTUNED: problem.untuned, **configs}
+        return make(default=problem.default, is_first=problem.default not in troubled), configs
+    return make(default=UNTUNED), {UNTUNED: problem.untuned, **configs}
 
 
 def _from_both_ends(configs: Mapping[int, Config], last: Collection[int]) -> dict[int, Config]:

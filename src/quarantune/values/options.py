@@ -15,6 +15,7 @@ from quarantune.values.tolerance import Tolerance
 DEFAULTS = "defaults"
 """The `ref_fn` that stands for the function with its own defaults."""
 _BUDGETS = {"max_trials": 1, "patience": 1}
+_TOLERANCES = ("rtol", "atol", "max_mismatched_ratio")
 """Options that may be left out, and the least value of each."""
 SUPPLIES = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
 
@@ -44,9 +45,10 @@ class Options:
         check_fn: `(output, expected_or_None, *args) -> bool or None`; a config is wrong where it returns False or
             raises, whatever other checks say. Unless `ref_fn` is a function, nothing else is compared, and the expected
             output is None.
-        rtol: allowed difference of an element, relative to the expected one.
-        atol: allowed difference of an element, in addition to `rtol`.
-        max_mismatched_ratio: the share of an output's elements that may exceed both tolerances.
+        rtol: allowed difference of an element, relative to the expected one. Where this and the two below are all
+            None, outputs may differ by as much as rounding explains, which is measured; else None is 1e-2.
+        atol: allowed difference of an element, in addition to `rtol`; None as above.
+        max_mismatched_ratio: the share of an output's elements that may exceed both tolerances; None as above, or 0.01.
         check_grad: whether gradients must agree too, with those of `ref_fn` or of the defaults.
         time_grad: whether a config is compiled, checked and timed together with its gradient with respect to the
             floating arguments, so that the winner suits training.
@@ -74,9 +76,9 @@ class Options:
     supply: str | Callable[..., Any] = "auto"
     ref_fn: Callable[..., Any] | str | None = DEFAULTS
     check_fn: Callable[..., bool | None] | None = None
-    rtol: float = 1e-2
-    atol: float = 1e-2
-    max_mismatched_ratio: float = 0.01
+    rtol: float | None = None
+    atol: float | None = None
+    max_mismatched_ratio: float | None = None
     check_grad: bool = False
     time_grad: bool = False
     search: str | Search = AUTO
@@ -123,18 +125,24 @@ class Options:
             raise ValueError("check_grad=True needs a reference whose gradients are right: give a function as ref_fn")
 
     @property
-    def tolerance(self) -> Tolerance:
-        """How far outputs may differ."""
-        return Tolerance(self.rtol, self.atol, self.max_mismatched_ratio)
+    def tolerance(self) -> Tolerance | None:
+        """How far outputs may differ; None for as far as rounding explains."""
+        given = {name: value for name in _TOLERANCES if (value := getattr(self, name)) is not None}
+        return Tolerance(**given) if given else None
 
     @property
     def compares_outputs(self) -> bool:
         """Whether the outputs of configs are compared with that of the defaults, or with each other."""
         return self.ref_fn == DEFAULTS and self.check_fn is None
 
+    @property
+    def calibrates(self) -> bool:
+        """Whether the defaults run for their noise alone, as `ref_fn` says what is right."""
+        return callable(self.ref_fn) and self.check_fn is None and self.tolerance is None
+
     def deciding(self) -> Mapping[str, Any]:
         """Returns the options that affect which config wins; they are part of the fingerprint."""
-        judging = ("ref_fn", "check_fn", "rtol", "atol", "max_mismatched_ratio", "check_grad", "time_grad")
+        judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad")
         names = ("prune_fn", "supply", *judging, "devices_per_trial")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
@@ -151,9 +159,9 @@ class ContextualKeywords(TypedDict, total=False):
     supply: str | Callable[..., Any]
     ref_fn: Callable[..., Any] | str | None
     check_fn: Callable[..., bool | None] | None
-    rtol: float
-    atol: float
-    max_mismatched_ratio: float
+    rtol: float | None
+    atol: float | None
+    max_mismatched_ratio: float | None
     check_grad: bool
     time_grad: bool
     search: str | Search

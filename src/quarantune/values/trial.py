@@ -17,8 +17,6 @@ Config: TypeAlias = dict[str, ConfigValue]
 
 UNTUNED = -1
 """The index under which the function's own defaults run where they are not one of the configs."""
-INCOMPARABLE = -1
-"""Takes the place of a position among reference outputs where an output cannot be compared with any."""
 
 _SHORTEST_MS = 1e-6
 """No call takes less than a nanosecond."""

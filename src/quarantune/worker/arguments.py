@@ -8,7 +8,9 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.measure import rounding
 from quarantune.transport import inputs
+from quarantune.transport.arrays import restore_array
 from quarantune.transport.call import Arguments, Call
 
 _SEED = 0
@@ -62,6 +64,42 @@ class CallArguments:
     def for_run(self) -> Arguments:
         """Returns unmodified arguments for one run: fresh ones where an earlier run may have overwritten its own."""
         return self.fresh() if self.may_be_overwritten else self.shared()
+
+    def moved(self, run: int, coarsest: int | None, *, on_device: bool) -> tuple[Arguments, float] | None:
+        """Returns the arguments with their floats moved at random by up to half a unit in the last place.
+
+        Args:
+            run: which run on moved arguments they are for.
+            coarsest: as for `rounding.Motion`.
+            on_device: whether arrays are moved on their device; to compile that there pays for many configs only.
+
+        Returns:
+            The arguments, and the share of the deviations that rounding explains; None where none holds floats.
+        """
+        arguments, static = self.for_run(), self.jit or jax_internals.JitOptions()
+        names = {name for name in arguments[1] if name in static.static_argnames}
+        held = {index for index in range(len(arguments[0])) if static.is_static_position(index, len(arguments[0]))}
+        seeds = iter(range(run << 16, (run + 1) << 16))
+        dynamic, count = self.dynamic(arguments), 0
+        motion = rounding.Motion.of(dynamic, coarsest)
+
+        def move(leaf: Any) -> Any:
+            nonlocal count
+            if not motion.takes(leaf):
+                return leaf
+            count += 1
+            seed, units = np.uint32(next(seeds)), motion.units(leaf)
+            if isinstance(leaf, np.ndarray):
+                return rounding.moved(np, leaf, seed, units)
+            if on_device:
+                found = rounding.move(leaf, seed, units)
+                return jax_internals.as_weak(found) if leaf.weak_type else found
+            data = rounding.moved(np, np.asarray(leaf), seed, units)
+            return restore_array(data, leaf.weak_type, None, leaf.sharding if leaf.committed else None)
+
+        args = tuple(arg if index in held else jax.tree.map(move, arg) for index, arg in enumerate(arguments[0]))
+        kwargs = {name: arg if name in names else jax.tree.map(move, arg) for name, arg in arguments[1].items()}
+        return ((args, kwargs), motion.scale) if count else None
 
     def dynamic(self, arguments: Arguments) -> Arguments:
         """Returns the arguments without the static ones, as an executable takes them."""

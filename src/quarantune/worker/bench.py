@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 from quarantune import jax_internals
 from quarantune.host.waits import RunTime, Watch
-from quarantune.measure import clocks, finals, sampling
+from quarantune.measure import clocks, finals, rounding, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes, program_text
@@ -25,7 +26,7 @@ from quarantune.values.trial import Config
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError
-from quarantune.worker.judging import Judge
+from quarantune.worker.judging import Checked, Judge
 from quarantune.worker.stale_memory import StaleMemory
 
 _FLUSH_BYTES = 256 << 20
@@ -46,6 +47,7 @@ class Program:
             process would not find it under that key, as one compiled without its device.
         calls_back: whether it is known to call back into Python.
         identity: its hash where it was compiled without its device, as `program_text.identity` returns it.
+        coarsest: the bits in the mantissas of the coarsest type that it computes with; None where that is not known.
     """
 
     config: Config
@@ -54,6 +56,7 @@ class Program:
     cache_entries: dict[str, bytes] = dataclasses.field(default_factory=dict)
     calls_back: bool = False
     identity: str | None = None
+    coarsest: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -174,17 +177,19 @@ class Bench:
         if self.is_plain:
             return Program(config, binding.bind(self._call.fn, config), 0.0)
         if target is not None:
-            compiled, identity = self._compile_deviceless(config, target, announce, is_check=is_check)
-            return Program(config, compiled, time.perf_counter() - start, identity=identity)
+            compiled, identity, coarsest = self._compile_deviceless(config, target, announce, is_check=is_check)
+            return Program(config, compiled, time.perf_counter() - start, identity=identity, coarsest=coarsest)
         args, kwargs = inputs.call_as_structs(self._call) if away else self._arguments.shared()
         jitted, keywords = binding.applied(self._jitted, config)
-        lowered = jitted.trace(*args, **kwargs, **keywords).lower()
+        traced = jitted.trace(*args, **kwargs, **keywords)
+        lowered = traced.lower()
         calls_back, _ = self._announce(lowered, config, announce)
         with jax_internals.compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
             compiled = lowered.compile()
         # With its gradient, the caller compiles another program.
         cache_entries = {} if self._options.time_grad else cache.programs
-        return Program(config, compiled, time.perf_counter() - start, cache_entries, calls_back)
+        coarsest = rounding.coarsest_mantissa(traced.jaxpr.jaxpr, self._options.platform)
+        return Program(config, compiled, time.perf_counter() - start, cache_entries, calls_back, coarsest=coarsest)
 
     def save(self, program: Program, fd: int, *, as_data: bool = False) -> None:
         """Writes a program where another worker can load it.
@@ -212,14 +217,15 @@ class Bench:
         key, value = next(iter(program.cache_entries.items()), ("", b""))
         if program.identity is not None and not self._options.time_grad:
             key, value = program.identity, program.call.runtime_executable().serialize()
-        spool.write_parts(fd, [blob, key.encode(), value])
+        spool.write_parts(fd, [blob, key.encode(), value, str(program.coarsest or "").encode()])
 
     def load(self, config: Config, fd: int) -> Program:
         """Loads a config's program that another worker compiled."""
         if self.is_plain:
             return self.compile(config, target=None)
         config = restore(config, self._call.config_values)
-        return Program(config, executable.loads(spool.read_parts(fd)[0]), 0.0)
+        blob, *_, coarsest = spool.read_parts(fd)
+        return Program(config, executable.loads(blob), 0.0, coarsest=int(coarsest) if coarsest else None)
 
     def load_data(self, config: Config, blob: bytes) -> Program:
         """Loads a config's program that a worker saved as data, onto the device of the arguments; runs no code of it.
@@ -270,7 +276,24 @@ class Bench:
         with limit or contextlib.nullcontext():
             output = self.run(program)
         self._stale.note(output)
-        return self.judge.check(program.config, output, references=references, standard=standard, output_fd=output_fd)
+        return self.judge.check(
+            Checked(
+                program.config,
+                output,
+                functools.partial(self._run_moved, program),
+                program.coarsest,
+                0.0 if self._last_run is None else self._last_run.whole / 1e3,
+            ),
+            references=references,
+            standard=standard,
+            output_fd=output_fd,
+        )
+
+    def _run_moved(self, program: Program, arguments: Arguments) -> Any:
+        """Runs a program once on other arguments of the same kind, and returns its output."""
+        args, kwargs = self._arguments.dynamic(arguments)
+        output = jax.block_until_ready(program.call(*args, **kwargs))
+        return output[0] if self._options.time_grad else output
 
     def clock(self, program: Program, *, is_flushed: bool = True) -> clocks.Clock:
         """Returns the best clock there is for a program.
@@ -406,7 +429,7 @@ class Bench:
 
     def _compile_deviceless(
         self, config: Config, target: CompileTarget, announce: Announce, *, is_check: bool
-    ) -> tuple[Any, str | None]:
+    ) -> tuple[Any, str | None, int]:
         with abstract_device(target, is_check=is_check) as sharding:
             args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
             jitted, keywords = binding.applied(self._jitted, config)
@@ -415,4 +438,4 @@ class Bench:
                 raise NeedsDeviceError(reason)
             lowered = traced.lower(lowering_platforms=(target.platform,))
         _, identity = self._announce(lowered, config, announce)
-        return lowered.compile(), identity
+        return lowered.compile(), identity, rounding.coarsest_mantissa(traced.jaxpr.jaxpr, target.platform)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import numbers
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,17 +15,39 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.measure import compare, on_device
+from quarantune.cache import described
+from quarantune.measure import compare, on_device, rounding
+from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.gradients import gradients as gradients_of
+from quarantune.measure.rounding import Allowance
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.transport import binding, inputs, pickling
 from quarantune.transport.arrays import is_key_dtype
-from quarantune.transport.call import Call
+from quarantune.transport.call import Arguments, Call
 from quarantune.values.compiling import OutputArray
-from quarantune.values.trial import INCOMPARABLE, Config
+from quarantune.values.trial import Config
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.failures import WrongResultError
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A config's output, to be judged.
+
+    Attributes:
+        config: the config.
+        output: the value that it returned.
+        run: runs it once more, on other arguments; None where that is not possible.
+        coarsest: as for `rounding.Motion`.
+        taken_s: the seconds that it took, if that is known.
+    """
+
+    config: Config
+    output: Any
+    run: Callable[[Arguments], Any] | None = None
+    coarsest: int | None = None
+    taken_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +57,36 @@ class ComparedOutput:
     Attributes:
         output: the value that the function returned.
         gradients: its gradients by argument; None where they do not count.
+        allowances: how far other outputs may be from it, leaf by leaf, those of `gradients` last.
+        tree: `output` as it was returned, where a `check_fn` takes it.
     """
 
-    output: Any
-    gradients: Any = None
+    output: Flat
+    gradients: Flat | None = None
+    allowances: tuple[Allowance, ...] = ()
+    tree: Any = None
+
+    @property
+    def leaves(self) -> list[Any]:
+        """All leaves, those of the gradients last."""
+        return self.output.values + (self.gradients.values if self.gradients else [])
+
+    def on_host(self) -> ComparedOutput:
+        """Returns the same with its arrays as numpy arrays, which hold no device and can travel."""
+        return ComparedOutput(self.output.mapped(_fetched), self.gradients and self.gradients.mapped(_fetched))
+
+    @property
+    def noise(self) -> float | None:
+        """The largest noise of a leaf, relative to its RMS; None where none was measured."""
+        return max((each.noise for each in self.allowances if each.noise is not None), default=None)
 
 
 class Judge:
-    """Compares the outputs of one call's configs, and their gradients where those count."""
+    """Compares the outputs of one call's configs, and their gradients where those count.
+
+    Attributes:
+        noise: that of the last output that was kept for others.
+    """
 
     def __init__(self, call: Call, arguments: CallArguments, options: BenchOptions) -> None:
         """Sets up the judge.
@@ -54,8 +99,10 @@ class Judge:
         self._call = call
         self._arguments = arguments
         self._check_grad = options.check_grad
-        self._tolerance = options.tolerance
+        self._platform = options.platform
+        self._fixed = None if options.tolerance is None else Allowance.fixed(options.tolerance)
         self._expected: dict[tuple[int, int], ComparedOutput] = {}
+        self.noise: float | None = None
         # On the CPU, compiling the comparison takes a fresh worker longer than numpy takes to compare.
         self._shortcut = None if options.platform in (None, "cpu") else on_device.Comparer()
 
@@ -64,21 +111,38 @@ class Judge:
         if self._shortcut is not None:
             for fd in references:
                 with contextlib.suppress(Exception):
-                    self._shortcut.prepare(self._expected_in(fd).output, self._tolerance)
+                    expected = self._expected_in(fd)
+                    values = expected.output.values
+                    self._shortcut.prepare(values, expected.allowances[: len(values)])
 
     def expect(self, outputs: Sequence[OutputArray]) -> None:
         """Compiles the comparison of such outputs on an accelerator, ahead of the first; errors are left to `check`."""
         if self._shortcut is not None:
             with contextlib.suppress(Exception):
                 self._shortcut.expect(outputs)
+                if self._fixed is None:
+                    self._arguments.moved(0, None, on_device=True)
 
     def compute_reference(self, fd: int) -> None:
         """Writes the reference's output, and its gradients where those count, for the configs to be compared with."""
         ref_fn = self._call.companions["ref_fn"]
         args, kwargs = self._arguments.fresh()
-        output = _on_host(jax.block_until_ready(ref_fn(*args, **kwargs)))
-        gradients = _on_host(self._gradients(ref_fn, {})) if self._check_grad else None
-        spool.write(fd, pickling.dumps(ComparedOutput(output, gradients)))
+        output = jax.block_until_ready(ref_fn(*args, **kwargs))
+        coarsest = None
+        if self._fixed is None and self._arguments.jit is not None:
+            with contextlib.suppress(Exception):  # its configs may do better
+                traced: Any = self._trace_defaults()
+                coarsest = rounding.coarsest_mantissa(traced.jaxpr.jaxpr, self._platform)
+        checked = Checked({}, output, coarsest=coarsest)
+        compared = self._compared(checked, ref_fn)
+        tree = jax.tree.map(_fetched, output) if "check_fn" in self._call.companions else None
+        kept = dataclasses.replace(compared.on_host(), allowances=self._allowances(compared, checked), tree=tree)
+        spool.write(fd, pickling.dumps(kept))
+
+    def _trace_defaults(self) -> Any:
+        args, kwargs = inputs.call_as_structs(self._call)
+        jitted: Any = self._call.fn
+        return jitted.trace(*args, **kwargs)
 
     def shapes_differ(self, fd: int) -> str | None:
         """Returns how the output of the function's defaults differs from the reference, by shapes alone.
@@ -91,18 +155,15 @@ class Judge:
         """
         if self._arguments.jit is None or "check_fn" in self._call.companions:
             return None
-        args, kwargs = inputs.call_as_structs(self._call)
-        jitted: Any = self._call.fn
         try:
-            output = jitted.trace(*args, **kwargs).out_info
+            output = self._trace_defaults().out_info
         except Exception:
             return None  # its configs may do better
-        return compare.compare_shapes(output, self._read(fd).output)
+        return compare.compare_shapes(_flat(output), self._read(fd).output)
 
     def check(
         self,
-        config: Config,
-        output: Any,
+        checked: Checked,
         *,
         references: Sequence[int] = (),
         standard: int | None = None,
@@ -111,55 +172,59 @@ class Judge:
         """Judges a config's output.
 
         Args:
-            config: the config.
-            output: the value that it returned.
+            checked: the config and its output.
             references: descriptors of the files to compare with: the reference's, or those of other configs' outputs.
             standard: the position of the one that is right; None where that is not known.
             output_fd: where to keep the output for other configs if it agrees with no reference; None to keep nothing.
 
         Returns:
-            The position of the reference that it agrees with, `len(references)` where it was kept, `INCOMPARABLE`, or
-            None where it agrees with none or was not compared.
+            The position of the reference that it agrees with, `len(references)` where it was kept, or None where it
+            agrees with none or was not compared.
 
         Raises:
             WrongResultError: the output, or a gradient, is wrong.
         """
+        self.noise = None
         check_fn = self._call.companions.get("check_fn")
         if check_fn is not None or "ref_fn" in self._call.companions:
-            self._judge(config, output, references, check_fn)
-            return None
+            return self._judge(checked, references, check_fn, output_fd)
         if not references and output_fd is None:
             return None
-        return self._group(config, output, references, standard, output_fd)
+        return self._group(checked, references, standard, output_fd)
 
     def _judge(
-        self, config: Config, output: Any, references: Sequence[int], check_fn: Callable[..., Any] | None
-    ) -> None:
-        """Applies the author's `check_fn`, or compares an output with that of `ref_fn`."""
-        expected = self._expected_in(references[0]) if references else ComparedOutput(None)
-        args, kwargs = self._arguments.fresh() if check_fn is not None else ((), {})
-        reason = compare.judge(
-            output,
-            expected.output,
-            args,
-            kwargs,
-            tolerance=self._tolerance,
-            check_fn=check_fn,
-            shortcut=self._shortcut,
-        )
-        if reason is None and expected.gradients is not None:
-            reason = self._gradients_differ(self._gradients(self._call.fn, config), expected)
-        if reason is not None:
-            raise WrongResultError(reason)
+        self, checked: Checked, references: Sequence[int], check_fn: Callable[..., Any] | None, output_fd: int | None
+    ) -> int | None:
+        """Applies the author's `check_fn`, or compares an output with that of `ref_fn`.
+
+        The noise is that of the function's defaults, whose output is kept for others to read it from, if they work.
+        """
+        expected = self._expected_in(references[0]) if references else None
+        if check_fn is not None:
+            args, kwargs = self._arguments.fresh()
+            wanted = None if expected is None else expected.tree
+            if reason := compare.judge_by(check_fn, checked.output, wanted, args, kwargs):
+                raise WrongResultError(reason)
+            return None
+        assert expected is not None
+        if checked.output is not None and [leaf is None for leaf in expected.output.values] == [True]:
+            raise WrongResultError("ref_fn returned None, and the config did not: does ref_fn lack a return?")
+        own, group = self._compared(checked, self._call.fn), None
+        if output_fd is not None:
+            self._keep(own, checked, output_fd)
+            group = len(references)
+        known = self._expected_in(output_fd if output_fd is not None else references[-1]).allowances
+        if len(known) == len(expected.leaves):
+            expected = dataclasses.replace(expected, allowances=known)
+        if reason := self._differs(own, expected, same_dtypes=False):
+            raise WrongResultError(reason, group)
+        return group
 
     def _group(
-        self, config: Config, output: Any, references: Sequence[int], standard: int | None, output_fd: int | None
+        self, checked: Checked, references: Sequence[int], standard: int | None, output_fd: int | None
     ) -> int | None:
         """Finds the other config's output that this one agrees with."""
-        output = output if self._arguments.jit is not None else _arrays_alone(output)
-        if not jax.tree.leaves(output):
-            return INCOMPARABLE
-        own = ComparedOutput(output, self._gradients(self._call.fn, config) if self._check_grad else None)
+        own = self._compared(checked, self._call.fn, arrays_alone=self._arguments.jit is None)
         wrong: str | None = None
         group: int | None = None
         for position in sorted(range(len(references)), key=lambda position: position != standard):
@@ -175,39 +240,75 @@ class Judge:
                 break
             wrong = differs if position == standard else wrong
         if group is None and output_fd is not None:
-            try:
-                self._keep(own, output_fd)
-            except TypeError as error:
-                print(f"its output cannot be compared with that of other configs: {error}")
-                return INCOMPARABLE
+            self._keep(own, checked if standard is None else dataclasses.replace(checked, run=None), output_fd)
             group = len(references)
         if wrong is not None:
             raise WrongResultError(f"it does not compute what the defaults do: {wrong}", group)
         return group
 
-    def _differs(self, own: ComparedOutput, expected: ComparedOutput) -> str | None:
+    def _compared(self, checked: Checked, fn: Callable[..., Any], *, arrays_alone: bool = False) -> ComparedOutput:
+        """Returns the parts of an output that count; `arrays_alone` leaves the kinds of all others."""
+        output = _flat(checked.output)
+        if arrays_alone:
+            output = output.mapped(_kind_unless_array)
+        gradients = self._gradients(fn, checked.config, self._arguments.shared()) if self._check_grad else None
+        return ComparedOutput(output, None if gradients is None else _flat(gradients))
+
+    def _differs(self, own: ComparedOutput, expected: ComparedOutput, *, same_dtypes: bool = True) -> str | None:
+        count = len(expected.output.leaves)
         reason = compare.compare(
-            own.output, expected.output, self._tolerance, shortcut=self._shortcut, same_dtypes=True
+            own.output, expected.output, expected.allowances[:count], shortcut=self._shortcut, same_dtypes=same_dtypes
         )
-        if reason is None and expected.gradients is not None:
-            reason = self._gradients_differ(own.gradients, expected)
+        if reason is None and expected.gradients is not None and own.gradients is not None:
+            found = compare.compare(own.gradients, expected.gradients, expected.allowances[count:])
+            reason = None if found is None else f"its gradients differ: {found}"
         return reason
 
-    def _gradients_differ(self, found: Any, expected: ComparedOutput) -> str | None:
-        differs = compare.compare(found, expected.gradients, self._tolerance)
-        return None if differs is None else f"its gradients differ: {differs}"
-
-    def _keep(self, own: ComparedOutput, fd: int) -> None:
-        """Writes an output to the file from which other configs' outputs are compared with it.
-
-        Raises:
-            TypeError: it cannot be pickled.
-        """
-        on_host = ComparedOutput(_on_host(own.output), _on_host(own.gradients))
+    def _keep(self, own: ComparedOutput, checked: Checked, fd: int) -> None:
+        """Writes an output to the file from which other configs' outputs are compared with it."""
+        on_host = dataclasses.replace(own.on_host(), allowances=self._allowances(own, checked))
+        self.noise = on_host.noise
         spool.write(fd, pickling.dumps(on_host))
         if self._shortcut is not None:
-            self._shortcut.keep(own.output, on_host.output)
+            self._shortcut.keep(own.output.values, on_host.output.values)
         self._expected[_identity(fd)] = on_host
+
+    def _allowances(self, own: ComparedOutput, checked: Checked) -> tuple[Allowance, ...]:
+        """Returns how far other outputs may be from one, leaf by leaf; runs its program on moved arguments for that.
+
+        Args:
+            own: the output.
+            checked: as it was judged; without `run`, its noise is taken to be unknown.
+        """
+        if self._fixed is not None:
+            return (self._fixed,) * len(own.leaves)
+        device = self._shortcut
+        there = [device is not None and device.is_narrow(leaf) for leaf in own.leaves]
+        noises = [
+            compare.noise_of(leaf, coarsest=checked.coarsest, run=device.run)
+            if is_there and device is not None
+            else compare.noise_of(_fetched(leaf), coarsest=checked.coarsest)
+            for leaf, is_there in zip(own.leaves, there, strict=True)
+        ]
+        if any(noises) and checked.run is not None:
+            # Whatever goes wrong here, such as too little memory, the noise is taken from the runs before it.
+            with contextlib.suppress(Exception):
+                for run in rounding.runs(checked.taken_s):
+                    moved = self._arguments.moved(run, checked.coarsest, on_device=device is not None)
+                    if moved is None:
+                        break
+                    arguments, scale = moved
+                    found = ComparedOutput(_flat(checked.run(arguments)))
+                    if self._check_grad:
+                        found = dataclasses.replace(
+                            found, gradients=_flat(self._gradients(self._call.fn, checked.config, arguments))
+                        )
+                    if found.output.structure != own.output.structure:
+                        break
+                    for noise, leaf, is_there in zip(noises, found.leaves, there, strict=True):
+                        if noise is not None:
+                            noise.add(leaf if is_there else _fetched(leaf), scale)
+        return tuple(Allowance.exact() if noise is None else noise.allowance() for noise in noises)
 
     def _expected_in(self, fd: int) -> ComparedOutput:
         """Returns the content of a reference's file, read once."""
@@ -221,8 +322,8 @@ class Judge:
         found: ComparedOutput = pickling.loads(spool.read(fd))
         return found
 
-    def _gradients(self, fn: Callable[..., Any], config: Config) -> Any:
-        args, kwargs = self._arguments.shared()
+    def _gradients(self, fn: Callable[..., Any], config: Config, arguments: Arguments) -> Any:
+        args, kwargs = arguments
         static = self._arguments.jit or jax_internals.JitOptions()
         positions = [index for index in range(len(args)) if static.is_static_position(index, len(args))]
         if self._arguments.jit is not None and jax_internals.is_jitted(fn):
@@ -232,26 +333,24 @@ class Judge:
         return gradients_of(bound, args, kwargs, static_argnums=positions, static_argnames=static.static_argnames)
 
 
+def _flat(tree: Any) -> Flat:
+    return Flat.of(tree, described.describe)
+
+
 def _identity(fd: int) -> tuple[int, int]:
     about = os.fstat(fd)
     return about.st_dev, about.st_ino
 
 
-def _arrays_alone(tree: Any) -> Any:
-    """Returns a plain callable's output with None in place of all leaves but arrays: of times, names and handles."""
+def _kind_unless_array(leaf: Any) -> Any:
+    """Returns a leaf of a plain callable's output; of times, names and handles, their kind alone."""
+    if isinstance(leaf, (np.ndarray, jax.Array)) and not jnp.issubdtype(leaf.dtype, jnp.object_):
+        return leaf
+    if leaf is None:
+        return None
+    return NoArray("a number" if isinstance(leaf, (numbers.Number, np.generic)) else f"a {type(leaf).__qualname__}")
 
-    def kept(leaf: Any) -> Any:
-        is_array = isinstance(leaf, (np.ndarray, jax.Array))
-        return leaf if is_array and not jnp.issubdtype(leaf.dtype, np.object_) else None
 
-    return jax.tree.map(kept, tree)
-
-
-def _on_host(tree: Any) -> Any:
-    """Returns a tree with its arrays as numpy arrays, which hold no device and can travel."""
-
-    def fetched(leaf: Any) -> Any:
-        is_plain = isinstance(leaf, jax.Array) and not is_key_dtype(leaf.dtype)
-        return np.asarray(leaf) if is_plain else leaf
-
-    return jax.tree.map(fetched, tree)
+def _fetched(leaf: Any) -> Any:
+    is_plain = isinstance(leaf, jax.Array) and not is_key_dtype(leaf.dtype)
+    return np.asarray(leaf) if is_plain else leaf

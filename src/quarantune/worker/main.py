@@ -261,7 +261,7 @@ class Worker:
             output_fd=fds[end] if task.keeps else None,
             limit=limit,
         )
-        return messages.Agreement(group)
+        return messages.Agreement(group, bench.judge.noise)
 
     def _report_stop(self, taken: RunTime) -> None:
         self._send(messages.Stopped(**self._heading(), run_ms=taken.whole, cpu_ms=taken.cpu))

@@ -1,0 +1,446 @@
+"""Measures how far rounding alone moves a function's output, by running it again on inputs that were moved a little.
+
+Two programs that compute the same in another order differ by rounding, and by how much depends on the function and its
+inputs. So the program of the reference also runs on inputs moved at random by up to half a unit in the last place. The
+deviations of its output tell what rounding explains at each element; docs/correctness.md has the evidence. Functions
+that take `xp` run with NumPy on the host, and with `jax.numpy` on a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quarantune import jax_internals
+from quarantune.values.tolerance import Tolerance
+
+_Array: TypeAlias = "np.ndarray[Any, Any]"
+
+Run: TypeAlias = "Callable[..., Any]"
+"""Takes a jitted function and its arguments."""
+
+RUNS = 4
+_SLOWEST_S, _BUDGET_S = 5.0, 1.0
+"""A program that takes longer is not run again; the runs take about a second together, or are one."""
+BLOCK = 64
+"""So many neighbours, in the order of memory, share an allowance: a few deviations of one element tell too little."""
+_LEAST_ROWS = 16
+"""From so many rows on, each place along the last axis has a scale of its own."""
+CHUNK_ELEMENTS = 2**16
+"""Elements looked at together on the host: their temporaries, of half a megabyte, stay in the cache of a core."""
+
+# Chosen on the programs of tests/check_corpus.py: honest ones stay below half of each bound, bugs exceed one of them.
+_MULTIPLE = 10.0
+"""The noise of an element times this is what rounding explains."""
+_FAR = 4.0
+"""No element at all may differ by so many times its allowance."""
+NEVER = 1e30
+"""In place of `_FAR` where a share of the elements may be anything."""
+_SHARE = 1e-4
+"""The share of a leaf's elements that may differ by more than their allowances."""
+_UNITS = 2.0
+"""Units in the last place of the output's dtype by which two roundings of one number may differ, with one to spare."""
+_ACCUMULATED = 512.0
+"""Units in the last place of the accumulator (float32 or wider), relative to the RMS of the neighbours: a million terms
+added one after another, where the reference adds them in a tree, reached 200."""
+_NARROWEST = 7
+"""The bits in the mantissas of bfloat16, the coarsest type that kernels round intermediate values to unasked."""
+_COMMON = 0.01
+"""The scale or offset that all differences may have in common, relative to the output's RMS."""
+_SPREAD = 5.0
+"""The RMS of all differences may be so many times that of the noise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Allowance:
+    """How far the elements of one leaf may be from the reference's.
+
+    An element may differ by `max(block * column, atol) + rtol * |expected|`.
+
+    Attributes:
+        rtol: as above.
+        atol: as above.
+        share: the share of the elements that may differ by more.
+        block: a factor for each `BLOCK` elements in the order of memory; or one element, for all.
+        column: a factor for each place along the last axis; or one element, for all.
+        far: no element may differ by so many times its allowance.
+        scale: the scale that all differences may have in common, as a share of the expected values.
+        offset: the mean that they may have, relative to the RMS of the expected values.
+        spread: the RMS that they may have, relative to the same.
+        noise: the RMS of the deviations on moved inputs, relative to the same; None where it was not measured.
+        is_exact: whether integers must be equal.
+    """
+
+    rtol: float
+    atol: float
+    share: float
+    block: _Array = dataclasses.field(default_factory=lambda: np.zeros(1, np.float32))
+    column: _Array = dataclasses.field(default_factory=lambda: np.ones(1, np.float32))
+    far: float = NEVER
+    scale: float = math.inf
+    offset: float = math.inf
+    spread: float = math.inf
+    noise: float | None = None
+    is_exact: bool = False
+
+    @classmethod
+    def fixed(cls, tolerance: Tolerance) -> Allowance:
+        """Returns that of an author's own tolerances."""
+        return cls(tolerance.rtol, tolerance.atol, tolerance.max_mismatched_ratio)
+
+    @classmethod
+    def exact(cls) -> Allowance:
+        """Returns that of leaves without floats."""
+        return cls(0.0, 0.0, 0.0, is_exact=True)
+
+    @property
+    def limits(self) -> tuple[float, float, float]:
+        """The numbers that a comparison on a device needs beside the factors."""
+        return self.rtol, self.atol, min(self.far, NEVER)
+
+    def for_dtype(self, dtype: Any) -> Allowance:
+        """Returns the allowance for outputs of a dtype, which may be coarser than the reference's."""
+        if not self.is_exact or not jnp.issubdtype(dtype, jnp.inexact):
+            return self
+        return dataclasses.replace(self, rtol=max(self.rtol, _UNITS * 2.0 ** -_mantissa(dtype)))
+
+    def reason(self, slope: float, offset: float, spread: float) -> str | None:
+        """Returns how the differences of all elements together are more than rounding; None where they are not.
+
+        Args:
+            slope: the scale that they have in common.
+            offset: their mean.
+            spread: their RMS; all as for the attributes.
+        """
+        if abs(slope) > self.scale:
+            return f"all elements together are {1 + slope:.4g} times the expected ones"
+        if abs(offset) > self.offset:
+            return f"all elements together are off by {offset:.2%} of their RMS"
+        if spread > self.spread:
+            return f"the differences are {spread / self.spread:.2g} times as large as rounding explains (RMS)"
+        return None
+
+
+def allowed(xp: Any, block: Any, column: Any, limits: Any, wanted: Any, *, start: int, columns: int) -> Any:
+    """Returns the allowances of consecutive elements, as `Allowance` describes them.
+
+    Args:
+        xp: `numpy` or `jax.numpy`.
+        block: as in `Allowance`.
+        column: as in `Allowance`.
+        limits: `Allowance.limits`.
+        wanted: the expected elements, flat.
+        start: the place of the first in the order of memory.
+        columns: the length of the array's last axis.
+    """
+    places = start + xp.arange(wanted.size)
+    factor = column[0] if column.size == 1 else column[places % columns]
+    smooth = (block[0] if block.size == 1 else block[places // BLOCK]) * factor
+    return xp.maximum(smooth, limits[1]) + limits[0] * xp.abs(wanted)
+
+
+def chunks(*arrays: _Array, wide: Any = None) -> Iterator[tuple[Any, ...]]:
+    """Yields the arrays' elements in the order of memory, part by part, each part behind its slice."""
+    flat = [array.reshape(-1) if array.flags.c_contiguous else array.flat for array in arrays]
+    for start in range(0, arrays[0].size, CHUNK_ELEMENTS):
+        part = slice(start, start + CHUNK_ELEMENTS)
+        yield part, *[array[part] if wide is None else array[part].astype(wide) for array in flat]
+
+
+def wide_type(*arrays: Any) -> Any:
+    """Returns the type in which floats, or complex numbers, are compared on the host."""
+    return np.result_type(*(np.result_type(array.dtype, np.float64) for array in arrays))
+
+
+def runs(taken_s: float) -> Iterator[int]:
+    """Yields the numbers of the runs on moved inputs that are worth their time.
+
+    Args:
+        taken_s: the seconds that a run takes, if that is known.
+    """
+    start = time.perf_counter()
+    for run in range(RUNS if taken_s < _SLOWEST_S else 0):
+        if run and time.perf_counter() - start > _BUDGET_S:
+            return
+        yield run + 1
+
+
+# --- the noise of one output ----------------------------------------------------------------------------------------
+
+
+def deviations(xp: Any, got: Any, wanted: Any) -> tuple[Any, Any]:
+    """Returns how the finite elements of arrays differ.
+
+    Returns:
+        The squares of their differences; and four sums: of the differences, of their products with the wanted elements,
+        of their squares, and of the squares of the wanted elements.
+    """
+    known = xp.where(xp.isfinite(wanted), wanted, 0)
+    off = xp.where(xp.isfinite(got) & xp.isfinite(wanted), got - wanted, 0)
+    squares = xp.abs(off) ** 2
+    parts = xp.sum(off.real), xp.sum((off * xp.conj(known)).real), xp.sum(squares), xp.sum(xp.abs(known) ** 2)
+    return squares, xp.stack(parts)
+
+
+def smoothed(xp: Any, squares: Any, wanted: Any, base: Any, multiple: Any) -> tuple[Any, Any, Any, Any]:
+    """Returns the factors of blocks and columns, the noise, and the RMS of the reference.
+
+    A block's factor is at least half of what its largest element has, so that few sensitive ones among others count.
+    An element counts as no larger than the largest that moves: the -1e30 of a mask says nothing of its neighbours.
+
+    Args:
+        xp: `numpy` or `jax.numpy`.
+        squares: the mean squares of the deviations, in the shape of `wanted`.
+        wanted: the reference, wide enough for its squares.
+        base: what is allowed at least, relative to the RMS of the neighbours.
+        multiple: what is allowed, in units of the noise.
+    """
+    size = xp.where(xp.isfinite(wanted), xp.abs(wanted), 0)
+    largest = xp.max(xp.where(squares > 0, size, 0))
+    known = xp.minimum(size, xp.where(largest > 0, xp.minimum(largest, 1e18), 1e18)) ** 2
+    mean_square = xp.maximum(xp.mean(known), 1e-36)
+    noise = xp.sqrt(xp.mean(squares) / mean_square)
+    energy = (base**2 + (multiple * noise) ** 2) * known + multiple**2 * squares
+    columns = wanted.shape[-1] if wanted.ndim else 1
+    column = xp.ones(1, energy.dtype)
+    if 1 < columns <= energy.size // _LEAST_ROWS:
+        energy = energy.reshape(-1, columns)
+        mean = xp.mean(energy, 0)
+        energy, column = energy / xp.where(mean > 0, mean, 1), xp.sqrt(mean)
+    flat = energy.reshape(-1)
+    padded = xp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
+    counts = xp.minimum(BLOCK, flat.size - BLOCK * xp.arange(padded.shape[0]))
+    block = xp.sqrt(xp.maximum(padded.sum(1) / counts, padded.max(1) / 4))
+    return block, column, noise, xp.sqrt(mean_square)
+
+
+class Noise:
+    """Collects the deviations of one leaf, and makes its allowance."""
+
+    def __init__(self, wanted: Any, *, coarsest: int | None, run: Run | None = None) -> None:
+        """Begins with no deviations.
+
+        Args:
+            wanted: the leaf of the reference, an array of floats or complex numbers.
+            coarsest: the bits in the mantissas of the coarsest type that the program computes with.
+            run: runs a jitted function on the device that holds this leaf and those of moved runs; None for the host.
+        """
+        self._wanted, self._coarsest, self._run = wanted, coarsest, run
+        self._squares: Any = None
+        self._sums: list[Any] = []
+        self._scale = 1.0
+
+    def add(self, moved: Any, scale: float = 1.0) -> None:
+        """Takes the output of a run on moved inputs, and the share of its deviations that rounding explains."""
+        self._scale = scale
+        if self._run is not None:
+            if self._squares is None:
+                self._squares = jnp.zeros_like(self._wanted, dtype="float32")
+            self._squares, sums = self._run(add_deviations, self._squares, moved, self._wanted)
+            self._sums.append(sums)
+            return
+        if self._squares is None:
+            self._squares = np.zeros(self._wanted.size, np.float32)
+        totals = np.zeros(4)
+        with np.errstate(all="ignore"):
+            for part, mine, its in chunks(moved, self._wanted, wide=wide_type(self._wanted)):
+                squares, sums = deviations(np, mine, its)
+                self._squares[part] += squares
+                totals += sums
+        self._sums.append(totals)
+
+    def allowance(self) -> Allowance:
+        """Returns what rounding explains."""
+        wanted, runs = self._wanted, len(self._sums)
+        bits = _mantissa(wanted.dtype)
+        # Sums are made in float32 at least.
+        wide = 2.0 ** -max(23, min(bits, bits if self._coarsest is None else self._coarsest))
+        base = _ACCUMULATED * wide
+        if not runs:
+            base = max(base, _UNITS * 2.0 ** -(self._coarsest or 23))
+        # The noise of fewer elements than a block has is known less well.
+        multiple = _MULTIPLE * self._scale * (1 + 2 / min(BLOCK, wanted.size))
+        with np.errstate(all="ignore"):
+            if self._run is not None and runs:
+                found = self._run(smooth_deviations, self._squares, wanted, *map(np.float32, (runs, base, multiple)))
+            else:
+                wanted = np.asarray(wanted)
+                squares = np.zeros(wanted.shape, np.float32) if not runs else self._squares.reshape(wanted.shape) / runs
+                wide_wanted = wanted.astype(np.result_type(wanted.dtype, np.float32))
+                found = smoothed(np, squares, wide_wanted, base, multiple)
+            block, column, noise, rms = (np.asarray(part, np.float32) for part in found)
+            sums = np.asarray(self._sums, np.float64).reshape(-1, 4)
+            # The scales and offsets of the deviations themselves, relative to the output.
+            size = np.sqrt(sums[:, 3] / wanted.size)
+            scale = _rms(np.nan_to_num(sums[:, 1] / sums[:, 3]))
+            offset = _rms(np.nan_to_num(sums[:, 0] / wanted.size / size))
+        return Allowance(
+            rtol=_UNITS * 2.0**-bits,
+            atol=4 * wide * float(rms),
+            share=_SHARE,
+            block=block,
+            column=column,
+            far=_FAR,
+            scale=_COMMON + 5 * self._scale * scale,
+            offset=_COMMON + 5 * self._scale * offset,
+            spread=_SPREAD * self._scale * float(noise) + base + _UNITS * 2.0**-bits,
+            noise=self._scale * float(noise) if runs else None,
+            is_exact=True,
+        )
+
+
+@jax.jit
+def add_deviations(squares: jax.Array, moved: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Adds the squares of one run's deviations, on the device; with their sums, as `deviations` returns them."""
+    more, sums = deviations(jnp, moved.astype("float32"), wanted.astype("float32"))
+    return squares + more, sums
+
+
+@jax.jit
+def smooth_deviations(
+    squares: jax.Array, wanted: jax.Array, runs: Any, base: Any, multiple: Any
+) -> tuple[jax.Array, ...]:
+    """Returns what `smoothed` does, on the device."""
+    return smoothed(jnp, squares / runs, wanted.astype("float32"), base, multiple)
+
+
+def _rms(values: _Array) -> float:
+    return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+
+
+def _mantissa(dtype: Any) -> int:
+    """Returns the bits in the mantissa of a dtype of floats or complex numbers."""
+    return int(_about(dtype).nmant)
+
+
+def _about(dtype: Any) -> Any:
+    return jnp.finfo(dtype)  # type: ignore[no-untyped-call]
+
+
+# --- the precision of a program -------------------------------------------------------------------------------------
+
+_DOTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot")
+_FACTORS = {"cuda": 10, "gpu": 10, "rocm": 10, "tpu": 7}
+"""The bits of the mantissas to which a platform rounds the float32 factors of dots by default: TF32 and bfloat16."""
+
+
+def coarsest_mantissa(jaxpr: Any, platform: str | None) -> int:
+    """Returns the bits in the mantissas of the coarsest type that a traced program rounds to.
+
+    Args:
+        jaxpr: the program.
+        platform: the platform that it runs on.
+    """
+    least = 52
+    for equation in jaxpr.eqns:
+        for variable in equation.outvars:
+            dtype = getattr(variable.aval, "dtype", None)
+            if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+                least = min(least, _mantissa(dtype))
+        if equation.primitive.name in _DOTS:
+            precision = str(equation.params.get("precision")).upper()
+            if "BF16" in precision:
+                least = min(least, 7)
+            elif "HIGHEST" not in precision and equation.invars[0].aval.dtype == jnp.float32:
+                least = min(least, _FACTORS.get(platform or "", least))
+        for inner in jax_internals.inner_jaxprs(equation.params):
+            least = min(least, coarsest_mantissa(inner, platform))
+    return least
+
+
+# --- moved inputs ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Motion:
+    """How far the inputs of one program are moved.
+
+    Attributes:
+        coarsest: the bits in the mantissas of the coarsest type that the program rounds to; None if it is not known.
+        least: inputs with fewer bits stay as they are.
+        scale: the share of the deviations that rounding explains.
+    """
+
+    coarsest: int | None
+    least: int
+    scale: float
+
+    @classmethod
+    def of(cls, inputs: Any, coarsest: int | None) -> Motion:
+        """Returns the motion for a pytree of inputs.
+
+        Numbers of 8 bits are data that a kernel reads, and it rounds to such a type only where the program says so. If
+        there are no others, moving them by their own units tells too much, in proportion to the units.
+        """
+        finest = max((_mantissa(leaf.dtype) for leaf in jax.tree.leaves(inputs) if _is_movable(leaf)), default=0)
+        wanted = min(_NARROWEST, finest if coarsest is None else coarsest)
+        return cls(coarsest, min(wanted, finest), 2.0 ** min(0, finest - wanted))
+
+    def takes(self, leaf: Any) -> bool:
+        """Returns whether a leaf of the inputs is moved."""
+        return _is_movable(leaf) and _mantissa(leaf.dtype) >= self.least
+
+    def units(self, leaf: Any) -> Any:
+        """Returns the binary logarithm of the unit for a leaf, in units in the last place of its dtype."""
+        return np.int32(0 if self.coarsest is None else max(0, _mantissa(leaf.dtype) - self.coarsest))
+
+
+def _is_movable(leaf: Any) -> bool:
+    """Returns whether a leaf is an array of floats with signs and of whole bytes."""
+    if not (isinstance(leaf, (np.ndarray, jax.Array)) and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size):
+        return False
+    about = _about(leaf.dtype)
+    return about.bits in (8, 16, 32, 64) and float(about.min) < 0
+
+
+def moved(xp: Any, array: Any, seed: Any, log_units: Any) -> Any:
+    """Returns an array whose elements were moved at random by up to half a unit.
+
+    Where the unit is that of the array's own dtype, the nearest number would be the old one; every fourth element goes
+    to a neighbour instead, as rounding at random would have it. Zeros, infinities and NaN stay, and so do signs.
+
+    Args:
+        xp: `numpy` or `jax.numpy`.
+        array: the array, of floats.
+        seed: a number for each run.
+        log_units: as from `Motion.units`.
+    """
+    about = _about(array.dtype)
+    unsigned, signed = xp.dtype(f"uint{about.bits}"), xp.int64 if about.bits == 64 else xp.int32
+    view = array.view(unsigned) if xp is np else jax.lax.bitcast_convert_type(array, unsigned)
+    sign = xp.asarray(1 << (about.bits - 1), unsigned)
+    size = (view & ~sign).astype(signed)
+    top = int(np.asarray(about.max, array.dtype).view(f"uint{about.bits}"))
+    drawn = _hashed(xp, view.size, seed).reshape(view.shape)
+    coarse = xp.minimum(log_units, 31)
+    # Half a unit either way: a number of `coarse` random bits around zero.
+    half = signed(1) << xp.maximum(coarse - 1, 0).astype(signed)
+    step = (drawn >> xp.asarray(32 - xp.maximum(coarse, 1), xp.uint32)).astype(signed) - half
+    step = step * (signed(1) << (log_units - coarse).astype(signed))
+    eighth = drawn >> xp.asarray(29, xp.uint32)
+    step = xp.where(log_units > 0, step, (eighth == 0).astype(signed) - (eighth == 7).astype(signed))
+    to = size + step
+    found = xp.where((size > 0) & (to > 0) & (size <= top) & (to <= top), to, size).astype(unsigned) | (view & sign)
+    return found.view(array.dtype) if xp is np else jax.lax.bitcast_convert_type(found, array.dtype)
+
+
+def _hashed(xp: Any, size: int, seed: Any) -> Any:
+    """Returns numbers of 32 bits that look random: the finaliser of MurmurHash3 of their places."""
+    found = xp.arange(size, dtype=xp.uint32) * xp.asarray(2654435761, xp.uint32) + xp.asarray(seed, xp.uint32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        found = (found ^ (found >> shift)) * xp.asarray(factor, xp.uint32)
+    return found ^ (found >> 16)
+
+
+@jax.jit
+def move(array: jax.Array, seed: Any, log_units: Any) -> jax.Array:
+    """Returns what `moved` does, on the device."""
+    found: jax.Array = moved(jnp, array, seed, log_units)
+    return found

@@ -1,0 +1,282 @@
+"""The default check tells rounding from error: programs that differ by rounding pass, and bugs do not."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import check_corpus
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import quarantune
+from quarantune.measure import elements, rounding
+from quarantune.measure.rounding import Motion
+from quarantune.values.trial import Trial
+
+ONCE: dict[str, Any] = {"warmup": 0, "rep": 1}
+
+
+def ends(trials: tuple[Trial, ...]) -> list[str]:
+    return ["ok" if trial.outcome == "slow" else str(trial.outcome) for trial in trials]
+
+
+def swept(fn: Any, values: list[Any], *args: Any, **options: Any) -> quarantune.TuningResult:
+    return quarantune.AutoTuner(fn, {"do": values}, **ONCE, **options).run(*args)
+
+
+# --- the corpus -----------------------------------------------------------------------------------------------------
+
+QUICK = ("matmul bfloat16", "softmax float32", "cumsum float32", "gradient of norm float32", "layer norm bfloat16")
+FAMILIES = {family.name: family for family in check_corpus.families()}
+
+
+def misjudged(name: str, seed: int = 0) -> list[check_corpus.Judged]:
+    found = list(check_corpus.judged(FAMILIES[name], seed))
+    assert {row.is_bug for row in found} == {False, True}
+    return [row for row in found if row.is_bug != bool(row.reason)]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_honest_programs_pass_and_bugs_are_found(name: str) -> None:
+    assert misjudged(name) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in QUICK])
+def test_honest_programs_pass_and_bugs_are_found_in_the_whole_corpus(name: str) -> None:
+    assert misjudged(name) == []
+
+
+@pytest.mark.slow
+def test_the_corpus_is_large_enough_to_say_something() -> None:
+    assert sum(len(family.honest) for family in FAMILIES.values()) >= 200
+    assert sum(len(family.bugs) for family in FAMILIES.values()) >= 40
+
+
+# --- cases that fixed tolerances got wrong --------------------------------------------------------------------------
+
+CASES: dict[str, tuple[Any, Any]] = {}
+
+
+def case(*args: Any) -> Any:
+    def take(fn: Any) -> Any:
+        CASES[fn.__name__] = (fn, lambda: [make() for make in args])
+        return fn
+
+    return take
+
+
+def normal(*shape: int, dtype: str = "float32") -> Any:
+    return lambda: jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+
+
+@case(normal(1000, 64))
+def a_grid_that_forgets_the_last_rows(x: Any, do: str = "right") -> Any:
+    found = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+    return found if do == "right" else found.at[-8:].set(jnp.nan)
+
+
+@case(normal(8, 32), normal(16384, 32), normal(16384, 32))
+def attention_that_drops_its_last_keys(q: Any, k: Any, v: Any, do: str = "right") -> Any:
+    if do != "right":
+        k, v = k[:-1024], v[:-1024]
+    return jax.nn.softmax(q @ k.T / 32**0.5) @ v
+
+
+@case(normal(16, 1000))
+def zeros_where_outputs_are_small(x: Any, do: str = "right") -> Any:
+    found = jax.nn.softmax(x)
+    return found if do == "right" else jnp.zeros_like(found)
+
+
+@case(normal(64, 64), normal(64, 64))
+def zeros_for_the_gradient_of_a_mean(x: Any, w: Any, do: str = "right") -> Any:
+    found = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(w)
+    return found if do == "right" else jnp.zeros_like(found)
+
+
+@case(lambda: jnp.arange(100) * 151)
+def tokens_that_are_nearly_right(x: Any, do: str = "right") -> Any:
+    return x if do == "right" else x.at[-1].add(-99)
+
+
+@case(normal(10_000, 8, dtype="bfloat16"))
+def one_row_of_zeros_in_ten_thousand(x: Any, do: str = "right") -> Any:
+    found = x * 2
+    return found if do == "right" else found.at[5000].set(0)
+
+
+@case(normal(64, 64))
+def a_mask_of_huge_numbers_beside_a_wrong_element(x: Any, do: str = "right") -> Any:
+    found = jnp.where(jnp.arange(64) < jnp.arange(64)[:, None], x + 1, -1e30)
+    return found if do == "right" else found.at[40, 3].mul(1.01)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bugs_that_are_small_beside_fixed_tolerances_are_found(name: str) -> None:
+    fn, make = CASES[name]
+    result = swept(jax.jit(fn, static_argnames=["do"]), ["wrong", "right"], *make())
+    assert ends(result.trials) == ["wrong", "ok"]
+    assert result.best_config == {"do": "right"}
+
+
+def test_the_next_config_of_a_used_worker_is_judged_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "8")
+    fn, make = CASES["zeros_where_outputs_are_small"]
+    result = swept(jax.jit(fn, static_argnames=["do"]), ["right", "wrong"], *make())
+    assert ends(result.trials) == ["ok", "wrong"]
+
+
+def test_rounding_of_intermediate_values_passes_where_the_function_is_that_sensitive() -> None:
+    family = FAMILIES["attention of large logits bfloat16"]
+
+    @functools.partial(jax.jit, static_argnames=["do"])
+    def kernel(q: Any, k: Any, v: Any, do: Any = (0, "")) -> Any:
+        return family.fn(q, k, v, block=do[0], narrow=do[1])
+
+    args = family.args(np.random.default_rng(0))
+    result = swept(kernel, [(256, "logits"), (256, "both"), (512, "")], *args)
+    assert ends(result.trials) == ["ok"] * 3
+    fixed = swept(kernel, [(256, "logits"), (256, "both"), (512, "")], *args, rtol=1e-2)
+    assert "wrong" in ends(fixed.trials)
+
+
+def test_a_reference_in_a_wider_dtype_uses_the_noise_of_the_defaults() -> None:
+    @functools.partial(jax.jit, static_argnames=["do"])
+    def kernel(a: Any, b: Any, do: str = "right") -> Any:
+        found = (a @ b).astype(a.dtype)
+        return found * jnp.bfloat16(1.02) if do == "scaled" else found
+
+    a, b = normal(64, 256, dtype="bfloat16")(), normal(256, 64, dtype="bfloat16")()
+    result = swept(
+        kernel, ["right", "scaled"], a, b, ref_fn=lambda a, b: np.asarray(a, np.float64) @ np.asarray(b, np.float64)
+    )
+    assert ends(result.trials) == ["ok", "wrong"]
+
+
+def test_the_reason_says_where_and_by_how_much_and_what_to_do() -> None:
+    fn, make = CASES["one_row_of_zeros_in_ten_thousand"]
+    result = swept(jax.jit(fn, static_argnames=["do"]), ["right", "wrong"], *make())
+    told = result.trials[1].message
+    assert "8 of 80000 elements (0.01%) differ by more than rounding explains; the worst is at [5000, " in told
+    assert ": got 0.0, expected " in told
+    assert " within 0.1" in told
+    assert "rounding of the inputs moves the output by 0.0" in told
+    assert told.endswith("give rtol and atol to allow more")
+
+
+# --- structure ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forgotten", [None, (), {}, []], ids=repr)
+def test_an_output_without_arrays_is_wrong_where_the_defaults_return_some(forgotten: Any) -> None:
+    @functools.partial(jax.jit, static_argnames=["do"])
+    def kernel(x: Any, do: int = 1) -> Any:
+        return forgotten if do == 2 else x * 2
+
+    result = swept(kernel, [2, 1], np.ones(8, np.float32))
+    assert ends(result.trials) == ["wrong", "ok"]
+    assert result.best_config == {"do": 1}
+
+
+@pytest.mark.parametrize("kind", ["list", "float", "string", "none", "lock"])
+def test_plain_callables_must_return_arrays_where_their_defaults_do(kind: str) -> None:
+    def plain(x: Any, do: str = "right") -> Any:
+        import threading
+
+        other = {"list": x.tolist(), "float": float(x[0]), "string": "x", "none": None, "lock": threading.Lock()}
+        return other[do] if do in other else {"output": x * 2}["output"]
+
+    result = swept(plain, [kind, "right"], np.ones(3, np.float32))
+    assert ends(result.trials) == ["wrong", "ok"]
+
+
+def test_callables_that_return_nothing_agree() -> None:
+    def writes(x: Any, do: int = 1) -> None:
+        x[:] = do
+
+    assert ends(swept(writes, [1, 2], np.ones(3)).trials) == ["ok", "ok"]
+
+
+def test_static_parts_of_outputs_are_compared_by_value() -> None:
+    @jax.tree_util.register_pytree_node_class
+    class State:
+        def __init__(self, x: Any, static: Any) -> None:
+            self.x, self.static = x, static
+
+        def tree_flatten(self) -> Any:
+            return (self.x,), (self.static,)
+
+        @classmethod
+        def tree_unflatten(cls, static: Any, children: Any) -> Any:
+            return cls(*children, *static)
+
+    def update(rate: float) -> Any:
+        return lambda x: x - rate
+
+    @functools.partial(jax.jit, static_argnames=["do"])
+    def step(x: Any, do: float = 0.1) -> Any:
+        # Two functions that are equal but for their identity, and one with another closure.
+        return State(
+            x * 2, types.SimpleNamespace(update=update(0.1)) if do == 0.3 else update(0.5 if do == 0.2 else 0.1)
+        )
+
+    assert ends(swept(step, [0.1, 0.15, 0.2], np.ones(3, np.float32)).trials) == ["ok", "ok", "wrong"]
+
+
+# --- the parts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "float64"])
+def test_inputs_are_moved_by_up_to_a_unit_and_zeros_stay(name: str) -> None:
+    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    values = np.random.default_rng(0).standard_normal(20_000).astype(dtype)
+    values[:3] = 0
+    motion = Motion.of(values, None)
+    found = rounding.moved(np, values, np.uint32(5), motion.units(values))
+    unit = 2.0 ** -int(jnp.finfo(dtype).nmant)
+    before, after = values.astype(np.float64), found.astype(np.float64)
+    assert found.dtype == dtype
+    assert (found[:3] == values[:3]).all()
+    normal = np.abs(before) > 0.02
+    assert (np.abs(after - before) <= unit * np.abs(before))[normal].all()
+    assert 0.2 < (after != before).mean() < 0.3
+    assert abs(np.mean((after - before)[normal] / before[normal])) < unit / 30
+
+
+def test_float32_is_moved_by_the_units_of_the_type_that_its_factors_are_rounded_to() -> None:
+    x = jnp.ones((8, 8))
+    plain, exact = (jax.make_jaxpr(lambda a, p=p: jnp.matmul(a, a, precision=p))(x) for p in (None, "highest"))
+    assert rounding.coarsest_mantissa(plain.jaxpr, "cuda") == 10
+    assert rounding.coarsest_mantissa(plain.jaxpr, "tpu") == 7
+    assert rounding.coarsest_mantissa(plain.jaxpr, "cpu") == rounding.coarsest_mantissa(exact.jaxpr, "cuda") == 23
+    narrowed = jax.make_jaxpr(lambda a: jax.jit(lambda a: a.astype(jnp.bfloat16) + 1)(a))(x)
+    assert rounding.coarsest_mantissa(narrowed.jaxpr, "cpu") == 7
+    values = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    found = rounding.moved(np, values, np.uint32(1), Motion.of(values, 10).units(values))
+    assert 2.0**-12.5 < np.max(np.abs(found / values - 1)) <= 2.0**-11
+
+
+def test_what_is_not_finite_stays_where_inputs_are_moved() -> None:
+    values = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0], np.float32)
+    found = rounding.moved(np, values, np.uint32(1), np.int32(0))
+    np.testing.assert_array_equal(found, values)
+
+
+def test_an_infinity_or_nan_is_wrong_in_a_single_element_whatever_the_noise() -> None:
+    wanted = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
+    noise = rounding.Noise(wanted, coarsest=None)
+    noise.add(wanted * 1.5)
+    allowance = noise.allowance()
+    for odd in (np.nan, np.inf, -np.inf):
+        got = wanted.copy()
+        got[77] = odd
+        assert elements.compare_numbers(got, wanted, allowance, "output", is_exact=False) is not None
+        assert elements.compare_numbers(wanted, got, allowance, "output", is_exact=False) is not None
+        both = got.copy()
+        assert elements.compare_numbers(both, got, allowance, "output", is_exact=False) is None
