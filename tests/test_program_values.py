@@ -216,6 +216,7 @@ def other(x, n: int = 1):
     ("act", "message"),
     [
         ("mysettings.CAUSAL = threading.Lock()", r"mysettings.CAUSAL is <unlocked .*, and False in a fresh import"),
+        ("mysettings.CAUSAL = [bytes([i]) * (1 << 20) for i in range(65)]", "mysettings.CAUSAL is .*more than 64 MiB"),
         (
             "del mysettings.CAUSAL; mysettings.CAUSAL = jax.devices()[0]",
             r"mysettings.CAUSAL is CpuDevice.*, and False in",

@@ -20,6 +20,7 @@ from quarantune.cache.keys import short_hash
 
 _LARGEST_HASHED_BYTES = 1 << 20
 """Larger arrays count by shape and dtype, as this is done before every sweep."""
+_MOST_HASHED_BYTES = 1 << 24
 _MOST_PARTS = 20_000
 """Further parts of a value count by their types."""
 
@@ -98,6 +99,7 @@ class _Description:
     """Describes one value; parts that are met again count by the number of their first time."""
 
     def __init__(self) -> None:
+        self._bytes_left = _MOST_HASHED_BYTES
         self._seen: dict[int, tuple[int, Any]] = {}  # with the objects, so that their addresses are not used again
 
     def of(self, value: Any, *, apart: bool = False) -> Any:
@@ -122,7 +124,8 @@ class _Description:
         if isinstance(value, types.FunctionType):
             yield from self._parts_of_function(value, apart)
         elif all(hasattr(value, name) for name in ("dtype", "shape", "__array__")):
-            yield from described.describe_array(value, _LARGEST_HASHED_BYTES)
+            yield from described.describe_array(value, min(_LARGEST_HASHED_BYTES, self._bytes_left))
+            self._bytes_left -= value.nbytes if value.nbytes <= _LARGEST_HASHED_BYTES else 0
         elif isinstance(value, (list, tuple)):
             yield from map(self.of, value)
         elif isinstance(value, (set, frozenset)):

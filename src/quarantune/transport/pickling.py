@@ -96,12 +96,12 @@ def _untake(module: types.ModuleType) -> None:
 
 
 def _dump(obj: object) -> bytes:
-    return dump_with(Pickler, obj)
+    return dump_with(Pickler, obj, io.BytesIO())
 
 
-def dump_with(make: Callable[[io.BytesIO, contextlib.ExitStack], Pickler], obj: object) -> bytes:
-    """Pickles an object with a pickler for that one object."""
-    with _dump_lock, contextlib.ExitStack() as cleanup, io.BytesIO() as file:
+def dump_with(make: Callable[[io.BytesIO, contextlib.ExitStack], Pickler], obj: object, file: io.BytesIO) -> bytes:
+    """Pickles an object into an empty file, with a pickler for that one object."""
+    with _dump_lock, contextlib.ExitStack() as cleanup, file:
         make(file, cleanup).dump(obj)
         return file.getvalue()
 

@@ -16,7 +16,7 @@ import numpy as np
 from quarantune.transport import classes, interruptions, unpicklable
 from quarantune.transport.pickling import Pickler, dump_with, load_by_name, set_attributes
 
-_LARGEST_BYTES = 1 << 24
+_LARGEST_BYTES, _LARGEST_ARRAY_BYTES = 1 << 26, 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ProgramValue:
         place: the name of the module, and the steps to the value.
         state: a hash of its state.
         same_as: the number of the first of the values that are this very object; -1 for an object without identity.
-        shown: its repr.
+        shown: its repr, where it cannot travel.
         blob: the pickled value; None where it cannot travel.
         reason: why a part of it cannot.
     """
@@ -64,14 +64,19 @@ def dump_state(value: object, place: str) -> tuple[bytes | None, str]:
         return _StatePickler(file, cleanup, place, value, reasons)
 
     try:
-        blob = dump_with(make, value)
+        blob = dump_with(make, value, _BoundedFile())
     except Exception as error:
         if interruptions.is_one(error):
             raise
         return None, str(error)
-    if len(blob) > _LARGEST_BYTES:
-        return None, f"It has more than {_LARGEST_BYTES >> 20} MiB."
     return blob, next(iter(reasons), "")
+
+
+class _BoundedFile(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > _LARGEST_BYTES:
+            raise OSError(f"it has more than {_LARGEST_BYTES >> 20} MiB")
+        return super().write(data)
 
 
 def home_of(obj: Any) -> tuple[str, str] | None:
@@ -95,7 +100,7 @@ class _StatePickler(Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         try:
-            if isinstance(obj, (np.ndarray, jax.Array)) and obj.nbytes > _LARGEST_BYTES:
+            if isinstance(obj, (np.ndarray, jax.Array)) and obj.nbytes > _LARGEST_ARRAY_BYTES:
                 raise unpicklable.CannotTravelError("It is too large.")
             reduced = super().reducer_override(obj)
             is_by_parts = not isinstance(obj, (type, types.FunctionType)) and type(obj) not in self.dispatch_table

@@ -81,7 +81,8 @@ def _value(place: tuple[str, ...], value: Any, same_as: int) -> ProgramValue:
         blob, reason = None, "it is made by running code that is not its module's"
     else:
         blob, reason = dump_state(value, name)
-    return ProgramValue(place, state.state_hash(value), same_as, unpicklable.short(value), blob, reason)
+    shown = unpicklable.short(value) if blob is None else ""
+    return ProgramValue(place, state.state_hash(value), same_as, shown, blob, reason)
 
 
 def _is_shareable(value: Any) -> bool:
@@ -117,7 +118,7 @@ def adopt(values: Sequence[ProgramValue]) -> None:
         else:
             if value.blob is None:
                 raise ProgramValueError(_message(value, mine))
-            _logger.debug("%s is set to the caller's value %s", ".".join(value.place), value.shown)
+            _logger.debug("%s is set to the caller's value", ".".join(value.place))
             try:
                 loaded = pickling.loads(value.blob)
             except Exception as error:
@@ -131,10 +132,10 @@ def adopt(values: Sequence[ProgramValue]) -> None:
 
 
 def _message(value: ProgramValue, mine: Any) -> str:
-    name, module = ".".join(value.place), value.place[0]
+    name, module, shown = ".".join(value.place), value.place[0], value.shown or "another value"
     here = "missing" if mine is reach.NOTHING else unpicklable.short(mine)
     return (
-        f"{name} is {value.shown} in the calling process, and {here} in a fresh import of {module}, and cannot be sent "
+        f"{name} is {shown} in the calling process, and {here} in a fresh import of {module}, and cannot be sent "
         f"to a worker: {value.reason.rstrip('.')}. Set it where {module} is imported, or pass it to the function as an "
         f"argument"
     )
@@ -166,4 +167,7 @@ _BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
 
 def _has_fields(value: Any) -> bool:
     is_code = isinstance(value, (type, types.FunctionType, types.ModuleType))
-    return not is_code and isinstance(getattr(value, "__dict__", None), dict)
+    try:
+        return not is_code and isinstance(value.__dict__, dict)
+    except Exception:  # an object may raise anything for any attribute
+        return False
