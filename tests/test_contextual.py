@@ -133,7 +133,7 @@ def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> N
     def add(x: Any, *, offset: int) -> Any:
         return jax.jit(lambda x: quick(slow(x)))(x) + offset  # what an inner jit has traced must not stick either
 
-    tuned = quarantune.contextual_autotune(n_repeat=2)(
+    tuned = quarantune.contextual_autotune(n_repeat=5)(
         functools.partial(jax.jit, static_argnames=["offset"])(add) if jitted else add
     )
     assert tuned.default(X, offset=100)[0] == 101

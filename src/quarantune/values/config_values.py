@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
-
-import numpy as np
 
 
 class FrozenDict(dict[str, Any]):
@@ -58,6 +57,8 @@ def is_tagged(value: Any) -> bool:
 
 def dtype_name(value: Any) -> str | None:
     """Returns the name of a dtype of numbers, also given as a type such as `jnp.bfloat16`; None for anything else."""
+    if (np := sys.modules.get("numpy")) is None:
+        return None  # there is no dtype without it, and reading a cache does not import it
     dtype = value
     if isinstance(value, type):
         dtype = np.dtype(value) if issubclass(value, np.generic) else getattr(value, "dtype", None)
