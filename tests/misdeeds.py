@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import NoReturn
 
@@ -166,6 +167,35 @@ def starve_in_shared_memory() -> NoReturn:
     how = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     taken = [mmap.mmap(-1, 32 << 20, flags=how) for _ in range(32)]
     raise AssertionError(f"nobody stopped it at {len(taken)} maps")
+
+
+def hold_shared_memory() -> None:
+    """Makes shared memory under a name of Python's and under one of its own, which a child makes."""
+    _held.append(SharedMemory(create=True, size=1 << 20))
+    if not (child := os.fork()):
+        try:
+            SharedMemory(name=f"own-{os.getppid()}", create=True, size=1 << 20).close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+
+
+def hold_shared_memory_and_die() -> None:
+    hold_shared_memory()
+    kill_itself()
+
+
+def hold_shared_memory_and_hang() -> None:
+    hold_shared_memory()
+    hang()
+
+
+def hold_shared_memory_and_exit() -> None:
+    hold_shared_memory()
+    exit_with_0()
+
+
+_held: list[SharedMemory] = []
 
 
 def enlarge() -> None:
@@ -335,6 +365,10 @@ MISDEEDS: dict[str, Callable[[], object]] = {
         starve_in_a_child,
         starve_in_shared_memory,
         starve_in_a_memfd,
+        hold_shared_memory,
+        hold_shared_memory_and_die,
+        hold_shared_memory_and_hang,
+        hold_shared_memory_and_exit,
         enlarge,
         enlarge_mapped,
         starve_as_a_daemon,

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from quarantune.sandbox import contain, spawning, wire, worker_program
+from quarantune.sandbox import contain, shared_names, spawning, wire, worker_program
 from quarantune.sandbox.template_messages import (
     ORDERS,
     SPOILED,
@@ -62,6 +62,7 @@ class _Child:
     number: int
     pid: int
     client: _Client
+    names_fd: int
 
 
 class Forker:
@@ -130,6 +131,8 @@ class Forker:
         for pid in self._children:
             contain.kill_tree(pid)
         contain.kill_orphans(())
+        for child in self._children.values():
+            shared_names.remove(child.names_fd)
         os._exit(0)
 
     def _report(self, client: _Client, event: ChildEvent) -> None:
@@ -187,13 +190,15 @@ class Forker:
             served = _new_client(order, fds)
             contain.contain_worker(parent=parent, log_fd=fds[3])
             os.close(fds[3])
+            shared_names.note_in(names_fd)
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("0")
             self._close_in_fork()
             _serve_sweep(served, parent, loads_plugins=order.loads_plugins)
 
         parent = os.getpid()
-        self._fork(client, order.number, run)
+        with shared_names.file() as names_fd:
+            self._fork(client, order.number, names_fd, run)
         self._report(client, Started(order.number, client.children[order.number]))
         wire.close_all(fds)
         if not self._has_decorator:
@@ -203,10 +208,11 @@ class Forker:
 
     def _start_worker(self, client: _Client, order: StartWorker, fds: list[int]) -> None:
         environ = {**(client.environ or os.environ), **order.environ}
-        if order.method == "spawn":
-            self._spawn(client, order, environ, fds)
-        else:
-            self._fork(client, order.number, self._worker_main(client, order, environ, fds))
+        with shared_names.file() as names_fd:
+            if order.method == "spawn":
+                self._spawn(client, order, environ, [*fds, names_fd])
+            else:
+                self._fork(client, order.number, names_fd, self._worker_main(client, order, environ, [*fds, names_fd]))
         self._report(client, Started(order.number, client.children[order.number]))
         wire.close_all(fds)
 
@@ -215,10 +221,11 @@ class Forker:
     ) -> Callable[[], NoReturn]:
         """Returns the main function of a forked worker."""
         parent = os.getpid()
-        connection_fd, log_fd, *task_fds = fds
+        connection_fd, log_fd, *task_fds, names_fd = fds
 
         def run() -> NoReturn:
             contain.contain_worker(parent=parent, log_fd=log_fd)
+            shared_names.note_in(names_fd)
             os.close(log_fd)
             self._close_in_fork()
             gc.enable()
@@ -230,7 +237,7 @@ class Forker:
 
         return run
 
-    def _fork(self, client: _Client, number: int, run: Callable[[], NoReturn]) -> None:
+    def _fork(self, client: _Client, number: int, names_fd: int, run: Callable[[], NoReturn]) -> None:
         pid = os.fork()
         if pid == 0:
             try:
@@ -239,15 +246,16 @@ class Forker:
                 traceback.print_exc()
             finally:
                 os._exit(1)
-        self._watch(client, number, pid)
+        self._watch(client, number, pid, names_fd)
 
     def _spawn(self, client: _Client, order: StartWorker, environ: dict[str, str], fds: list[int]) -> None:
-        connection_fd, log_fd, *task_fds = fds
+        connection_fd, log_fd, *task_fds, names_fd = fds
         options = SpawnedWorkerOptions(
             parent_pid=os.getpid(),
             connection_fd=connection_fd,
             log_fd=log_fd,
             task_fds=tuple(task_fds),
+            names_fd=names_fd,
             payload_fd=client.payload_fd,
             arrays_fd=client.arrays_fd,
             cwd=client.cwd,
@@ -264,12 +272,12 @@ class Forker:
             start_new_session=True,
         )
         process.returncode = 0  # reaped here, with the other children, and not by Popen
-        self._watch(client, order.number, process.pid)
+        self._watch(client, order.number, process.pid, names_fd)
 
     # Children
 
-    def _watch(self, client: _Client, number: int, pid: int) -> None:
-        self._children[pid] = _Child(number, pid, client)
+    def _watch(self, client: _Client, number: int, pid: int, names_fd: int) -> None:
+        self._children[pid] = _Child(number, pid, client, names_fd)
         client.children[number] = pid
 
     def _reap(self) -> None:
@@ -284,6 +292,7 @@ class Forker:
         del self._children[child.pid]
         child.client.children.pop(child.number, None)
         orphans = contain.kill_orphans(self._children.keys())
+        shared_names.remove(child.names_fd)
         self._report(child.client, Exited(child.number, os.waitstatus_to_exitcode(wait_status), orphans))
 
     def _close_in_fork(self) -> None:
@@ -294,6 +303,8 @@ class Forker:
             end.close()
         for client in self._clients:
             client.connection.close()
+        for child in self._children.values():
+            os.close(child.names_fd)
         if self._lifeline_fd >= 0:
             os.close(self._lifeline_fd)
         self._selector.close()

@@ -32,12 +32,13 @@ def run(frame: object) -> NoReturn:
 
 
 def _run_spawned_worker(options: SpawnedWorkerOptions) -> NoReturn:
-    from quarantune.sandbox import contain, worker_program
+    from quarantune.sandbox import contain, shared_names, worker_program
     from quarantune.sandbox.wire import Connection
 
     program = worker_program.load()
     contain.contain_worker(parent=options.parent_pid, log_fd=options.log_fd)
     os.close(options.log_fd)
+    shared_names.note_in(options.names_fd)
     shared = worker_program.Shared(
         payload_fd=options.payload_fd, arrays_fd=options.arrays_fd, call=None, cwd=options.cwd
     )

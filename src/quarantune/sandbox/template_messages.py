@@ -210,6 +210,7 @@ class SpawnedWorkerOptions:
         connection_fd: the connection to the scheduler.
         log_fd: takes the worker's output.
         task_fds: descriptors of its first task.
+        names_fd: takes the names of the shared memory that it makes.
         payload_fd: holds the pickled call.
         arrays_fd: holds the call's array data.
         cwd: the caller's working directory; None where it no longer exists.
@@ -220,6 +221,7 @@ class SpawnedWorkerOptions:
     connection_fd: int
     log_fd: int
     task_fds: tuple[int, ...]
+    names_fd: int
     payload_fd: int
     arrays_fd: int
     cwd: str | None

@@ -1,0 +1,65 @@
+"""The names of shared memory that a worker's processes make: those that are left go with the worker, however it ends.
+
+A name outlives its processes, and `multiprocessing` removes it only where its tracker outlives them. So a worker notes
+each name as it makes it, in a file that its template holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from quarantune.sandbox import spool
+
+_DIRECTORY = "/dev/shm"
+_MOST_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def file() -> Iterator[int]:
+    """Yields a descriptor of a new file for the names of the worker that the block starts; for `remove` after it."""
+    fd = spool.create_log()
+    try:
+        yield fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def note_in(fd: int) -> None:
+    """Has this process, and its forks, note the shared memory of `multiprocessing` that they make.
+
+    Args:
+        fd: the file, which stays open.
+    """
+    try:
+        module: Any = importlib.import_module("_posixshmem")
+    except ImportError:
+        return  # a system without shared memory
+    real = module.shm_open
+
+    def shm_open(path: str, flags: int, **how: Any) -> int:
+        opened: int = real(path, flags, **how)
+        if flags & os.O_EXCL:  # it was not there before
+            with contextlib.suppress(OSError, ValueError):  # the config may have closed the file
+                about = os.fstat(opened)
+                os.write(fd, b"%d %d %b\0" % (about.st_dev, about.st_ino, os.fsencode(path)))
+        return opened
+
+    module.shm_open = shm_open
+
+
+def remove(fd: int) -> None:
+    """Removes the shared memory whose names a worker left, and closes the file of the names."""
+    # The config may have enlarged the file, which then reads as zeros.
+    for record in os.pread(fd, _MOST_BYTES, 0).partition(b"\0\0")[0].split(b"\0"):
+        with contextlib.suppress(OSError, ValueError):
+            device, inode, name = record.split(b" ", 2)
+            path = os.path.join(os.fsencode(_DIRECTORY), name.lstrip(b"/"))
+            about = os.lstat(path)
+            if (about.st_dev, about.st_ino) == (int(device), int(inode)):  # not what another process made since
+                os.unlink(path)
+    os.close(fd)
