@@ -28,12 +28,11 @@ from quarantune.resolve import entries
 from quarantune.resolve.starts import distance
 from quarantune.scheduler.loop import Scheduler
 from quarantune.search import Space
-from quarantune.sweep.search_limits import SearchLimits, space_for
+from quarantune.sweep.search_limits import SearchLimits
 from quarantune.sweep.searching import Searching
-from quarantune.values import config_space, grid
+from quarantune.values import config_space
 from quarantune.values import settings as environment
 from quarantune.values.config_values import text_of
-from quarantune.values.grid import Grid, Positions
 from quarantune.values.options import Options
 from quarantune.values.trial import Config, Outcome, Phase, Route, Trial
 
@@ -188,7 +187,7 @@ SPACE = [{"n": n} for n in range(10)]
 
 
 def searching(given: SearchLimits, configs: list[Config] = SPACE, **more: Any) -> Searching:
-    return Searching(given, space_for(configs, None), **more)
+    return Searching(given, Space(configs), **more)
 
 
 def test_defaults_come_first_then_starts_then_the_search() -> None:
@@ -197,7 +196,7 @@ def test_defaults_come_first_then_starts_then_the_search() -> None:
 
 
 def test_trials_are_counted_up_to_the_budget_and_pruned_ones_are_not() -> None:
-    search = Searching(limits(max_trials=3), space_for(SPACE, lambda config: config["n"] >= 2))
+    search = Searching(limits(max_trials=3), Space(SPACE, keep=lambda config: config["n"] >= 2))
     taken = search.take(10)
     assert list(taken) == [2, 3, 4]
     assert search.is_closed
@@ -336,7 +335,7 @@ def test_auto_tries_all_of_a_small_space_and_searches_a_large_one(
     size: int, dropped: int, given: Any, wanted: Any
 ) -> None:
     chosen = SearchLimits.of(Options(**given), environment.current()).resolved(
-        [{"n": n} for n in range(size)], lambda index: index < dropped
+        Space([{"n": n} for n in range(size)], keep=lambda config: config["n"] >= dropped)
     )
     assert (chosen.search, chosen.max_trials, chosen.patience) == wanted
 
@@ -390,28 +389,31 @@ def test_several_searches_divide_their_budgets() -> None:
 
 def test_a_grid_is_a_list_that_is_not_kept() -> None:
     axes: dict[str, list[Any]] = {"b": [1, 2, 4], "a": ["x", True, None], "c": [(1, 2), 1.5]}
-    listed, computed = config_space.expand(axes, fn_name="f"), Grid(axes)
-    assert list(computed) == [computed[index] for index in range(len(computed))] == listed
+    listed, computed = Space(config_space.expand(axes, fn_name="f")), Space(axes)
+    assert list(computed) == [computed[index] for index in range(len(computed))] == list(listed)
     assert computed[-1] == listed[-1]
     assert computed[2:5] == listed[2:5]
-    assert sorted(computed.texts()) == sorted(map(text_of, listed))
-    assert [computed.index_of(config) for config in listed] == list(range(len(listed)))
-    assert computed.index_of({"a": 1, "b": 1, "c": 1.5}) is None
-    assert computed.index_of({"a": "x"}) is None
+    for space in (listed, computed):
+        assert sorted(space.texts()) == sorted(map(text_of, listed))
+        assert [space.find(config) for config in listed] == list(range(len(listed)))
+        assert [space.find_text(text_of(config)) for config in listed] == list(range(len(listed)))
+        assert [space.find({"a": 1, "b": 1, "c": 1.5}), space.find({"a": "x"}), space.find(3)] == [None] * 3
+        with pytest.raises(IndexError):
+            space[len(listed)]
     assert entries.space_of(computed) == entries.space_of(listed)
-    assert [Positions(computed).of_text(text_of(config)) for config in listed] == list(range(len(listed)))
-    with pytest.raises(IndexError):
-        computed[len(listed)]
 
 
-def test_large_grids_are_not_listed_and_small_ones_are() -> None:
-    assert isinstance(grid.expand({"a": [1, 2]}, fn_name="f", parameters=None), list)
-    large = grid.expand({name: list(range(10)) for name in "abcde"}, fn_name="f", parameters=None)
-    assert isinstance(large, Grid)
-    assert len(large) == 100_000
-    assert len(grid.examples(large)) == 50
-    assert Space(large.axes).find(large[4321]) == 4321
-    assert grid.expand(pickle.loads(pickle.dumps(large)), fn_name="f", parameters=None)[4321] == large[4321]
+def test_large_grids_are_not_listed() -> None:
+    axes = {name: list(range(1000)) for name in "abc"}
+    large = Space.of(axes, fn_name="f", parameters=None)
+    assert len(large) == 10**9
+    assert len(large.examples()) == 3000
+    assert large.find(large[4321]) == 4321
+    assert Space.of(pickle.loads(pickle.dumps(large)), fn_name="f", parameters=None)[4321] == large[4321]
+    assert entries.space_of(large) == entries.space_of(Space({name: axes[name][::-1] for name in "cba"}))
+    assert entries.space_of(large) != entries.space_of(Space(axes | {"c": list(range(1, 1001))}))
+    with pytest.raises(ValueError, match=r"1,000,000,000 configs, of which at most 1,000,000 are all tried"):
+        large.listed()
 
 
 # Similar problems

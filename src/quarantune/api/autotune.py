@@ -16,9 +16,10 @@ from quarantune.resolve import suitable
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding, differentiation, pickling
 from quarantune.transport.call import Arguments
-from quarantune.values import config_space, grid, naming, remembered
+from quarantune.values import naming, remembered, tunables
 from quarantune.values.config_values import as_given
 from quarantune.values.options import OptionKeywords, Options, checked_options
+from quarantune.values.space import Space
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
@@ -97,15 +98,13 @@ class Autotuned:
         self._jit_options = jax_internals.jit_options(fn)
         plain = inspect.unwrap(fn)
         label = getattr(fn, "__qualname__", "fn")
-        listed = (
-            configs if callable(configs) else grid.expand(configs, fn_name=label, parameters=inspect.signature(plain))
-        )
+        self._signature = inspect.signature(plain)
+        listed = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=self._signature)
         self.name = options.name or f"{naming.module_name(fn)}.{label}"
         suitable.check_jit_options(fn, self.name)
-        self._signature = inspect.signature(plain)
-        if not callable(configs):
-            examples = grid.examples(listed)
-            config_space.check_parameters(
+        if isinstance(listed, Space):
+            examples = listed.examples()
+            tunables.check_parameters(
                 examples,
                 parameters=self._signature,
                 static_names=frozenset(self._jit_options.static_argnames),

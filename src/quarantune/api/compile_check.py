@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from quarantune.api.autotune import Autotuned
 from quarantune.resolve import suitable
 from quarantune.transport.problem import describe_function
-from quarantune.values import config_space, naming
+from quarantune.values import naming
 from quarantune.values import settings as environment
 from quarantune.values.options import Options
+from quarantune.values.space import Space
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target
@@ -90,10 +91,10 @@ def _checked_function(fn: Callable[..., Any], configs: Any, options: Options) ->
     label = naming.cache_name(fn)
     suitable.check_is_jitted(fn, label, for_what="compile_check")
     suitable.check_jit_options(fn, label)
-    listed = configs if callable(configs) else config_space.expand(configs, fn_name=label, parameters=signature)
+    listed = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature)
     function = TunedFunction(
         fn, listed, name=options.name or label, signature=signature, static_names=static_names, options=options
     )
-    if not callable(configs):
-        function.check(listed)
+    if isinstance(listed, Space):
+        function.check(listed.examples())
     return function

@@ -14,9 +14,10 @@ from quarantune.results.result import TuningResult
 from quarantune.transport import binding
 from quarantune.transport.call import Arguments
 from quarantune.transport.problem import as_structs, describe_function
-from quarantune.values import config_space, grid, naming
+from quarantune.values import config_space, naming
 from quarantune.values.config_values import text_of
 from quarantune.values.options import OptionKeywords, Options, checked_options
+from quarantune.values.space import Space
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
@@ -59,17 +60,16 @@ class AutoTuner:
         label = naming.cache_name(fn)
         if static_names is not None:
             suitable.check_jit_options(fn, label)
-        listed = configs if callable(configs) else grid.expand(configs, fn_name=label, parameters=signature)
         function = TunedFunction(
             fn,
-            listed,
+            configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature),
             name=checked.name or label,
             signature=signature,
             static_names=static_names,
             options=checked,
         )
-        if not callable(configs):
-            function.check(listed)
+        if isinstance(function.configs, Space):
+            function.check(function.configs.examples())
         self._resolver = Resolver(function, on_phase=on_progress)
 
     def run(self, *args: Any, **kwargs: Any) -> TuningResult:

@@ -21,9 +21,9 @@ from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.swept import Swept
 from quarantune.transport.problem import Problem
-from quarantune.values import grid
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
+from quarantune.values.space import Space
 from quarantune.values.trial import END, UNTUNED, Config, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -44,7 +44,7 @@ def run(
     troubled: Collection[int] = (),
     known: Mapping[int, Trial] | None = None,
     target: Target | None = None,
-    space: Sequence[Config] | None = None,
+    space: Space | None = None,
     source: ConfigSource = NOTHING_MORE,
 ) -> Swept:
     """Runs every config to its outcome on the machines of an engine, then times the fastest together on one of them.
@@ -71,7 +71,7 @@ def run(
         EngineError: the engine, or its machines, cannot run the sweep.
     """
     whole = executor.check() if isinstance(executor, WholeSweeps) else None
-    possible = grid.examples(list(configs.values()) if space is None else space)
+    possible = list(configs.values()) if space is None else space.examples()
     packed = parcel.pack(problem, possible, options=options, settings=settings, limits=limits, target=target)
     measured = dict(known or {})
     relay = _Relay(events, measured, whole)

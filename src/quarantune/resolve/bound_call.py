@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from quarantune.host import locks
-from quarantune.resolve import suitable
-from quarantune.resolve.entries import find_config
+from quarantune.resolve import layers, suitable
+from quarantune.resolve.entries import space_of
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import binding
 from quarantune.transport.call import Arguments
 from quarantune.transport.problem import as_structs, fitted, is_array, named
 from quarantune.values import config_space
-from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, freeze
-from quarantune.values.grid import Grid
+from quarantune.values import settings as environment
+from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, freeze, has_tag, text_of
+from quarantune.values.json_object import JsonObject
+from quarantune.values.space import Space
 from quarantune.values.trial import Config
 
 
@@ -38,7 +41,6 @@ class BoundCall:
         self.function = function
         self.args = args
         self.kwargs = dict(kwargs)
-        self._pruned: dict[int, bool] = {}
 
     @property
     def name(self) -> str:
@@ -74,39 +76,69 @@ class BoundCall:
         return self.statics - inspect.signature(key_fn).parameters.keys()
 
     @locks.lazy
-    def configs(self) -> Sequence[Config]:
-        """The configs to try, with those that `prune_fn` drops."""
+    def configs(self) -> Space:
+        """The configs to try, with those that `prune_fn` drops; those of a callable are read as far as needed."""
         function = self.function
-        if not callable(function.configs):
-            return function.configs
-        struct_args, struct_kwargs = self.fitted(function.configs, *as_structs(self.args, self.kwargs))
-        configs = config_space.expand_callable(
-            function.configs, struct_args, struct_kwargs, fn_name=function.name, parameters=function.signature
-        )
-        function.check(configs)
-        return configs
+        space = function.configs
+        if callable(space):
+            struct_args, struct_kwargs = self.fitted(space, *as_structs(self.args, self.kwargs))
+            made = config_space.called(space, struct_args, struct_kwargs, fn_name=function.name)
+            space = Space(made, fn_name=function.name, parameters=function.signature, reads_all=False)
+            function.check(space.examples())
+        return space.where(None if function.options.prune_fn is None else self._keep)
+
+    @property
+    def has_unread_configs(self) -> bool:
+        """Whether a callable makes the configs, and the key of the call alone decides which.
+
+        Results of such a call are found without the configs: the code of the callable stands for them.
+        """
+        options = self.function.options
+        return callable(self.function.configs) and options.key_fn is None and not options.partial
+
+    @locks.lazy
+    def space(self) -> JsonObject:
+        """Values that distinguish the config space of the call from others."""
+        if self.has_unread_configs:
+            return self.function.maker
+        return self.function.listed_space or space_of(self.configs)
+
+    def find(self, raw: Any) -> Config | None:
+        """Returns the config that is equal to an encoded one: of the configs, or the function's own defaults.
+
+        One that lacks options for XLA is equal to one that has none. Where the configs are not read, a config that the
+        function can take is taken for one of them.
+        """
+        if not isinstance(raw, Mapping):
+            return None
+        if not self.has_unread_configs or any(map(has_tag, raw.values())):
+            if COMPILER_OPTIONS in self.configs.names:
+                raw = {COMPILER_OPTIONS: NO_OPTIONS, **raw}
+            self.configs.whole()
+            index = self.configs.find(raw)
+            if index is not None:
+                return self.configs[index]
+            return self.defaults if self.untuned is not None and text_of(raw) == text_of(self.defaults) else None
+        with contextlib.suppress(TypeError, ValueError):  # a file may hold anything
+            found = config_space.expand([raw], fn_name=self.name)
+            self.function.check(found)
+            return found[0]
+        return None
 
     @locks.lazy
     def pruned(self) -> frozenset[int]:
         """The indices of the configs that `prune_fn` drops, which is called for all of them."""
-        if self.function.options.prune_fn is None:
-            return frozenset()
-        return frozenset(filter(self.is_pruned, range(len(self.configs))))
-
-    def is_pruned(self, index: int) -> bool:
-        """Returns whether `prune_fn` drops the config at an index."""
-        if self.function.options.prune_fn is None:
-            return False
-        if index not in self._pruned:
-            self._pruned[index] = not self.keeps(self.configs[index])
-        return self._pruned[index]
+        return frozenset(index for index in self.configs.listed() if not self.configs.keeps(index))
 
     def keeps(self, config: Config) -> bool:
         """Returns whether `prune_fn` accepts a config, or there is no `prune_fn`."""
-        return self.function.options.prune_fn is None or self._keep(dict(config))
+        return self.function.options.prune_fn is None or self._keep(config)
+
+    def _keep(self, config: Config) -> bool:
+        return self._prune_fn(config)
 
     @locks.lazy
-    def _keep(self) -> Callable[[Config], bool]:
+    def _prune_fn(self) -> Callable[[Config], bool]:
         prune_fn = self.function.options.prune_fn
         assert prune_fn is not None
         args, kwargs = self.fitted(functools.partial(prune_fn, {}), *as_structs(self.args, self.kwargs))
@@ -116,8 +148,19 @@ class BoundCall:
     def tunables(self) -> frozenset[str]:
         """The names that the configs set."""
         if not self.function.tunables:  # a callable makes the configs, and this is its first call
-            self.function.tunables = frozenset(self.configs[0])
+            self.function.tunables = self._saved_tunables() or frozenset(self.configs.names)
         return self.function.tunables
+
+    def _saved_tunables(self) -> frozenset[str]:
+        """Returns the names that the configs set, as saved results tell without the configs."""
+        settings = environment.current()
+        if not self.has_unread_configs or settings.disable_cache:
+            return frozenset()
+        for layer in layers.open_layers(settings, self.function.options.tables):
+            for found in layers.entries_of(layer, self.name):
+                if found.entry.get("space") == self.space and (config := self.find(found.entry.get("config"))):
+                    return frozenset(config)
+        return frozenset()
 
     @property
     def given(self) -> frozenset[str]:
@@ -128,26 +171,24 @@ class BoundCall:
         """
         if callable(self.function.configs) and self.has_no_key:
             return frozenset()  # it runs with its defaults anyway, and configs for symbolic shapes could not be made
-        return self.tunables.intersection(self.function.signature.bind(*self.args, **self.kwargs).arguments)
+        given = self.function.signature.bind(*self.args, **self.kwargs).arguments
+        may_be = [name for name in given if self.function.parameters[name].default is not inspect.Parameter.empty]
+        return self.tunables.intersection(may_be) if may_be else frozenset()
 
     def other_configs(self) -> list[Config]:
         """Returns configs without the tunables that the caller sets: those that agree with it, or all if none does."""
         arguments = self.function.signature.bind(*self.args, **self.kwargs).arguments
         given = {name: freeze(arguments[name]) for name in self.given}
-        agreeing = [config for config in self.configs if config == {**config, **given}] or self.configs
+        listed = [self.configs[index] for index in self.configs.listed()]
+        agreeing = [config for config in listed if config == {**config, **given}] or listed
         kept = [config for config in agreeing if self.keeps({**config, **given})]
         return [{name: value for name, value in config.items() if name not in given} for config in kept]
-
-    def find(self, raw: Any) -> Config | None:
-        """Returns the config that is equal to an encoded one: of the configs, or the function's own defaults."""
-        found = find_config(raw, self.configs)
-        return found if found is not None or self.untuned is None else find_config(raw, [self.defaults])
 
     @locks.lazy
     def defaults(self) -> Config:
         """The function's own defaults as a config; an empty one, which sets nothing, where JSON cannot hold them."""
         parameters = self.function.parameters
-        defaults = {name: parameters[name].default for name in self.configs[0] if name in parameters}
+        defaults = {name: parameters[name].default for name in self.configs.names if name in parameters}
         try:
             return config_space.expand([defaults], fn_name=self.name, parameters=None)[0]
         except (TypeError, ValueError):
@@ -155,15 +196,13 @@ class BoundCall:
 
     @locks.lazy
     def default_index(self) -> int | None:
-        """The index of the config that equals the function's own defaults, or None."""
-        parameters = self.function.parameters
-        defaults = {name: freeze(parameters[name].default) for name in self.configs[0] if name in parameters}
-        if COMPILER_OPTIONS in self.configs[0]:
+        """The index of the config that equals the function's own defaults; None where none that is read by now does."""
+        parameters, names = self.function.parameters, self.configs.names
+        defaults = {name: freeze(parameters[name].default) for name in names if name in parameters}
+        if COMPILER_OPTIONS in names:
             defaults.setdefault(COMPILER_OPTIONS, NO_OPTIONS)
-        if isinstance(self.configs, Grid):
-            index = self.configs.index_of(defaults)
-            return index if index is not None and _same(self.configs[index], defaults) else None
-        return next((index for index, config in enumerate(self.configs) if _same(config, defaults)), None)
+        index = self.configs.find(defaults)
+        return index if index is not None and _same(self.configs[index], defaults) else None
 
     @property
     def untuned(self) -> Config | None:
@@ -172,7 +211,8 @@ class BoundCall:
         tunables = [self.function.parameters.get(name) for name in keywords]
         if any(tunable is None or tunable.default is inspect.Parameter.empty for tunable in tunables):
             return None
-        return None if self.default_index is not None and self.is_pruned(self.default_index) else {}
+        default = self.default_index
+        return {} if default is None or self.configs.keeps(default) else None
 
     def fitted(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         """Returns the call as one of the author's functions takes it, which may leave static parameters out."""

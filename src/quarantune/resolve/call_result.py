@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from quarantune.cache import Entry
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.entries import Saved, Searched, Times, space_of
+from quarantune.resolve.entries import Saved, Searched, Times
 from quarantune.results.compiled_winner import without_arrays
 from quarantune.results.result import FromCache, TuningResult
 from quarantune.transport import binding
@@ -48,8 +48,9 @@ def call_result(
         saved: what a remembered entry says of its sweep.
     """
     call = keyed.call
-    default = call.default_index
-    is_untuned = default is None and call.untuned is not None and config == call.defaults
+    is_unread = bool(from_cache) and call.has_unread_configs
+    default = None if is_unread else call.default_index
+    is_untuned = not is_unread and default is None and call.untuned is not None and config == call.defaults
     return TuningResult(
         name=call.name,
         best_config=as_given(config),
@@ -90,7 +91,7 @@ def entry_for(keyed: KeyedCall, config: Config, times: Times, trials: Sequence[T
         "default_time_ms": times.default_ms,
         "key_values": keyed.readable,
         "fingerprint": keyed.call.function.fingerprint.parts,
-        "space": space_of(keyed.call.configs),
+        "space": keyed.call.space,
         "versions": versions.versions(),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "trials": count_outcomes(trials),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quarantune import cache
@@ -46,9 +46,7 @@ class ContextualFunction(TunedFunction):
         super().__init__(fn, space, name=name, signature=signature, static_names=static_names, options=options)
         self.runner = Runner(fn)
 
-    def most_configs(self, configs: Sequence[Config]) -> int:
-        """Returns how many configs a sweep may try; a guess, as only calling the function shows its kernels."""
-        return _MOST_CONFIGS
+    most_configs = _MOST_CONFIGS
 
 
 class KnownAssignments(KnownResults):

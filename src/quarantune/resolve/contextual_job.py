@@ -17,7 +17,7 @@ from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.contextual_function import ContextualFunction, KnownAssignments, shown_together
 from quarantune.resolve.entries import Searched, Times, saved_of, searched_of
-from quarantune.resolve.kernel_search import KernelSearch, is_never_pruned
+from quarantune.resolve.kernel_search import KernelSearch
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuning_job import JobContext, TuningJob
 from quarantune.results import report
@@ -28,7 +28,7 @@ from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
-from quarantune.sweep.search_limits import EXHAUSTED, SearchLimits, space_for
+from quarantune.sweep.search_limits import EXHAUSTED, SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.sweep.swept import Swept
 from quarantune.transport import assignment
@@ -37,6 +37,7 @@ from quarantune.transport.problem import Problem
 from quarantune.values import shown
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
+from quarantune.values.space import Space
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
 
 _logger = logging.getLogger("quarantune")
@@ -221,7 +222,7 @@ class ContextualJob(TuningJob):
     ) -> _Step:
         """Tries the configs of one kernel, all or those that a search asks."""
         texts = [assignment.encode({**chosen, slot: config}, others=others) for config in seen.configs]
-        step = self._try(texts, seen.configs, slot.name, share=share.resolved(seen.configs, is_never_pruned))
+        step = self._try(texts, seen.configs, slot.name, share=share.resolved(Space({"config": range(len(texts))})))
         best = shown.format_config(step.trials[step.winner].config)
         _logger.info("%s: %s is best with %s: %.4g ms", self._name, slot.name, best, step.time_ms)
         return step
@@ -258,7 +259,7 @@ class ContextualJob(TuningJob):
         searching = None
         if share is not None and not share.tries_all:
             trial_s = self._limits.compile_timeout_s + self._limits.timeout_s
-            searching = Searching(share, space_for(shown, None), defaults=0, trial_s=trial_s)
+            searching = Searching(share, Space(shown), defaults=0, trial_s=trial_s)
         trials, swept = self._sweep_assignments(problem, texts, shown, label, searching)
         if swept.complaint:
             _logger.warning("%s: %s", label, swept.complaint)
@@ -330,7 +331,7 @@ class ContextualJob(TuningJob):
                 settings=self._settings,
                 limits=self._limits.compiling_as_it_runs(),
                 events=SweepEvents(on_trial=on_trial, on_tick=self._claim.refresh, on_phase=progress.enter),
-                space=possible,
+                space=Space(possible),
                 source=source,
             )
         return trials, swept

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from quarantune import cache
 from quarantune.cache import Entry, Store
-from quarantune.values import grid, versions
-from quarantune.values.config_values import COMPILER_OPTIONS, NO_OPTIONS, text_of
-from quarantune.values.grid import Grid
+from quarantune.values import versions
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
+from quarantune.values.space import Space
 from quarantune.values.texts import printable
-from quarantune.values.trial import Config, checked_counts
+from quarantune.values.trial import checked_counts
 
 _LONGEST_DATE = 40
 _LARGEST_COUNT = 1 << 53
@@ -122,10 +121,9 @@ def open_store(settings: Settings) -> Store:
     return Store(settings.cache_dir, lock_timeout_s=settings.lock_timeout)
 
 
-def space_of(configs: Sequence[Config]) -> JsonObject:
+def space_of(configs: Space) -> JsonObject:
     """Returns values that distinguish one config space from another, whatever the order of the configs."""
-    texts = sorted(grid.texts(configs))
-    return {"configs": len(texts), "hash": cache.short_hash("\n".join(texts))}
+    return {"configs": len(configs), "hash": cache.short_hash("\n".join(sorted(configs.texts())))}
 
 
 def times_of(entry: Entry) -> Times:
@@ -135,23 +133,6 @@ def times_of(entry: Entry) -> Times:
         float(best_ms) if isinstance(best_ms, (int, float)) else math.nan,
         float(default_ms) if isinstance(default_ms, (int, float)) else None,
     )
-
-
-def find_config(raw: Any, configs: Sequence[Config]) -> Config | None:
-    """Returns the config that is equal to the `config` of an entry, or None where there is none.
-
-    One that lacks options for XLA is equal to one that has none.
-    """
-    if isinstance(raw, dict) and COMPILER_OPTIONS not in raw and any(COMPILER_OPTIONS in each for each in configs[:1]):
-        raw = {**raw, COMPILER_OPTIONS: NO_OPTIONS}
-    if isinstance(configs, Grid):
-        index = configs.index_of(raw) if isinstance(raw, dict) else None
-        return None if index is None else configs[index]
-    try:
-        text = cache.canonical_json(raw)
-    except ValueError:  # 1e999 is JSON, and infinite
-        return None
-    return next((dict(config) for config in configs if text_of(config) == text), None)
 
 
 def changed_versions(entry: Entry) -> str:

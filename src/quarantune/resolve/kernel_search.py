@@ -9,11 +9,6 @@ from quarantune.transport.assignment import KEY
 from quarantune.values.trial import Config
 
 
-def is_never_pruned(_: int) -> bool:
-    """Returns that no config of a kernel is dropped here: those that its `prune_fn` drops are left out before."""
-    return False
-
-
 class KernelSearch:
     """The search over one kernel's configs, each as an assignment of configs to all kernels."""
 

@@ -20,7 +20,6 @@ from quarantune.resolve.entries import (
     open_store,
     saved_of,
     searched_of,
-    space_of,
     times_of,
 )
 from quarantune.resolve.layers import Found, Layer
@@ -199,7 +198,7 @@ class KnownResults:
                     "more: it is not used"
                 )
             return None
-        if entry.get("space") not in (None, space_of(call.configs)):  # None was put there by hand
+        if entry.get("space") not in (None, call.space):  # None was put there by hand
             return None  # new configs must be measured; the journal holds the trials of the others
         return config if self.versions_serve(entry, settings, is_own=is_own) else None
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from quarantune import cache
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.entries import changed_versions, dict_or_empty, space_of
+from quarantune.resolve.entries import changed_versions, dict_or_empty
 from quarantune.resolve.layers import Found
 from quarantune.values.settings import Settings
 
@@ -53,7 +53,7 @@ def describe_same_call(found: str, wanted: str) -> bool:
 
 
 def _differences(keyed: KeyedCall, found: Found, settings: Settings) -> list[str]:
-    entry, configs = found.entry, keyed.call.configs
+    entry = found.entry
     differences = [] if found.device == keyed.key.device else [f"device: {found.device!r}, not {keyed.key.device!r}"]
     ours, theirs = keyed.readable, dict_or_empty(entry.get("key_values"))
     for name in dict.fromkeys([*ours, *theirs]):
@@ -64,9 +64,11 @@ def _differences(keyed: KeyedCall, found: Found, settings: Settings) -> list[str
     parts = entry.get("fingerprint")
     if isinstance(parts, dict) and (changed := keyed.call.function.fingerprint.differences(parts)):
         differences.append(f"the function's {', '.join(changed)}")
-    if entry.get("space") != (wanted := space_of(configs)):
-        then = dict_or_empty(entry.get("space")).get("configs", "unknown")
-        differences.append(f"the list of configs ({then} then, {wanted['configs']} now)")
+    if entry.get("space") != (wanted := keyed.call.space):
+        then, now = dict_or_empty(entry.get("space")).get("configs", "unknown"), wanted.get("configs")
+        differences.append(
+            "the function that makes the configs" if now is None else f"the list of configs ({then} then, {now} now)"
+        )
     if settings.version_check and (changed_since := changed_versions(entry)):
         differences.append(f"versions: {changed_since}")
     return differences

@@ -16,7 +16,7 @@ from quarantune import cache, jax_internals
 from quarantune.jax_internals import Coordination
 from quarantune.resolve.agreement import Answer, Count, Member, Read, Source, Tune, Wait, Write, drive
 from quarantune.resolve.call_key import CallKey, KeyedCall
-from quarantune.resolve.entries import Times, space_of
+from quarantune.resolve.entries import Times
 from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
@@ -273,7 +273,7 @@ class _Talk:
 def _topic(keyed: KeyedCall) -> str:
     """Returns the directory of a call in the store: the same for all ranks with this call, code and config space."""
     call = keyed.call
-    parts = [call.name, keyed.key.device, keyed.key.text, space_of(call.configs)]
+    parts = [call.name, keyed.key.device, keyed.key.text, call.space]
     return f"{_PREFIX}/{hashlib.sha256(cache.canonical_json(parts).encode()).hexdigest()}"
 
 
@@ -281,7 +281,9 @@ def _deadline_s(keyed: KeyedCall, settings: Settings) -> float:
     """Returns the longest time in seconds that a sweep for a call may take, by the budgets and the deadlines."""
     function = keyed.call.function
     search, limits = SearchLimits.of(function.options, settings), SweepLimits.of(function.options, settings)
-    configs = function.most_configs(keyed.call.configs)
+    if (configs := function.most_configs) is None and (keyed.call.has_unread_configs and search.search == AUTO):
+        configs = AUTO_MAX_TRIALS
+    configs = len(keyed.call.configs) if configs is None else configs
     if search.search == AUTO and configs > AUTO_EXHAUSTIVE_MOST:
         configs = AUTO_MAX_TRIALS
     if search.max_trials is not None:

@@ -17,7 +17,7 @@ from quarantune.resolve.call_key import KeyedCall, keyed, keyed_to_tune
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.compile_failures import CompileFailures, note_check
-from quarantune.resolve.entries import Times, space_of
+from quarantune.resolve.entries import Times
 from quarantune.resolve.key_locks import KeyLocks
 from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.resolve.ranks import Agreed, Ranks
@@ -192,7 +192,7 @@ class Resolver:
 
             swept = sweep.run(
                 described.problem(),
-                dict(enumerate(call.configs)),
+                {index: call.configs[index] for index in call.configs.listed()},
                 options=options,
                 settings=settings,
                 limits=limits,
@@ -215,7 +215,7 @@ class Resolver:
         settings, options = environment.current(), self.function.options
         pruned = {index: call.configs[index] for index in call.pruned}
         trials = {index: pruned_trial(config) for index, config in pruned.items()}
-        left = {index: config for index, config in enumerate(call.configs) if index not in trials}
+        left = {index: call.configs[index] for index in call.configs.listed() if index not in trials}
         limits = SweepLimits.of(options, settings, num_workers=num_workers)
         note = self._noting(described, settings, limits)
         with self._compiling(described, settings, f" for {target.name}", len(left)) as progress:
@@ -385,5 +385,5 @@ class Resolver:
 
 def _seen(call: BoundCall) -> assignments.Seen:
     """Returns the configs of a call that are worth a worker, and its config space."""
-    kept = [config for index, config in enumerate(call.configs) if index not in call.pruned]
-    return assignments.Seen(kept, space_of(call.configs))
+    kept = [call.configs[index] for index in call.configs.listed() if index not in call.pruned]
+    return assignments.Seen(kept, call.space)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from quarantune.cache import Entry, Journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.entries import dict_or_empty
 from quarantune.resolve.known_results import KnownResults
-from quarantune.values.grid import Positions
+from quarantune.values import config_space
+from quarantune.values.config_values import text_of
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import Config, Outcome, Trial
 
 _MOST_NEIGHBOURS = 8
 """How many winners of similar problems are tried first."""
@@ -22,8 +23,8 @@ _UNLIKE = 4.0
 """How far apart two different words or flags count, such as dtypes: as far as sizes that differ by a factor of 16."""
 
 
-def starts(keyed: KeyedCall, known: KnownResults, positions: Positions, settings: Settings) -> list[int]:
-    """Returns the indices of configs to try first, those of the most similar problems first.
+def starts(keyed: KeyedCall, known: KnownResults, settings: Settings) -> list[Config]:
+    """Returns configs to try first, those of the most similar problems first.
 
     First come those that won for this call with other code or configs: the best starts for a function that was edited
     are its own earlier winners.
@@ -31,10 +32,9 @@ def starts(keyed: KeyedCall, known: KnownResults, positions: Positions, settings
     Args:
         keyed: the call.
         known: the known results of its function.
-        positions: finds configs in the space of the call.
         settings: the operator's settings.
     """
-    name, device = keyed.call.name, keyed.key.device
+    name, device, find = keyed.call.name, keyed.key.device, keyed.call.find
     everything = list(known.entries(settings))
     entries: dict[str, Entry] = {}
     for it in everything:
@@ -42,12 +42,12 @@ def starts(keyed: KeyedCall, known: KnownResults, positions: Positions, settings
             entries.setdefault(it.key, it.entry)
     ours = keyed.readable
     nearest = sorted(entries, key=lambda key: (distance(ours, dict_or_empty(entries[key].get("key_values"))), key))
-    won = [*map(positions.of, known.seeds(keyed, everything)), *(_winner(entries[key], positions) for key in nearest)]
-    found = dict.fromkeys([index for index in dict.fromkeys(won) if index is not None][:_MOST_NEIGHBOURS])
+    won = [*known.seeds(keyed, everything), *(entries[key].get("config") for key in nearest)]
+    found = config_space.distinct(config for config in map(find, won) if config is not None)[:_MOST_NEIGHBOURS]
     for key in nearest[:1]:
         journal = Journal(settings.cache_dir, name, device, key)
-        found |= dict.fromkeys(_fastest(journal, positions)[:_MOST_FROM_JOURNAL])
-    return list(found)
+        found += _fastest(journal, find)[:_MOST_FROM_JOURNAL]
+    return config_space.distinct(found)
 
 
 def distance(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
@@ -80,20 +80,15 @@ def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
         yield path, value
 
 
-def _winner(entry: Entry, positions: Positions) -> int | None:
-    config = entry.get("config")
-    return positions.of(config) if isinstance(config, dict) else None
-
-
-def _fastest(journal: Journal, positions: Positions) -> list[int]:
+def _fastest(journal: Journal, find: Callable[[Any], Config | None]) -> list[Config]:
     """Returns the configs of a journal that were measured, the fastest first."""
-    times: dict[int, float] = {}
+    times: dict[str, tuple[float, Config]] = {}
     for record in journal.each():
         try:
             trial = Trial.from_json(record["trial"])
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
-        index = positions.of(trial.config)
-        if index is not None and trial.outcome is Outcome.OK and trial.level_ms is not None:
-            times[index] = trial.level_ms
-    return sorted(times, key=lambda index: times[index])
+        config = find(trial.config)
+        if config is not None and trial.outcome is Outcome.OK and trial.level_ms is not None:
+            times[text_of(config)] = trial.level_ms, config
+    return [config for _, config in sorted(times.values(), key=lambda timed: timed[0])]

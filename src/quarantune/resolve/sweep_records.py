@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quarantune import cache
@@ -15,8 +15,8 @@ from quarantune.resolve.suspects import Suspects
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import versions
 from quarantune.values.config_values import encode
-from quarantune.values.grid import Positions
 from quarantune.values.settings import Settings
+from quarantune.values.space import Space
 from quarantune.values.trial import Config, Outcome, Trial
 
 _UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
@@ -49,21 +49,21 @@ class SweepRecords:
         self._suspects = Suspects()
         self._unsaved: CacheWriteError | None = None
 
-    def read(self, configs: Sequence[Config], positions: Positions) -> dict[int, Trial]:
+    def read(self, configs: Space) -> dict[int, Trial]:
         """Returns the trials of an interrupted sweep that settle a config, by the config's index.
 
         Configs that ended the processes that ran them are settled, too.
 
         Args:
             configs: the configs.
-            positions: finds their indices.
         """
         trials: dict[int, Trial] = {}
         refused = 0
         for record in self._journal.each():
             try:
                 trial = Trial.from_json(record["trial"])
-                index = positions.of(trial.config)
+                configs.whole()  # any of them may have a trial
+                index = configs.find(trial.config)
                 if index is None:
                     continue
                 self._suspects.note(index, trial)
@@ -130,7 +130,7 @@ class SweepRecords:
                 }
             )
 
-    def troubled(self, positions: Positions) -> set[int]:
+    def troubled(self, configs: Space) -> set[int]:
         """Returns the configs that crashed or hung for this function on this device, whatever the shapes.
 
         Those that may have ended a process that ran them, as the journal says once it was read, are among them.
@@ -138,16 +138,14 @@ class SweepRecords:
         if self.directory is None:
             return set()
         known = cache.troublesome(self.directory, self._name, self._key.device)
-        found = (positions.of_text(text) for text in known)
+        found = map(configs.find_text, known)
         return self._suspects.once() | {index for index in found if index is not None}
 
     def known_not_to_compile(
         self,
-        configs: Sequence[Config],
-        positions: Positions,
+        configs: Space,
         trials: Mapping[int, Trial],
         *,
-        is_pruned: Callable[[int], bool],
         start_over: bool,
     ) -> dict[int, Trial]:
         """Returns the trials of further configs that are known not to compile, unless no other config is left.
@@ -156,22 +154,19 @@ class SweepRecords:
 
         Args:
             configs: the configs.
-            positions: finds their indices.
             trials: the trials that are known already, by index.
-            is_pruned: whether the config at an index is dropped; called no more often than necessary.
             start_over: whether failures that depend on the machine do not count.
         """
         if self.directory is None:
             return {}
         found: dict[int, Trial] = {}
         for text, trial in self._compile_failures.known(start_over=start_over).items():
-            index = positions.of_text(text)
+            index = configs.find_text(text)
             if index is not None and index not in trials:
                 found[index] = dataclasses.replace(trial, config=configs[index])
         if not found or any(trial.outcome is Outcome.OK for trial in trials.values()):
             return found
-        settled = found.keys() | trials.keys()
-        return {} if all(index in settled or is_pruned(index) for index in range(len(configs))) else found
+        return found if configs.has_more_than(0, besides=found.keys() | trials.keys()) else {}
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

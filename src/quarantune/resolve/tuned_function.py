@@ -9,10 +9,13 @@ from typing import Any
 
 from quarantune import cache, jax_internals
 from quarantune.cache import Fingerprint
+from quarantune.host import locks
 from quarantune.resolve.entries import space_of
 from quarantune.transport import binding
-from quarantune.values import config_space, grid, naming
+from quarantune.values import naming, tunables
+from quarantune.values.json_object import JsonObject
 from quarantune.values.options import Options
+from quarantune.values.space import Space
 from quarantune.values.trial import Config
 
 
@@ -21,13 +24,16 @@ class TunedFunction:
 
     Attributes:
         fn: the function, jitted or not; configs reach it as keyword arguments.
-        configs: the expanded configs, or a callable that makes them for a call.
+        configs: the space of configs, or a callable that makes them for a call.
         name: the function's name in the cache.
         signature: its signature.
         static_names: its static parameters; None where it is not jitted.
         options: its author's options.
         tunables: the names that its configs set; empty for a callable that makes configs and has not been called.
+        most_configs: how many configs a sweep may try; None for those of its config space.
     """
+
+    most_configs: int | None = None
 
     def __init__(
         self,
@@ -44,7 +50,7 @@ class TunedFunction:
 
         Args:
             fn: the function.
-            configs: the expanded configs, or a callable that makes them for a call.
+            configs: the configs, or a callable that makes them for a call.
             name: the function's name in the cache.
             signature: its signature.
             static_names: its static parameters; None for a function that is not jitted, where every argument without
@@ -61,12 +67,14 @@ class TunedFunction:
                 f"jax.jit on it, or leave time_grad out"
             )
         self.fn = fn
-        self.configs = configs
+        self.configs: Space | Callable[..., Any] = (
+            configs if callable(configs) else Space.of(configs, fn_name=name, parameters=signature)
+        )
         self.name = name
         self.signature = signature
         self.static_names = static_names
         self.options = options
-        self.tunables: frozenset[str] = frozenset() if callable(configs) else frozenset(configs[0])
+        self.tunables: frozenset[str] = frozenset() if callable(self.configs) else frozenset(self.configs.names)
         self._need_defaults = need_defaults
         self._fingerprints: dict[bool, Fingerprint] = {}
 
@@ -91,22 +99,27 @@ class TunedFunction:
     @functools.cached_property
     def identity(self) -> str:
         """Distinguishes the function from others of the same name in this process."""
-        space = "" if callable(self.configs) else space_of(self.configs)["hash"]
-        return f"{self.fingerprint.digest} {space}"
+        return f"{self.fingerprint.digest} {self.listed_space.get('hash', '')}"
 
-    def most_configs(self, configs: Sequence[Config]) -> int:
-        """Returns how many configs a sweep over a config space may try."""
-        return len(configs)
+    @locks.lazy
+    def listed_space(self) -> JsonObject:
+        """Values that distinguish its config space from others; none for a callable that makes configs."""
+        return {} if callable(self.configs) else space_of(self.configs)
+
+    @locks.lazy
+    def maker(self) -> JsonObject:
+        """Values that distinguish the callable that makes its configs, with the code and the values that it reaches."""
+        assert callable(self.configs)
+        return {"made_by": cache.fingerprint(self.configs).digest}
 
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where the function cannot take the keys of a config."""
-        configs = grid.examples(configs)
         if not self.is_jitted:
-            config_space.check_keywords(configs, parameters=self.signature, fn_name=self.name)
+            tunables.check_keywords(configs, parameters=self.signature, fn_name=self.name)
             return
         # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
         static_names = frozenset(jax_internals.jit_options(self.fn).static_argnames)
-        config_space.check_parameters(
+        tunables.check_parameters(
             configs,
             parameters=self.signature,
             static_names=static_names,

@@ -13,10 +13,10 @@ from quarantune.cache import Claim, Entry
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
-from quarantune.values.grid import Positions
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Config, Trial, TuningFailedError
+from quarantune.values.space import Space
+from quarantune.values.trial import Trial, TuningFailedError
 
 _HEARTBEAT_S = 1.0
 """How often a tuning job refreshes its claim."""
@@ -112,23 +112,20 @@ class TuningClaim:
         return _WORST_CASE_S + self._limits.compile_timeout_s + (0.0 if is_apart else self._limits.timeout_s)
 
 
-def left_trials(
-    about: Mapping[str, object], terms: JsonObject, configs: Sequence[Config], positions: Positions
-) -> tuple[Trial, ...] | None:
+def left_trials(about: Mapping[str, object], terms: JsonObject, configs: Space) -> tuple[Trial, ...] | None:
     """Returns the trials of a failure that another job has left, if it ran the same sweep.
 
     Args:
         about: the failure; anybody may have written it.
         terms: what distinguishes the sweep of this job.
         configs: the configs of this job.
-        positions: finds their indices.
     """
     raw = about.get("trials")
     if not isinstance(raw, list) or {name: value for name, value in about.items() if name != "trials"} != terms:
         return None
     try:
         trials = [Trial.from_json(trial) for trial in raw]
-        indices = [positions.of(trial.config) for trial in trials]
+        indices = [configs.find(trial.config) for trial in trials]
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
     if None in indices:

@@ -25,7 +25,6 @@ from quarantune.resolve.entries import (
     open_store,
     saved_of,
     searched_of,
-    space_of,
     times_of,
 )
 from quarantune.resolve.known_results import KnownResults
@@ -39,10 +38,10 @@ from quarantune.scheduler.source import NOTHING_MORE
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits, space_for
+from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.sweep.swept import Swept
-from quarantune.values.grid import Positions
+from quarantune.values.config_space import MOST_CONFIGS
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
 from quarantune.values.trial import READY, UNTUNED, Config, Outcome, Trial, TuningFailedError, pruned_trial
@@ -103,7 +102,8 @@ class TuningJob:
         Raises:
             TuningFailedError: every config failed.
         """
-        with self._shown_progress(len(self._configs)) as progress, contextlib.ExitStack() as stack:
+        total = self._configs.size or self._configs.reach(self._search.max_trials or MOST_CONFIGS)
+        with self._shown_progress(total) as progress, contextlib.ExitStack() as stack:
             stack.callback(self._records.report_unsaved)
             stack.push(self._keep_best)
             self._start_over = self._must_tune and not self._may_go_on()
@@ -160,13 +160,13 @@ class TuningJob:
     def _terms(self) -> JsonObject:
         """Returns what distinguishes this sweep from others that might not fail."""
         search = {} if self._search.tries_all else {"search": self._search.to_json()}
-        return {"space": space_of(self._configs), "limits": self._limits.deadlines(), **search}
+        return {"space": self._call.space, "limits": self._limits.deadlines(), **search}
 
     def _failure_of(self, about: JsonObject) -> TuningFailedError | None:
         """Returns the failure of the job that tuned meanwhile, if it ran the same configs under the same limits."""
         if self._must_tune:
             return None
-        trials = left_trials(about, self._terms(), self._configs, self._positions)
+        trials = left_trials(about, self._terms(), self._configs)
         if trials is None or (self._search.tries_all and len(trials) != len(self._configs)):
             return None
         return self._failure(trials)
@@ -178,7 +178,7 @@ class TuningJob:
 
     def _read_journal(self) -> dict[int, Trial]:
         """Returns the trials of an interrupted sweep; none where the job starts over, which discards them."""
-        found = self._records.read(self._configs, self._positions)
+        found = self._records.read(self._configs)
         if not self._start_over:
             return found
         self._records.discard()
@@ -192,9 +192,7 @@ class TuningJob:
         """Returns the trials of further configs that are known not to compile, and are not compiled again."""
         found = self._records.known_not_to_compile(
             self._configs,
-            self._positions,
             self._trials,
-            is_pruned=self._call.is_pruned,
             start_over=self._start_over,
         )
         self._not_compiling = set(found)
@@ -217,30 +215,28 @@ class TuningJob:
 
     def _sweep(self, progress: Progress) -> Swept:
         """Runs the configs that have no trial yet, and compares the fastest of all."""
-        left = {index: config for index, config in enumerate(self._configs) if index not in self._trials}
+        left = {index: self._configs[index] for index in self._configs.listed() if index not in self._trials}
         progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
         if not left and len(finals.finalists(self._trials)) < 2:
             return Swept()
-        self._troubled = self._records.troubled(self._positions) & left.keys()
+        self._troubled = self._records.troubled(self._configs) & left.keys()
         last = set() if self._start_over else self._troubled
         ordered = sorted(left, key=lambda index: index in last)
         return self._run({index: left[index] for index in ordered}, progress, last)
 
     def _sweep_by_search(self, progress: Progress) -> Swept:
         """Runs the configs that the search asks, and compares the fastest of all."""
-        is_pruned = self._call.is_pruned
-        self._trials = {index: trial for index, trial in self._trials.items() if not is_pruned(index)}
-        self._troubled = self._records.troubled(self._positions)
+        keeps = self._configs.keeps
+        self._trials = {index: trial for index, trial in self._trials.items() if keeps(index)}
+        self._troubled = self._records.troubled(self._configs)
         failures = self._known_not_to_compile()
-        first = (
-            [] if self._directory is None else starts(self._keyed, self._context.known, self._positions, self._settings)
-        )
+        first = [] if self._directory is None else starts(self._keyed, self._context.known, self._settings)
         default = self._call.default_index
         searching = Searching(
             self._search,
-            space_for(self._configs, None if self._options.prune_fn is None else self._call.keeps),
-            defaults=None if default is None or is_pruned(default) or default in failures else default,
-            starts=[self._configs[index] for index in first if index not in self._troubled],
+            self._configs,
+            defaults=None if default is None or not keeps(default) or default in failures else default,
+            starts=[config for config in first if self._configs.find(config) not in self._troubled],
             known=self._trials,
             failures=failures,
             trial_s=self._limits.compile_timeout_s + self._limits.timeout_s,
@@ -301,11 +297,7 @@ class TuningJob:
     @locks.lazy
     def _search(self) -> SearchLimits:
         """The search and its budgets."""
-        return SearchLimits.of(self._options, self._settings).resolved(self._configs, self._call.is_pruned)
-
-    @locks.lazy
-    def _positions(self) -> Positions:
-        return Positions(self._configs)
+        return SearchLimits.of(self._options, self._settings).resolved(self._configs)
 
     def _may_go_on(self) -> bool:
         """Returns whether an earlier search was ended by a budget that is not spent by now."""
@@ -326,7 +318,7 @@ class TuningJob:
     def _searched(self) -> Searched:
         """Returns how thorough the sweep was."""
         tried = sum(trial.outcome is not Outcome.NOT_RUN for trial in self._trials.values())
-        size = len(self._configs)
+        size = self._configs.size
         return Searched(self._stopped, size if self._saw_all else tried, size, self._search.budget(self._stopped))
 
     # The result

@@ -13,7 +13,7 @@ from typing import Any
 from quarantune.cache import CacheKey, CacheRecord, Entry, safe_name
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import keyed
-from quarantune.resolve.entries import changed_versions, dict_or_empty, space_of, times_of
+from quarantune.resolve.entries import changed_versions, dict_or_empty, times_of
 from quarantune.resolve.rebuilt_call import CannotRebuildError, rebuilt
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
@@ -145,7 +145,6 @@ def _verify(
         args, kwargs = rebuilt(record.key.problem_size, function) if given is None else given
         call = BoundCall(function, tuple(args), kwargs)
         now = keyed(call)
-        configs = call.configs
     except CannotRebuildError as error:
         return _verified(record, Verdict.UNKNOWN, f"{error}: give its arguments, as in verify(..., arguments=...)")
     except (TypeError, ValueError, SandboxError) as error:
@@ -158,7 +157,7 @@ def _verify(
     config = call.find(record.entry.get("config"))
     if config is None:
         return _verified(record, Verdict.UNUSED, "its config is not in the list of configs any more")
-    if record.entry.get("space") != space_of(configs):
+    if record.entry.get("space") != call.space:
         return _verified(record, Verdict.UNUSED, "the list of configs has changed, so a call tunes again")
     return _measured(record, call, config)
 

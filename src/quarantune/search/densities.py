@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from quarantune.search.features import Floats
 from quarantune.search.fields import Fields, by_size
-from quarantune.search.space import Codes
+from quarantune.values.space_sources import Codes
 from quarantune.values.trial import ConfigValue
 
 _MOST_LEVELS = 64

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quarantune.search.fields import Fields, by_size
-from quarantune.search.space import Codes
+from quarantune.values.space_sources import Codes
 from quarantune.values.trial import ConfigValue
 
 Floats = NDArray[np.float64]

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from quarantune.search.space import Codes, Space, Values
 from quarantune.values.config_values import field_names
+from quarantune.values.space import Space
+from quarantune.values.space_sources import Codes, Values
 from quarantune.values.trial import ConfigValue
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from quarantune.search.space import Space
 from quarantune.values.search_choice import (
     AUTO,
     AUTO_EXHAUSTIVE_MOST,
@@ -15,6 +14,7 @@ from quarantune.values.search_choice import (
     SURROGATE,
     check_search,
 )
+from quarantune.values.space import Space
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
@@ -53,6 +53,12 @@ def make(
     check_search(search)
     search = chosen(search, space)
     first = [*([] if defaults is None else [defaults]), *starts]
+    if isinstance(search, str) and search != EXHAUSTIVE:
+        from quarantune.search.reading import Reading, reads_on
+
+        if reads_on(space):
+            name = search
+            return Reading(space, first, lambda: make(name, space, seed=seed, starts=first))
     # Imported where they are used: scipy and optuna take time.
     if search == EXHAUSTIVE:
         from quarantune.search.unguided import Exhaustive

@@ -24,8 +24,8 @@ from quarantune.search.densities import Densities
 from quarantune.search.features import Features, Floats
 from quarantune.search.fields import Fields
 from quarantune.search.gaussian import GaussianProcess, Prediction
-from quarantune.search.space import Codes
 from quarantune.search.success import SuccessModel
+from quarantune.values.space_sources import Codes
 
 _MOST_POINTS = 256
 """The cost of the Gaussian process grows with the cube of the number of its points."""

@@ -6,7 +6,7 @@ import abc
 from collections import deque
 from collections.abc import Iterable
 
-from quarantune.search.space import Space
+from quarantune.values.space import Space
 from quarantune.values.trial import Config, Outcome, Trial
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -11,16 +10,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from quarantune.search.drawing import Drawing
 from quarantune.search.features import Features, Floats
 from quarantune.search.fields import Fields
-from quarantune.search.space import Space
 from quarantune.search.strategy import Strategy
+from quarantune.values.space import Space
 from quarantune.values.trial import Config, Outcome
 
 if TYPE_CHECKING:
     from quarantune.search.models import Models
-
-Positions = NDArray[np.int64]
 
 _STARTS = 16
 """So many configs are spread over the space before the models choose."""
@@ -32,10 +30,6 @@ _PARENTS = 6
 """The number of the best configs whose neighbours and crossovers are candidates."""
 _MUTATIONS = 0.5
 """The mean number of values that are changed at random in a crossover."""
-
-_DRAWS = 50
-_MOST_LOOKED_AT = 1_000_000
-"""Where nearly all configs are dropped or were asked already, so many are looked at in order."""
 
 
 class Surrogate(Strategy):
@@ -49,9 +43,10 @@ class Surrogate(Strategy):
             seed: the same seed and the same trials give the same configs.
             starts: as for `Strategy`.
         """
-        self._size = space.whole()
+        space.whole()
         super().__init__(space, starts)
         self._rng = np.random.default_rng(seed)
+        self._drawing = Drawing(space, self._rng, self.is_free)
         self._fields = Fields(space)
         self._features = Features(self._fields)
         self._sizes = np.array([len(values) for values in self._fields.values], np.int64)
@@ -85,7 +80,7 @@ class Surrogate(Strategy):
 
     def _start(self, told: Sequence[int], works: NDArray[np.bool_], pending: Sequence[int]) -> int | None:
         """Returns one of a few random configs: far from all others, and rather near those that work."""
-        drawn = [position for position in self._free(_SPREAD_OVER).tolist() if position not in pending]
+        drawn = [position for position in self._drawing.draw(_SPREAD_OVER).tolist() if position not in pending]
         if not drawn:
             return None
         known = [*told, *pending]
@@ -126,21 +121,7 @@ class Surrogate(Strategy):
         near = np.array([position for position in sorted(found) if self.is_free(position)], np.int64)
         if len(near) > _CANDIDATES // 2:
             near = self._rng.choice(near, _CANDIDATES // 2, replace=False)
-        return sorted({*near.tolist(), *self._free(_CANDIDATES - len(near)).tolist()}.difference(picked))
-
-    def _free(self, count: int) -> Positions:
-        """Returns up to so many random configs that can still be asked."""
-        found: set[int] = set()
-        if self._size > 4 * count:
-            for _ in range(_DRAWS):
-                found.update(filter(self.is_free, self._rng.integers(self._size, size=count).tolist()))
-                if len(found) >= count:
-                    break
-        if not found:
-            first = int(self._rng.integers(self._size))
-            ahead = ((first + step) % self._size for step in range(min(self._size, _MOST_LOOKED_AT)))
-            found.update(itertools.islice(filter(self.is_free, ahead), 4 * count))
-        return self._rng.permutation(np.array(sorted(found), np.int64))[:count]
+        return sorted({*near.tolist(), *self._drawing.draw(_CANDIDATES - len(near)).tolist()}.difference(picked))
 
     def _points(self, positions: Sequence[int]) -> Floats:
         return self._features.points(self._fields.codes(positions))

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from quarantune.search.space import Space
 from quarantune.search.strategy import Strategy
+from quarantune.values.space import Space
 from quarantune.values.trial import Config
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quarantune.search.space import Space
 from quarantune.search.strategy import Strategy
 from quarantune.values.search_choice import Search
+from quarantune.values.space import Space
 from quarantune.values.texts import shown
 from quarantune.values.trial import Config, Trial
 

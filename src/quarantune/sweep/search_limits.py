@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 
-from quarantune.search import Space
 from quarantune.values import search_choice
-from quarantune.values.grid import Grid
 from quarantune.values.json_object import JsonObject
 from quarantune.values.options import Options
 from quarantune.values.search_choice import AUTO, EXHAUSTIVE, SURROGATE, Search
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Config
+from quarantune.values.space import Space
 
 EXHAUSTED, MAX_TRIALS, TIME_BUDGET, PATIENCE = "exhausted", "max_trials", "time_budget", "patience"
 """Why a search has ended."""
@@ -47,19 +44,14 @@ class SearchLimits:
             seed=options.seed,
         )
 
-    def resolved(self, configs: Sequence[Config], is_pruned: Callable[[int], bool]) -> SearchLimits:
-        """Returns the limits for a space: `auto` tries all configs of a small one, and searches in a larger one.
-
-        Args:
-            configs: the configs.
-            is_pruned: whether the config at an index is dropped; called no more often than necessary.
-        """
+    def resolved(self, configs: Space) -> SearchLimits:
+        """Returns the limits for a space: `auto` tries all configs of a small one, and searches in a larger one."""
         if self.search != AUTO:
             return self
         most = search_choice.AUTO_EXHAUSTIVE_MOST
         if self.max_trials is not None:
             most = min(most, self.max_trials)
-        if not _keeps_more_than(most, len(configs), is_pruned):
+        if not configs.has_more_than(most):
             return dataclasses.replace(self, search=EXHAUSTIVE)
         return dataclasses.replace(
             self,
@@ -106,24 +98,3 @@ class SearchLimits:
             "time_budget": self.time_budget_s,
             "patience": self.patience,
         }
-
-
-def space_for(configs: Sequence[Config], keep: Callable[[Config], bool] | None) -> Space:
-    """Returns the configs of a call as a search sees them, at the positions that they have in `configs`.
-
-    Args:
-        configs: the configs.
-        keep: False for a config that is dropped; called once for each config that the search looks at. None keeps all.
-    """
-    return Space(configs.axes if isinstance(configs, Grid) else list(configs), keep=keep)
-
-
-def _keeps_more_than(count: int, size: int, is_pruned: Callable[[int], bool]) -> bool:
-    if size <= count:
-        return False
-    kept = 0
-    for index in range(size):
-        kept += not is_pruned(index)
-        if kept > count:
-            return True
-    return False

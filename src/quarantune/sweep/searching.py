@@ -91,8 +91,9 @@ class Searching:
     @property
     def total(self) -> int:
         """The most configs that the search may try."""
-        size = self._space.whole()
-        return size if self._limits.max_trials is None else min(size, self._limits.max_trials)
+        most = self._limits.max_trials
+        size = self._space.whole() if most is None else self._space.reach(most)
+        return size if most is None else min(size, most)
 
     @property
     def is_closed(self) -> bool:

@@ -29,10 +29,11 @@ from quarantune.sweep.swept import Swept
 from quarantune.transport import payload
 from quarantune.transport.call import PackedCall
 from quarantune.transport.problem import Problem
-from quarantune.values import config_values, grid, shown
+from quarantune.values import config_values, shown
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
+from quarantune.values.space import Space
 from quarantune.values.trial import END, Config, Trial
 from quarantune.worker import program_values
 
@@ -65,7 +66,7 @@ def run(
     known: Mapping[int, Trial] | None = None,
     compile_only: bool = False,
     target: Target | None = None,
-    space: Sequence[Config] | None = None,
+    space: Space | None = None,
     source: ConfigSource = NOTHING_MORE,
     packed: PackedCall | None = None,
     has_final: bool = True,
@@ -108,7 +109,7 @@ def run(
         source=source,
         has_final=has_final,
     )
-    possible = grid.examples(list(configs.values()) if space is None else space)
+    possible = list(configs.values()) if space is None else space.examples()
     if packed is None:
         packed = pack(problem, possible, options)
     return _run(request, packed, configs, dict(known or {}), possible)

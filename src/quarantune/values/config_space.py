@@ -31,7 +31,8 @@ MOST_CONFIGS = 1_000_000
 _MOST_NESTED = 32
 _MOST_BITS = 1000
 """Integers of more bits do not fit a float; with over 4,300 digits they are no JSON for Python."""
-_BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+"""The kinds of parameters that may be tunable."""
 
 
 def grid(**lists: Iterable[Any]) -> list[Config]:
@@ -75,7 +76,7 @@ def expand(
             "a dict of lists such as {'BM': [32, 64]}, or a function that returns one of them."
         )
     checked = _completed(_validate(_listed(configs, fn_name), fn_name=fn_name), parameters, fn_name)
-    _check_classes(checked, fn_name)
+    check_classes(checked, fn_name, {})
     return checked if keep_repeated else distinct(checked)
 
 
@@ -110,95 +111,35 @@ def expand_callable(
         TypeError: its result is no config space.
         ValueError: it made no config, or configs whose keys differ.
     """
+    made = called(configs_fn, args, kwargs, fn_name=fn_name)
+    return expand(made, fn_name=fn_name, parameters=parameters, keep_repeated=keep_repeated)
+
+
+def called(configs_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, fn_name: str) -> Any:
+    """Returns what a user's function makes for one call, not empty and otherwise unchecked.
+
+    Args:
+        configs_fn: returns or yields dicts, or returns a dict of lists.
+        args: the call's positional arguments, arrays as `jax.ShapeDtypeStruct`.
+        kwargs: its keyword arguments, likewise.
+        fn_name: the function being tuned, for error messages.
+
+    Raises:
+        TypeError: it returned None.
+        ValueError: it made no config.
+    """
     made = configs_fn(*args, **kwargs)
     source = f"{fn_name}: {getattr(configs_fn, '__qualname__', configs_fn)}() "
     if made is None:
         raise TypeError(f"{source}returned None; let it return a list of dicts, or yield them.")
-    is_kept = isinstance(made, (Mapping, str, bytes)) or not isinstance(made, Iterable)
-    listed: Configs = made if is_kept else _listed(made, source.removesuffix(" "))
-    if isinstance(listed, (Mapping, list)) and not listed:
+    first: list[Any] = []
+    if isinstance(made, Iterable) and not isinstance(made, (Mapping, str, bytes, list, tuple)):
+        rest = iter(made)
+        first = list(itertools.islice(rest, 1))
+        made = itertools.chain(first, rest) if first else first
+    if isinstance(made, (Mapping, list, tuple)) and not made:
         raise ValueError(f"{source}yielded no config for these arguments; let it yield at least one dict.")
-    return expand(listed, fn_name=fn_name, parameters=parameters, keep_repeated=keep_repeated)
-
-
-def check_parameters(
-    configs: Sequence[Config],
-    *,
-    parameters: inspect.Signature,
-    static_names: frozenset[str],
-    fn_name: str,
-    need_defaults: bool = True,
-) -> None:
-    """Checks that every tunable is a static keyword parameter with a default.
-
-    Args:
-        configs: the configs that `expand` returned.
-        parameters: the signature of the function being tuned.
-        static_names: the parameters that `jax.jit` treats as static where they are given by keyword.
-        fn_name: the function's name, for error messages.
-        need_defaults: whether the function is also called without a config, as a decorated one is.
-
-    Raises:
-        TypeError: a key is no parameter that can be passed by keyword, or has no default.
-        ValueError: a key is not static.
-    """
-    tunable = {name: item for name, item in parameters.parameters.items() if item.kind in _BY_KEYWORD}
-    examples = _examples(configs)
-    if COMPILER_OPTIONS not in parameters.parameters:
-        examples = {key: example for key, example in examples.items() if key != COMPILER_OPTIONS}
-    for key, example in examples.items():
-        if key in parameters.parameters and key not in tunable:
-            raise TypeError(
-                f"{fn_name}: config key {key!r} cannot be passed by keyword; make it an ordinary "
-                f"parameter, as in `def {fn_name}(..., *, {key}={shown(example)})`."
-            )
-        if key not in tunable:
-            raise TypeError(
-                f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters}.{did_you_mean(key, tunable)} "
-                f"Add it to the function, as in `{key}={shown(example)}`, or take it out of the configs."
-            )
-    moving = [key for key in examples if key not in static_names]
-    if moving:
-        names = sorted(static_names | examples.keys(), key=list(parameters.parameters).index)
-        raise ValueError(
-            f"{fn_name}: config keys {moving} are not static, so jit would trace them; "
-            f"decorate with `@jax.jit(static_argnames={names})`."
-        )
-    required = [key for key in examples if tunable[key].default is inspect.Parameter.empty]
-    if required and need_defaults:
-        defaults = ", ".join(f"{key}={shown(examples[key])}" for key in required)
-        raise TypeError(
-            f"{fn_name}: config keys {required} have no default, so {fn_name} cannot be called without them; "
-            f"give them one, as in `def {fn_name}(..., {defaults})`."
-        )
-
-
-def check_keywords(configs: Sequence[Config], *, parameters: inspect.Signature, fn_name: str) -> None:
-    """Checks that a function which is not jitted takes every tunable as a keyword argument.
-
-    Args:
-        configs: the configs that `expand` returned.
-        parameters: the signature of the function being tuned.
-        fn_name: the function's name, for error messages.
-
-    Raises:
-        TypeError: a key is no parameter that can be passed by keyword.
-    """
-    items = parameters.parameters.values()
-    if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in items):
-        return
-    by_keyword = {item.name for item in items if item.kind in _BY_KEYWORD}
-    for key in _examples(configs):
-        if key == COMPILER_OPTIONS and key not in by_keyword:
-            raise TypeError(
-                f"{fn_name}: configs have {COMPILER_OPTIONS}, and {fn_name} is not jitted: put jax.jit on it, or "
-                f"make {COMPILER_OPTIONS!r} a parameter of {fn_name}, to do with it what it means there."
-            )
-        if key not in by_keyword:
-            raise TypeError(
-                f"{fn_name}: config key {key!r} is no parameter of {fn_name}{parameters} that can be passed by keyword."
-                f"{did_you_mean(key, by_keyword)} Add it to the function, or take it out of the configs."
-            )
+    return made
 
 
 def axes(lists: Mapping[str, Iterable[Any]], *, fn_name: str) -> dict[str, list[ConfigValue]]:
@@ -213,14 +154,16 @@ def axes(lists: Mapping[str, Iterable[Any]], *, fn_name: str) -> dict[str, list[
         ValueError: there is no name, or a name without values.
     """
     if not lists:
-        raise ValueError(f"{fn_name}: configs is empty; there is nothing to choose from, as in {{'BM': [32, 64]}}.")
+        raise ValueError(
+            f"{fn_name}: configs is empty; there is nothing to choose from: give at least one list, {{'BM': [32, 64]}}."
+        )
     _check_lists(lists, fn_name)
     checked: dict[str, list[ConfigValue]] = {}
     for raw, values in lists.items():
         key = _key(raw, f"{fn_name}: configs")
         unique = {text_of(value): value for value in (_value(item, f"configs[{key!r}]", ()) for item in values)}
         checked[key] = list(unique.values())
-    _check_classes([{key: value} for key, values in checked.items() for value in values], fn_name)
+    check_classes([{key: value} for key, values in checked.items() for value in values], fn_name, {})
     return checked
 
 
@@ -244,7 +187,7 @@ def extended(config: Any, *, index: int, keys: Config, fn_name: str, parameters:
             f"{fn_name}: configs[{index}] has the key {new[0]!r}, which earlier ones lack; "
             "give every config the same keys."
         )
-    return _completed([keys, checked], parameters, fn_name)[1]
+    return _completed([keys, checked], parameters, fn_name, first=index - 1)[1]
 
 
 def _check_lists(lists: Mapping[str, Iterable[Any]], fn_name: str) -> None:
@@ -299,13 +242,15 @@ def _normalised(raw: Any, where: str) -> Config:
     return {_key(key, where): _value(value, f"{where}[{key!r}]", ()) for key, value in raw.items()}
 
 
-def _completed(configs: list[Config], parameters: inspect.Signature | None, fn_name: str) -> list[Config]:
-    """Returns the configs with the function's defaults for the keys they lack."""
-    examples = _examples(configs)
+def _completed(
+    configs: list[Config], parameters: inspect.Signature | None, fn_name: str, *, first: int = 0
+) -> list[Config]:
+    """Returns the configs, of which the first is at some index, with the function's defaults for the keys they lack."""
+    examples = examples_of(configs)
     if all(len(config) == len(examples) for config in configs):
         return configs
     complete = []
-    for index, config in enumerate(configs):
+    for index, config in enumerate(configs, first):
         missing = [name for name in examples if name not in config]
         if missing and parameters is None:
             raise ValueError(
@@ -322,8 +267,8 @@ def _default(name: str, parameters: inspect.Signature | None, where: str) -> Con
     parameter = parameters.parameters.get(name)
     if parameter is None and name == COMPILER_OPTIONS:
         return NO_OPTIONS
-    if parameter is None or parameter.kind not in _BY_KEYWORD:
-        by_keyword = [item.name for item in parameters.parameters.values() if item.kind in _BY_KEYWORD]
+    if parameter is None or parameter.kind not in BY_KEYWORD:
+        by_keyword = [item.name for item in parameters.parameters.values() if item.kind in BY_KEYWORD]
         raise TypeError(
             f"{where} lacks {name!r}, which other configs have and which is no parameter with a default."
             f"{did_you_mean(name, by_keyword)} Give every config the same keys."
@@ -333,9 +278,17 @@ def _default(name: str, parameters: inspect.Signature | None, where: str) -> Con
     return _value(parameter.default, f"{where} lacks {name!r}, whose default", ())
 
 
-def _check_classes(configs: Iterable[Config], fn_name: str) -> None:
-    """Checks that values of different classes have different texts, which hold only the name of a class."""
-    classes: dict[str, type] = {}
+def check_classes(configs: Iterable[Config], fn_name: str, classes: dict[str, type]) -> None:
+    """Checks that values of different classes have different texts, which hold only the name of a class.
+
+    Args:
+        configs: the configs.
+        fn_name: the function being tuned, for error messages.
+        classes: the classes of the values that were checked before, by their texts; those of these are added.
+
+    Raises:
+        ValueError: two values of different classes have one text.
+    """
     for value in (
         value for config in configs for value in config.values() if is_tagged(value) and not dtype_name(value)
     ):
@@ -348,7 +301,7 @@ def _check_classes(configs: Iterable[Config], fn_name: str) -> None:
             )
 
 
-def _examples(configs: Iterable[Config]) -> Config:
+def examples_of(configs: Iterable[Config]) -> Config:
     """Returns every key of the configs in order, each with one of its values."""
     examples: Config = {}
     for config in configs:

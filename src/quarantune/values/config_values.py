@@ -128,6 +128,13 @@ def restore(config: Mapping[str, Any], originals: Mapping[str, Any]) -> dict[str
     }
 
 
+def has_tag(value: Any) -> bool:
+    """Returns whether `tagged` made a part of an encoded value, so that JSON alone cannot restore it."""
+    if isinstance(value, Mapping):
+        return any(str(key).startswith("$") for key in value) or any(map(has_tag, value.values()))
+    return isinstance(value, (list, tuple)) and any(map(has_tag, value))
+
+
 def _has_tagged(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_has_tagged, value.values()))

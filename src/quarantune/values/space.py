@@ -1,0 +1,259 @@
+"""A space of configs, known by their positions, of which no more is computed or read than is needed."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from quarantune.values import config_space
+from quarantune.values.config_space import MOST_CONFIGS, Configs
+from quarantune.values.config_values import originals, text_of
+from quarantune.values.space_sources import Codes, Grid, Listed, Source
+from quarantune.values.trial import Config, ConfigValue
+from quarantune.values.watched_config import WatchedConfig
+
+_ENUMERATED = 1000
+"""A larger grid is told from others by its lists of values, which are not combined for that."""
+_MOST_COUNTED = 100_000
+"""Of a larger space, so many configs are looked at to find out whether more than a few are kept."""
+_MOST_REMEMBERED = 200_000
+"""The answers of the predicate that are remembered of a huge grid."""
+
+
+class Space(Sequence[Config]):
+    """The configs of one function by position, in the user's order, each once.
+
+    A list is kept as it is, a grid (a dict of lists) is computed position by position, and a generator is run only as
+    far as configs are needed. The predicate that drops configs is applied to those that are looked at, once to each.
+    """
+
+    def __init__(
+        self,
+        configs: Configs,
+        *,
+        fn_name: str = "search",
+        parameters: inspect.Signature | None = None,
+        keep: Callable[[Config], bool] | None = None,
+        reads_all: bool = True,
+    ) -> None:
+        """Checks the configs, of a generator the first few hundred.
+
+        Args:
+            configs: dicts, or one dict of lists that stands for its full grid.
+            fn_name: the function being tuned, for error messages.
+            parameters: the signature of the function being tuned, whose defaults stand for the keys that a config
+                lacks; None where every config must have all keys.
+            keep: False for a config that is not to be tried; None keeps all.
+            reads_all: whether a list is read to its end at once; otherwise it is read as a generator is.
+
+        Raises:
+            TypeError: the configs are not of these forms, or hold something that is no config value.
+            ValueError: there are none, far too many, or their keys differ.
+        """
+        if isinstance(configs, Mapping):
+            self._source: Source = Grid(configs, fn_name)
+        elif isinstance(configs, (str, bytes)) or not isinstance(configs, Iterable):
+            config_space.expand(configs, fn_name=fn_name)  # raises
+            raise AssertionError
+        else:
+            self._source = Listed(configs, fn_name, parameters)
+        self._fn_name = fn_name
+        self._keep = keep
+        self._kept: dict[int, bool] = {}
+        self._dropped = 0
+        if reads_all and isinstance(configs, (list, tuple)):
+            self.whole()
+
+    @classmethod
+    def of(cls, configs: Any, *, fn_name: str, parameters: inspect.Signature | None) -> Space:
+        """Returns the space of configs that an author has listed, all of them checked; a space as it is."""
+        if isinstance(configs, Space):
+            return configs
+        space = cls(configs, fn_name=fn_name, parameters=parameters)
+        space.whole()
+        return space
+
+    def where(self, keep: Callable[[Config], bool] | None) -> Space:
+        """Returns the same space with another predicate; what a generator has yielded is known to both."""
+        space = object.__new__(Space)
+        space._source, space._keep, space._kept, space._dropped = self._source, keep, {}, 0
+        space._fn_name = self._fn_name
+        return space
+
+    def __reduce__(self) -> Any:
+        """Pickles as the lists of a grid, or as a list of configs; without the predicate."""
+        lists = dict(zip(self.names, self.values, strict=True))
+        return _rebuilt, (lists if self.is_grid else list(self), self._fn_name)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the tunables."""
+        return self._source.names
+
+    @property
+    def values(self) -> list[list[ConfigValue]]:
+        """The different values of each name, as far as the configs are known."""
+        return [values.listed for values in self._source.values]
+
+    @property
+    def size(self) -> int | None:
+        """The number of configs, dropped ones included; None for a generator that has not ended yet."""
+        return self._source.size
+
+    @property
+    def dropped(self) -> int:
+        """The number of configs that the predicate has dropped so far; of a huge grid those that are remembered."""
+        return self._dropped
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether all combinations of the values are configs."""
+        return isinstance(self._source, Grid)
+
+    def reach(self, count: int) -> int:
+        """Reads so many configs, if there are as many; returns how many are known."""
+        return self._source.reach(count)
+
+    def whole(self) -> int:
+        """Returns the number of configs, dropped ones included, after a generator has been run to its end.
+
+        Raises:
+            ValueError: the generator does not end.
+        """
+        return self._source.reach(MOST_CONFIGS + 1)
+
+    def has_more_than(self, count: int, *, besides: Collection[int] = ()) -> bool:
+        """Returns whether more than so many configs are kept, looking at no more of them than necessary.
+
+        Of a large space of which nearly all is dropped, it is assumed.
+
+        Args:
+            count: the number.
+            besides: configs that do not count.
+        """
+        looked_at = itertools.islice(self.positions(), _MOST_COUNTED)
+        kept = (at for at in looked_at if at not in besides)
+        return next(itertools.islice(kept, count, None), None) is not None
+
+    def positions(self) -> Iterator[int]:
+        """Yields the positions of the configs that are kept, in order."""
+        return filter(self.keeps, self._all())
+
+    def listed(self) -> range:
+        """Returns the positions of all configs, to do something with each.
+
+        Raises:
+            ValueError: there are too many for that.
+        """
+        if self.whole() > MOST_CONFIGS:
+            raise ValueError(
+                f"{self._fn_name}: configs is a grid of {len(self):,} configs, of which at most {MOST_CONFIGS:,} are "
+                "all tried: let a search choose, as with search='surrogate', or set max_trials; or leave out values."
+            )
+        return range(len(self))
+
+    def __len__(self) -> int:
+        """Returns the number of configs, dropped ones included."""
+        return self.whole()
+
+    def __iter__(self) -> Iterator[Config]:
+        """Yields the configs in order, dropped ones included."""
+        return map(self.__getitem__, self._all())
+
+    @overload
+    def __getitem__(self, position: int) -> Config: ...
+    @overload
+    def __getitem__(self, position: slice) -> list[Config]: ...
+    def __getitem__(self, position: int | slice) -> Config | list[Config]:
+        """Returns the config at a position, or those of a slice."""
+        if isinstance(position, slice):
+            return [self[at] for at in range(*position.indices(len(self)))]
+        position += len(self) if position < 0 else 0
+        if not 0 <= position < self._source.reach(position + 1):
+            raise IndexError(f"there is no config {position} in this space")
+        row = self._source.codes([position])[0].tolist()
+        return {
+            name: values.listed[code] for name, values, code in zip(self.names, self._source.values, row, strict=True)
+        }
+
+    def keeps(self, position: int) -> bool:
+        """Returns whether a config is kept; the predicate is asked once for each."""
+        return self._keep is None or self._answer(position, self[position])
+
+    def blamed(self, position: int) -> list[str]:
+        """Returns the names that the predicate looks at before it drops a config, in order; none where it is kept."""
+        config = WatchedConfig(self[position])
+        return [] if self._keep is None or self._answer(position, config) else config.looked_at or self.names
+
+    def find(self, config: Any) -> int | None:
+        """Returns the position of a config, dropped or not; None where it is not in the space as far as known.
+
+        Args:
+            config: the config, which may be encoded as JSON, and anything else.
+        """
+        if not isinstance(config, Mapping) or config.keys() != set(self.names):
+            return None
+        row = [values.find(config[name]) for name, values in zip(self.names, self._source.values, strict=True)]
+        return None if None in row else self._source.find(np.array([row], np.int64))[0]
+
+    def find_text(self, text: str) -> int | None:
+        """Returns the position of the config with a text, as `text_of` returns it; None where there is none."""
+        self.whole()
+        try:
+            return self.find(json.loads(text))
+        except ValueError:
+            return None
+
+    def codes(self, positions: Sequence[int]) -> Codes:
+        """Returns the configs at some positions as codes."""
+        return self._source.codes(positions)
+
+    def positions_of(self, codes: Codes) -> list[int]:
+        """Returns the positions of those codes that are configs of the space, dropped ones included."""
+        return [position for position in self._source.find(codes) if position is not None]
+
+    def examples(self) -> list[Config]:
+        """Returns a few configs in which every value occurs; not each of them is one of the space."""
+        first, columns = self[0], zip(self.names, self.values, strict=True)
+        examples = [first | {name: value} for name, values in columns for value in values]
+        if isinstance(self._source, Listed) and self.size is None:
+            self._source.is_plain = not originals(examples)
+            if not self._source.is_plain:  # there may be others, and workers have to know all of them
+                self.whole()
+                return self.examples()
+        return examples
+
+    def texts(self) -> Iterable[str]:
+        """Returns texts that distinguish this space from others, in no particular order.
+
+        They are those of the configs, as `text_of` returns them, or those of the values of each name in a large grid.
+        """
+        texts = {name: list(map(text_of, values)) for name, values in zip(self.names, self.values, strict=True)}
+        if self.is_grid and len(self) > _ENUMERATED:
+            return [f"{name}: {','.join(sorted(each))}" for name, each in texts.items()]
+        ordered = sorted(self.names)
+        parts = [[f"{json.dumps(name)}:{text}" for text in texts[name]] for name in ordered]
+        rows = self.codes(range(len(self)))[:, [self.names.index(name) for name in ordered]].tolist()
+        return ("{" + ",".join(part[code] for part, code in zip(parts, row, strict=True)) + "}" for row in rows)
+
+    def _all(self) -> Iterator[int]:
+        return itertools.takewhile(lambda position: position < self._source.reach(position + 1), itertools.count())
+
+    def _answer(self, position: int, config: Config) -> bool:
+        """Returns the predicate's answer, which is asked for where it is not known."""
+        if (kept := self._kept.get(position)) is None:
+            assert self._keep is not None
+            kept = bool(self._keep(config))
+            if len(self._kept) < _MOST_REMEMBERED or (self.size or 0) <= MOST_CONFIGS:
+                self._kept[position] = kept
+                self._dropped += not kept
+        return kept
+
+
+def _rebuilt(configs: Any, fn_name: str) -> Space:
+    return Space.of(configs, fn_name=fn_name, parameters=None)
