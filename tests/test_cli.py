@@ -329,8 +329,8 @@ def test_results_are_listed_by_function_device_and_call(run: Run) -> None:
     assert code == 0
     assert out.splitlines() == [
         "kernels.scale on H200",
-        "  x bf16[1,8]  block=2  0.5 ms  2x  2026-01-02",
-        "  x bf16[2,8]  block=4  0.5 ms  2x  2026-01-02",
+        "  x bf16[1,8]  block=2  0.5 ms  2.00x  2026-01-02",
+        "  x bf16[2,8]  block=4  0.5 ms  2.00x  2026-01-02",
     ]
     _, out, _ = run("cache", "list", "--json")
     listed = json.loads(out)
@@ -341,7 +341,8 @@ def test_results_are_listed_by_function_device_and_call(run: Run) -> None:
         ("kernels.scale", "H100", "a", 8),
     ]
     assert listed[0].keys() == {
-        *("function", "device", "key", "call", "config", "time_ms", "default_time_ms", "speedup", "created")
+        *("function", "device", "key", "call", "config", "time_ms", "default_time_ms", "speedup"),
+        *("speedup_interval", "created"),
     }
 
 
@@ -350,7 +351,7 @@ def test_all_about_a_result_is_shown(run: Run, filled: Store) -> None:
     code, out, _ = run("cache", "show", "kernels.norm")
     assert code == 0
     assert out.startswith("kernels.norm(x bf16[3,8])\n  device")
-    assert re.search(r"time +0\.5 ms, 2x the defaults\n", out)
+    assert re.search(r"time +2\.00x faster than the defaults \(0\.5 ms against 1 ms\)\n", out)
     assert re.search(r"trials +ok 2\n", out)
     [shown] = json.loads(run("cache", "show", "kernels.norm", "--json")[1])
     assert shown["entry"] == filled.get("kernels.norm", "H200", "c")

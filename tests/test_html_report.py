@@ -83,6 +83,7 @@ def result(count: int = 48, size: int = 512) -> ResultData:
         time_ms=ok[0].time_ms or 0,
         default_config=trials[0].config,
         default_time_ms=trials[0].time_ms,
+        finalists=[ok[0], ok[1], trials[0]],
         trials=trials,
         tie=[ok[1].config],
         stopped="exhausted",
@@ -197,7 +198,8 @@ def test_a_report_holds_winner_finalists_ties_and_the_order_of_trials() -> None:
     assert problem["best"] == best
     assert problem["default"] == 0
     assert problem["label"] == "a f32[512,512], b f32[512,512]"
-    assert best in [index for index, _ in problem["finalists"]]
+    assert [problem["best"], 0] == [problem["finalists"][at][0] for at in (0, 2)]
+    assert [is_default for _, _, is_default, _ in problem["finalists"]] == [False, False, True]
     assert len(problem["tie"]) == 1
     assert (
         problem["why"] == "is as fast as BM=128 BN=128 stages=1 (=) as far as the noise tells, and has the lowest time"
@@ -288,7 +290,7 @@ def test_a_sweep_is_reported_from_its_result_and_from_its_journals(tmp_path: Pat
         assert (by_value["1"], by_value["1"]) == (problem["best"], problem["default"])
         assert "three is refused" in data["texts"][trials["message"][by_value["3"]]]
         assert None not in trials["ended"]
-        finals.append({values[trials["config"][0][index]]: times for index, times in problem["finalists"]})
+        finals.append({values[trials["config"][0][index]]: times for index, _, _, times in problem["finalists"]})
         assert finals[-1] == finals[0]
         assert problem["tie"] == []
 

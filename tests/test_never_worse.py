@@ -100,7 +100,7 @@ def test_a_saved_result_of_the_defaults_is_loaded_with_its_program(tmp_path: Pat
 def test_a_config_that_beats_the_defaults_wins_as_before(caplog: pytest.LogCaptureFixture) -> None:
     result = chained([{"n": 3}, {"n": 300}], default=400).tune(X)
     assert result.best_config == {"n": 3}
-    assert result.default_config is None
+    assert result.default_config == {"n": 400}
     assert result.speedup is not None
     assert result.speedup > 1
     assert "beat" not in caplog.text

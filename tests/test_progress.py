@@ -28,6 +28,7 @@ from quarantune.results import display, terminal
 from quarantune.results.progress import Progress
 from quarantune.sweep import in_process
 from quarantune.values.shown import format_array
+from quarantune.values.times import Times
 from quarantune.values.trial import READY, Outcome, Trial
 
 SOURCE = Path(quarantune.__file__).parents[1]
@@ -111,7 +112,7 @@ def test_progress_counts_what_waits_runs_and_is_done() -> None:
     assert progress.view().lines() == [
         "matmul f32[512,512]: 3 of 20 done (1 error, 2 ok), 7.0 s gone, about 39.7 s to go",
         "13 wait, 2 compile, 1 compiled, 1 measured",
-        "best BM=2 0.25 ms, 3.1x the defaults",
+        "best BM=2, 3.10x faster than the defaults (0.25 ms against 0.775 ms)",
         "now: BM=3 is measured (4.0 s); BM=4 compiles (3.0 s); BM=6 loads (1.0 s)",
     ]
     progress.say("waiting for process 7 to tune it (5 s)")
@@ -132,7 +133,7 @@ def test_progress_of_a_search_says_how_many_were_asked_of_how_many() -> None:
     assert progress.view().lines()[:3] == [
         "matmul f32[512,512]: 5 asked of at most 400, 3 done (3 ok), 20.0 s gone of at most 30.0 s, about 10.0 s to go",
         "3 compile, 0 measured",
-        "best BM=0 2 ms, 2.5x the defaults",
+        "best BM=0, 2.50x faster than the defaults (2 ms against 5 ms)",
     ]
     assert progress.view().running.startswith("now: the untuned function compiles (20.0 s); BM=3 compiles (20.0 s)")
 
@@ -152,10 +153,11 @@ def test_the_last_line_sums_up_the_sweep() -> None:
         for index in range(48):
             progress.step(ended(index, *((Outcome.ERROR,) if index < 3 else (Outcome.OK, 1.0))))
         clock.now += 2.1
-        progress.conclude({"BM": 128, "BN": 256}, 0.025, 0.0775, saved="saved")
+        progress.conclude({"BM": 128, "BN": 256}, Times(0.025, 0.0775).text(), saved="saved")
 
     expected = (
-        "matmul f32[512,512]: 48 configs in 2.1 s (3 failed), best BM=128 BN=256 0.025 ms, 3.1x the defaults; saved\n"
+        "matmul f32[512,512]: 48 configs in 2.1 s (3 failed), best BM=128 BN=256, "
+        "3.10x faster than the defaults (0.025 ms against 0.0775 ms); saved\n"
     )
     assert shown_on(io.StringIO(), sweep) == expected
     assert shown_on(io.StringIO(), sweep, shown=False) == ""
@@ -169,7 +171,7 @@ def test_the_last_line_of_an_interrupted_sweep_says_how_to_go_on() -> None:
         raise KeyboardInterrupt
 
     assert shown_on(io.StringIO(), stop) == (
-        "matmul f32[512,512]: interrupted after 1 min 15 s, with 1 of 48 configs done, best BM=1 0.5 ms, "
+        "matmul f32[512,512]: interrupted after 1 min 15 s, with 1 of 48 configs done, best BM=1, 0.5 ms, "
         "which this process uses; they are kept: the next call goes on from there\n"
     )
 
@@ -316,7 +318,7 @@ def test_a_sweep_reports_phases_and_the_time_of_the_untuned_function(
 
 # --- real programs ------------------------------------------------------------------------------------------
 
-LAST = r"matmul f32\[8,8\]: (\d+) configs in [\d.]+ s \(1 failed\), best BM=\d+ \S+ ms, \S+x the defaults; saved"
+LAST = r"matmul f32\[8,8\]: (\d+) configs in [\d.]+ s \(1 failed\), best BM=\d+, .*the defaults.* \(.*\d ms\); saved"
 DISTURBANCES = (
     r".*: UserWarning: careful \d+",
     r'  warnings\.warn\(f"careful \{number\}"\)',

@@ -72,7 +72,7 @@ def test_a_table_is_sorted_by_time_and_compared_with_the_defaults() -> None:
         ["9", "error", "[1]"],
         ["7", "timeout", "[2]"],
     ]
-    assert "3.1x" in result.table(width=100).splitlines()[1]
+    assert "3.10x" in result.table(width=100).splitlines()[1]
 
 
 def test_reasons_are_whole_below_the_table_and_cover_many_configs() -> None:
@@ -120,7 +120,7 @@ def test_a_results_repr_is_two_lines_and_says_where_it_is_from() -> None:
     result = result_of(*SWEEP, default_time_ms=7.75, default_config={"n": 2}, tie=({"n": 3},))
     result = dataclasses.replace(result, counts={"ok": 3, "slow": 1, "error": 2, "timeout": 1})
     first, second = repr(result).splitlines()
-    assert first == "TuningResult: n=1, 2.5 ms, 3.1x the defaults (7.75 ms)"
+    assert first == "TuningResult: n=1, 3.10x faster than the defaults (2.5 ms against 7.75 ms)"
     assert second == "  7 configs: 3 ok, 1 slow, 2 error, 1 timeout; 1 tie with the winner; H200"
 
 
@@ -128,7 +128,9 @@ def test_a_cached_results_table_says_what_is_cached() -> None:
     swept = result_of(*SWEEP, default_time_ms=7.75, created="2026-11-22T09:30:00+00:00")
     cached = dataclasses.replace(swept, trials=(), from_cache=True, counts={"ok": 3, "error": 2}, space_size=1000)
     text = " ".join(cached.table(width=60).split())
-    assert text.startswith("* n=1, 2.5 ms, 3.1x the defaults (7.75 ms) 5 of 1,000 configs: 3 ok, 2 error; H200; tuned ")
+    assert text.startswith(
+        "* n=1, 3.10x faster than the defaults (2.5 ms against 7.75 ms) 5 of 1,000 configs: 3 ok, 2 error; H200; tuned "
+    )
     assert "tuned 2026-11-22T09:30:00+00:00; from the cache" in text
     assert cached.failures == {"error": 2}
     assert [row["n"] for row in cached.to_dicts()] == [1]

@@ -19,12 +19,13 @@ from quarantune.values.config_values import freeze
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
 from quarantune.values.texts import did_you_mean, printable, shown
+from quarantune.values.times import ratio_text, times_of
 
 if TYPE_CHECKING:
     from quarantune.resolve.verification import Verified
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_HIDDEN = ("schema", "config", "key_values", "kernels")
+_HIDDEN = ("schema", "config", "key_values", "kernels", "time_ms", "default_time_ms", "speedup_interval")
 
 
 def path(options: argparse.Namespace, out: Output) -> int:
@@ -282,12 +283,12 @@ def _seconds(text: str) -> float:
 
 
 def _row(entry: Entry) -> Sequence[str]:
-    time_ms, speedup = entry.get("time_ms"), _speedup(entry)
+    times = times_of(entry)
     return (
         call_text(entry.get("key_values")),
         _config(entry),
-        "" if time_ms is None else f"{time_ms:.4g} ms",
-        "" if speedup is None else f"{speedup:.3g}x",
+        f"{times.best_ms:.4g} ms" if times.best_ms > 0 else "",
+        "" if times.speedup is None else ratio_text(times.speedup),
         printable(str(entry.get("created", ""))[:10]),
     )
 
@@ -299,7 +300,8 @@ def _record(key: CacheKey, entry: Entry) -> JsonObject:
         "config": entry.get("config"),
         "time_ms": entry.get("time_ms"),
         "default_time_ms": entry.get("default_time_ms"),
-        "speedup": _speedup(entry),
+        "speedup": times_of(entry).speedup,
+        "speedup_interval": times_of(entry).interval,
         "created": entry.get("created"),
     }
 
@@ -312,10 +314,9 @@ def _details(key: CacheKey, entry: Entry) -> Iterator[str]:
     """Yields the lines about one result."""
     yield f"{printable(key.kernel_type)}({call_text(entry.get('key_values'))})"
     rows = [("device", printable(key.device)), ("config", _config(entry))]
-    if (time_ms := entry.get("time_ms")) is not None:
-        gain = "" if (speedup := _speedup(entry)) is None else f", {speedup:.3g}x the defaults"
-        rows.append(("time", f"{time_ms:.4g} ms{gain}"))
-    rows += [(name, _text(value)) for name, value in entry.items() if name not in (*_HIDDEN, "time_ms") and value]
+    if (times := times_of(entry)).best_ms > 0:
+        rows.append(("time", times.text()))
+    rows += [(name, _text(value)) for name, value in entry.items() if name not in _HIDDEN and value]
     yield from columns([*rows, ("key", printable(key.problem_size))], indent="  ")
 
 
@@ -336,13 +337,6 @@ def _config(entry: Entry) -> str:
 
 def _shown(config: Any) -> str:
     return format_config({name: freeze(value) for name, value in config.items()})
-
-
-def _speedup(entry: Entry) -> float | None:
-    times = entry.get("time_ms"), entry.get("default_time_ms")
-    if all(isinstance(time_ms, (int, float)) and time_ms > 0 for time_ms in times):
-        return float(times[1]) / float(times[0])  # type: ignore[arg-type]
-    return None
 
 
 def printable_lines(text: str) -> str:

@@ -16,6 +16,7 @@ from quarantune.cli.calls import Call
 from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
 from quarantune.host.shared_files import Directory
 from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.results import summary
 from quarantune.results.contextual_result import labels
 from quarantune.results.result import TuningResult
 from quarantune.values import settings as environment
@@ -24,7 +25,7 @@ from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
 from quarantune.values.trial import TuningFailedError, count_outcomes
 
-_FOR_PEOPLE = ("shown", "table")
+_FOR_PEOPLE = ("shown", "times", "table")
 """The parts of a record that are not for programs."""
 
 
@@ -105,12 +106,14 @@ def _tune(tuned: ahead.Tuned, function: TunedFunction, call: Call, force: bool) 
         "time_ms": None,
         "default_time_ms": None,
         "speedup": None,
+        "speedup_interval": None,
         "from_cache": False,
         "outcomes": {},
         "tie": [],
         "stopped": "",
         "error": None,
         "shown": "",
+        "times": "",
         "table": "",
     }
     try:
@@ -133,9 +136,11 @@ def _of_result(result: TuningResult) -> JsonObject:
         "key": result.key,
         "config": encode(result.best_config),
         "shown": result.config_text,
+        "times": summary.times_text(result),
         "time_ms": result.time_ms,
         "default_time_ms": result.default_time_ms,
         "speedup": result.speedup,
+        "speedup_interval": result.speedup_interval,
         "from_cache": result.from_cache not in (False, "default"),
         "outcomes": count_outcomes(result.trials) or result.counts,
         "tie": [encode(config) for config in result.tie],
@@ -152,7 +157,6 @@ def _show(record: JsonObject, out: Output, *, alone: bool) -> None:
     if alone and record["table"]:
         out.line(record["table"](width=out.width))
         out.line()
-    time = "" if not record["time_ms"] else f", {record['time_ms']:.4g} ms"
-    gain = f", {record['speedup']:.3g}x the defaults" if record["speedup"] else ""
+    times = f", {record['times']}" if record["times"] else ""
     origin = ", from the cache (--force tunes again)" if record["from_cache"] else ""
-    out.line(f"{label}: {record['shown']}{time}{gain}{origin}")
+    out.line(f"{label}: {record['shown']}{times}{origin}")

@@ -160,8 +160,7 @@ class _Final:
         self._given = given
         self._name = problem.name
         default = problem.default
-        is_there = default is not None and default in measured and finalists.is_usable(measured[default])
-        self._default = default if is_there else None
+        self._default = default if finals.default_among(measured, default) == default else None
         self._has_untuned = default is None and problem.untuned is not None  # which runs beside the finalists
         self._measured = measured
 

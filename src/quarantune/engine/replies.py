@@ -81,8 +81,6 @@ def end(message: Mapping[str, Any]) -> End:
 
 def _rounds(data: Any) -> dict[int, list[float]]:
     rounds = {index: [*samples_ms] for index, samples_ms in data}
-    if len({len(samples_ms) for samples_ms in rounds.values()}) > 1:
-        raise ValueError("not all have the same number of rounds")
     for index, samples_ms in rounds.items():
         if type(index) is not int or not samples_ms or not all(map(is_plausible_ms, samples_ms)):
             raise ValueError("these are no samples")

@@ -194,6 +194,13 @@ class BoundCall:
         except (TypeError, ValueError):
             return {}
 
+    @property
+    def own_defaults(self) -> Config | None:
+        """The config of the function's own defaults, be it in the list or not; None where it cannot run with them."""
+        if self.default_index is not None:
+            return self.configs[self.default_index]
+        return None if self.untuned is None else self.defaults
+
     @locks.lazy
     def default_index(self) -> int | None:
         """The index of the config that equals the function's own defaults; None where none that is read by now does."""

@@ -16,7 +16,7 @@ from quarantune.measure import finals
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.contextual_function import ContextualFunction, KnownAssignments, shown_together
-from quarantune.resolve.entries import Searched, Times, saved_of, searched_of
+from quarantune.resolve.entries import Searched, saved_of, searched_of
 from quarantune.resolve.kernel_search import KernelSearch
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuning_job import JobContext, TuningJob
@@ -38,6 +38,7 @@ from quarantune.values import shown
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
+from quarantune.values.times import Times
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
 
 _logger = logging.getLogger("quarantune")

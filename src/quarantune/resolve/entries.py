@@ -14,23 +14,11 @@ from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
 from quarantune.values.texts import printable
+from quarantune.values.times import times_of
 from quarantune.values.trial import checked_counts
 
 _LONGEST_DATE = 40
 _LARGEST_COUNT = 1 << 53
-
-
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Measured times of one call in milliseconds.
-
-    Attributes:
-        best_ms: the time of the best config.
-        default_ms: the time of the function's own defaults; None where it is unknown.
-    """
-
-    best_ms: float
-    default_ms: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,15 +112,6 @@ def open_store(settings: Settings) -> Store:
 def space_of(configs: Space) -> JsonObject:
     """Returns values that distinguish one config space from another, whatever the order of the configs."""
     return {"configs": len(configs), "hash": cache.short_hash("\n".join(sorted(configs.texts())))}
-
-
-def times_of(entry: Entry) -> Times:
-    """Returns the times in an entry."""
-    best_ms, default_ms = entry.get("time_ms"), entry.get("default_time_ms")
-    return Times(
-        float(best_ms) if isinstance(best_ms, (int, float)) else math.nan,
-        float(default_ms) if isinstance(default_ms, (int, float)) else None,
-    )
 
 
 def changed_versions(entry: Entry) -> str:

@@ -15,12 +15,10 @@ from quarantune.resolve.call_key import CallKey, KeyedCall
 from quarantune.resolve.entries import (
     Saved,
     Searched,
-    Times,
     changed_versions,
     open_store,
     saved_of,
     searched_of,
-    times_of,
 )
 from quarantune.resolve.layers import Found, Layer
 from quarantune.resolve.tuned_function import TunedFunction
@@ -30,6 +28,7 @@ from quarantune.values import naming, remembered, shown
 from quarantune.values import settings as environment
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
+from quarantune.values.times import Times, times_of
 from quarantune.values.trial import Config, TuningFailedError
 
 _logger = logging.getLogger("quarantune")
@@ -157,7 +156,7 @@ class KnownResults:
         limits = SearchLimits.of(self._function.options, settings)
         budget = limits.budget(result.stopped) or result.seen  # `auto` has a budget of its own
         searched = Searched(result.stopped, result.seen, result.space_size, budget)
-        times, saved = Times(result.time_ms, result.default_time_ms), Saved(result.created, result.counts)
+        times, saved = result.times, Saved(result.created, result.counts)
         self._winners[key] = Known(result.best_config, times, searched, saved)
         self._note_tuned(key)
 

@@ -16,7 +16,6 @@ from quarantune import cache, jax_internals
 from quarantune.jax_internals import Coordination
 from quarantune.resolve.agreement import Answer, Count, Member, Read, Source, Tune, Wait, Write, drive
 from quarantune.resolve.call_key import CallKey, KeyedCall
-from quarantune.resolve.entries import Times
 from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
@@ -26,6 +25,7 @@ from quarantune.sweep.search_limits import SearchLimits
 from quarantune.values.config_values import encode
 from quarantune.values.search_choice import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS
 from quarantune.values.settings import Settings
+from quarantune.values.times import Times
 
 _logger = logging.getLogger("quarantune")
 

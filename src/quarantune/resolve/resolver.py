@@ -17,7 +17,6 @@ from quarantune.resolve.call_key import KeyedCall, keyed, keyed_to_tune
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.compile_failures import CompileFailures, note_check
-from quarantune.resolve.entries import Times
 from quarantune.resolve.key_locks import KeyLocks
 from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.resolve.ranks import Agreed, Ranks
@@ -33,6 +32,7 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.transport import assignment as assignments
 from quarantune.values import settings as environment
 from quarantune.values.settings import Settings
+from quarantune.values.times import Times
 from quarantune.values.trial import CacheMissError, Config, Trial, TuningFailedError, pruned_trial
 
 if TYPE_CHECKING:

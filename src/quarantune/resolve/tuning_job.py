@@ -20,12 +20,10 @@ from quarantune.resolve.callers_error import callers_error
 from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.entries import (
     Searched,
-    Times,
     more_thorough,
     open_store,
     saved_of,
     searched_of,
-    times_of,
 )
 from quarantune.resolve.known_results import KnownResults
 from quarantune.resolve.starts import starts
@@ -44,6 +42,7 @@ from quarantune.sweep.swept import Swept
 from quarantune.values.config_space import MOST_CONFIGS
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
+from quarantune.values.times import Times, times_of
 from quarantune.values.trial import READY, UNTUNED, Config, Outcome, Trial, TuningFailedError, pruned_trial
 
 _logger = logging.getLogger("quarantune")
@@ -217,7 +216,7 @@ class TuningJob:
         """Runs the configs that have no trial yet, and compares the fastest of all."""
         left = {index: self._configs[index] for index in self._configs.listed() if index not in self._trials}
         progress.recall([trial for trial in self._trials.values() if trial.outcome is not Outcome.PRUNED])
-        if not left and len(finals.finalists(self._trials)) < 2:
+        if not left and not finals.finalists(self._trials):
             return Swept()
         self._troubled = self._records.troubled(self._configs) & left.keys()
         last = set() if self._start_over else self._troubled
@@ -245,7 +244,7 @@ class TuningJob:
         progress.recall(list(self._trials.values()))
         configs = searching.take(1)
         swept = Swept()
-        if configs or len(finals.finalists(self._trials)) >= 2:
+        if configs or finals.finalists(self._trials):
             swept = self._run(configs, progress, self._troubled, searching)
         self._stopped, self._saw_all = searching.stopped, searching.saw_all
         return swept
@@ -335,28 +334,32 @@ class TuningJob:
                 raise error
             raise self._leave_failure()
         default = self._call.default_index
-        if swept.untuned is not None and default is None:
-            self._trials[UNTUNED] = dataclasses.replace(swept.untuned, config=self._call.defaults)
-        settled, verdict = finals.conclude(self._trials | swept.retimed, swept.final, default=default)
+        if swept.untuned is not None and finals.default_among(self._trials, default) == UNTUNED:
+            self._trials[UNTUNED] = dataclasses.replace(swept.untuned, config=self._call.own_defaults or {})
+        judges = self._options.judges_outputs  # where nothing does, the defaults may compute something else
+        known = self._trials | swept.retimed
+        settled, verdict = finals.conclude(known, swept.final, default=default, untuned_wins=judges)
         self._trials = {index: trial for index, trial in settled.items() if index != UNTUNED}
         trials = self._all_trials()
         best, tie = settled[verdict.winner], tuple(settled[index].config for index in verdict.tie)
         winner_log.log_winner(
             self._name, self._key.device, best, tie, usable, tried=len(trials), is_untuned=verdict.winner == UNTUNED
         )
-        defaults = settled.get(UNTUNED if default is None else default)
-        self._records.append_conclusion(
-            [settled[index] for index in swept.final.rounds_ms],
-            best=best.config,
-            tie=tie,
-            default=None if defaults is None else defaults.config,
-        )
+        finalists = tuple(settled[index] for index in swept.final.rounds_ms)
+        defaults = settled.get(finals.default_among(settled, default))
+        self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
         assert best.time_ms is not None
-        untuned = swept.untuned if defaults is None else defaults
-        times = Times(best.time_ms, None if untuned is None else untuned.time_ms)
+        times = Times(best.time_ms)
+        if defaults is not None and defaults.outcome is Outcome.OK:  # and not ruled out by a sample or two
+            interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
+            times = Times(best.time_ms, defaults.time_ms, interval)
         entry = self._entry(best.config, times, trials) | {"samples": len(best.samples_ms)}
         self._save(entry)
-        progress.conclude(best.config, best.time_ms, times.default_ms, saved=self._records.saved)
+        told = times.text(is_default=best is defaults)
+        own = swept.untuned if default is None else settled.get(default)
+        if own is not None and own.outcome.is_failure:
+            told += f", and the defaults ended as {own.outcome}"
+        progress.conclude(best.config, told, saved=self._records.saved)
         executable = None
         if self._keyed.axes is None:  # otherwise the executable is for the arrays of all shards
             self._context.seeds.add(swept.compiled.get(verdict.winner, {}))
@@ -366,6 +369,7 @@ class TuningJob:
             best.config,
             times,
             trials,
+            finalists=finalists,
             tie=tie,
             executable=executable,
             searched=self._searched(),

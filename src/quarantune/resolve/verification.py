@@ -13,7 +13,7 @@ from typing import Any
 from quarantune.cache import CacheKey, CacheRecord, Entry, safe_name
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import keyed
-from quarantune.resolve.entries import changed_versions, dict_or_empty, times_of
+from quarantune.resolve.entries import changed_versions, dict_or_empty
 from quarantune.resolve.rebuilt_call import CannotRebuildError, rebuilt
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
@@ -22,6 +22,7 @@ from quarantune.transport.call import Arguments
 from quarantune.values.config_values import as_given
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import settings
+from quarantune.values.times import times_of
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
 
 _logger = logging.getLogger("quarantune")
@@ -163,9 +164,7 @@ def _verify(
 
 
 def _measured(record: CacheRecord, call: BoundCall, config: Config) -> Verified:
-    default = None if call.default_index is None else dict(call.configs[call.default_index])
-    if default is None and call.untuned is not None:
-        default = call.defaults
+    default = call.own_defaults
     try:
         result = _swept(call, [config, *([default] if default not in (None, config) else [])])
     except TuningFailedError as error:
@@ -176,17 +175,15 @@ def _measured(record: CacheRecord, call: BoundCall, config: Config) -> Verified:
 
 
 def _judged(record: CacheRecord, config: Config, default: Config | None, result: TuningResult) -> Verified:
-    winner, *others = result.trials
-    times = {"time_ms": winner.time_ms, "default_time_ms": others[0].time_ms if others else None}
+    winner = result.trials[0]
+    times = {"time_ms": winner.time_ms, "default_time_ms": result.default_time_ms}
     if winner.outcome not in (Outcome.OK, Outcome.SLOW):
         return _verified(record, Verdict.STALE, _failure(winner), **times)
     if as_given(config) in (result.best_config, *result.tie):
         if config == default:
             return _verified(record, Verdict.CURRENT, "it is the defaults, and works", **times)
-        if not others or others[0].time_ms is None:
-            return _verified(record, Verdict.CURRENT, "it works, and there are no defaults to compare it with", **times)
-        gain = f"{others[0].time_ms / winner.time_ms:.2f}x the defaults" if winner.time_ms else "as fast"
-        return _verified(record, Verdict.CURRENT, f"it works, at {gain}", **times)
+        gain = result.times.compared or "and there are no defaults to compare it with"
+        return _verified(record, Verdict.CURRENT, f"it works, {gain}", **times)
     slower = f"{winner.time_ms:.4g} ms against {result.time_ms:.4g}" if winner.time_ms else "ruled out at once"
     return _verified(record, Verdict.STALE, f"the defaults are faster: {slower}", **times)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from quarantune.results.report_data import ResultData
 from quarantune.values.config_values import freeze, text_of
 from quarantune.values.json_object import JsonObject
 from quarantune.values.texts import did_you_mean, printable
-from quarantune.values.trial import Config, Trial, is_plausible_ms
+from quarantune.values.times import times_of
+from quarantune.values.trial import Config, Trial
 
 
 def cached_results(directory: Path, name: str, *, device: str | None = None) -> list[ResultData]:
@@ -66,14 +66,16 @@ def result_of(directory: Path, name: str, device: str, key: str, entry: Entry) -
     """
     trials = {text_of(trial.config): trial for trial in _trials(Journal(directory, name, device, key))}
     finalists, tie, default = [], [], None
-    concluded = conclusions(directory, name, device, key).records()[-1:]
-    for record in concluded:
+    times, is_concluded = times_of(entry), False
+    for record in conclusions(directory, name, device, key).records()[-1:]:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-            finalists = [Trial.from_json(trial) for trial in record["finalists"]]
             default = None if record["default"] is None else _config(record["default"])
-            # A tie belongs to its winner, and another job may have saved another winner since.
-            if canonical_json(record["best"]) == canonical_json(entry["config"]):
-                tie = [_config(config) for config in record["tie"]]
+            found = [Trial.from_json(trial) for trial in record["finalists"]]
+            # A final and a tie belong to their winner, and another job may have saved another winner since.
+            is_winner = canonical_json(record["best"]) == canonical_json(entry["config"])
+            is_concluded = is_winner and (not found or times.best_ms in [trial.time_ms for trial in found])
+            if is_concluded:
+                finalists, tie = found, [_config(config) for config in record["tie"]]
     trials |= {text: trial for trial in finalists if (text := text_of(trial.config)) in trials}
     search = entry.get("search")
     search = search if isinstance(search, dict) else {}
@@ -82,9 +84,11 @@ def result_of(directory: Path, name: str, device: str, key: str, entry: Entry) -
         device=device,
         key_values=entry.get("key_values"),
         best_config=_config(entry["config"]),
-        time_ms=math.nan if entry.get("time_ms") is None else float(entry["time_ms"]),
+        time_ms=times.best_ms,
         default_config=default,
-        default_time_ms=default_ms if is_plausible_ms(default_ms := entry.get("default_time_ms")) else None,
+        default_time_ms=times.default_ms,
+        speedup_interval=times.interval,
+        finalists=finalists,
         trials=tuple(trials.values()),
         tie=tie,
         stopped=search["stopped"] if isinstance(search.get("stopped"), str) else "",
@@ -92,7 +96,7 @@ def result_of(directory: Path, name: str, device: str, key: str, entry: Entry) -
         space_size=_count(search.get("space_size")),
         versions=entry.get("versions") or {},
         created=str(entry.get("created", "")),
-        note=_origin(trials, is_concluded=bool(concluded)),
+        note=_origin(trials, is_concluded=is_concluded),
     )
 
 

@@ -91,7 +91,8 @@ class ContextualResult(TuningResult):
             },
             default_config=None,
             default_time_ms=self.baseline_ms,
-            has_final=False,
+            speedup_interval=None,
+            finalists=(),
         )
 
     @property

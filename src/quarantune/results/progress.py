@@ -12,6 +12,7 @@ from typing import TextIO
 
 from quarantune.results import display
 from quarantune.values import shown
+from quarantune.values.times import Times
 from quarantune.values.trial import END, READY, Config, Outcome, Phase, Trial, count_outcomes
 
 _logger = logging.getLogger("quarantune")
@@ -160,19 +161,16 @@ class Progress:
 
     # The end
 
-    def conclude(self, best: Config, time_ms: float, default_ms: float | None, *, saved: str) -> None:
+    def conclude(self, best: Config, told: str, *, saved: str) -> None:
         """Sets the last line to that of a sweep that has succeeded.
 
         Args:
             best: the winner.
-            time_ms: its time in milliseconds.
-            default_ms: the time of the defaults; None where it is not known.
+            told: its time and that of the defaults, as text.
             saved: what became of the result, as `saved`.
         """
-        gain = "" if not default_ms else f", {default_ms / time_ms:.3g}x the defaults"
-        config = shown.format_config(best)
-        self.end(f"{self._tried()} in {_duration(self._gone_s())}{self._failed()}, best {config} "
-                 f"{time_ms:.4g} ms{gain}; {saved}")  # fmt: skip
+        result = f"best {shown.format_config(best)}, {told}"
+        self.end(f"{self._tried()} in {_duration(self._gone_s())}{self._failed()}, {result}; {saved}")
 
     def conclude_compiling(self) -> None:
         """Sets the last line to that of configs that were only compiled."""
@@ -280,8 +278,8 @@ class Progress:
         best, default_ms = self._best, self._default_ms
         if best is None or not best.time_ms:
             return ""
-        gain = "" if not default_ms else f", {default_ms / best.time_ms:.3g}x the defaults"
-        return f"best {shown.format_config(best.config)} {best.time_ms:.4g} ms{gain}"
+        is_default = best.config == self._default
+        return f"best {shown.format_config(best.config)}, {Times(best.time_ms, default_ms).text(is_default=is_default)}"
 
     def _tried(self) -> str:
         of = f" of {self._total:,}" if self._total > len(self._trials) and not self._is_bound else ""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from quarantune.results.standing import Standing, explain
 from quarantune.values.shown import format_config, format_value
 from quarantune.values.texts import printable
+from quarantune.values.times import ratio_text
 from quarantune.values.trial import Config, Outcome, Trial
 
 _REASON_ROWS = 20
@@ -45,7 +46,7 @@ def table(
         figures: the columns of numbers by their headings; None for the times and rates of a sweep, sorted by time.
     """
     width = terminal_width() if width is None else width
-    ordered = list(trials) if figures is not None else by_time(trials)
+    ordered = list(trials) if figures is not None else by_time(trials, standing)
     figures = _figures(standing, flops, moved_bytes) if figures is None else figures
     reasons = _Reasons(ordered)
     lines = _grid(ordered, standing, figures, reasons, width)
@@ -59,13 +60,14 @@ def terminal_width() -> int:
     return shutil.get_terminal_size((120, 24)).columns
 
 
-def by_time(trials: Iterable[Trial]) -> list[Trial]:
-    """Returns trials in the order of their times, and after them those without one, by outcome."""
+def by_time(trials: Iterable[Trial], standing: Standing) -> list[Trial]:
+    """Returns the finalists in the order of their times, then the others so, then those without one, by outcome."""
     outcomes = list(Outcome)
 
-    def rank(trial: Trial) -> tuple[bool, float, int]:
+    def rank(trial: Trial) -> tuple[bool, bool, float, int]:
         time_ms = shown_ms(trial)
-        return (time_ms is None, time_ms or 0.0, outcomes.index(trial.outcome) if time_ms is None else 0)
+        is_other, place = not standing.is_finalist(trial), outcomes.index(trial.outcome) if time_ms is None else 0
+        return (time_ms is None, is_other, time_ms or 0.0, place)
 
     return sorted(trials, key=rank)
 
@@ -75,27 +77,29 @@ def shown_ms(trial: Trial) -> float | None:
     return trial.level_ms if trial.outcome is Outcome.SLOW else trial.time_ms
 
 
+def time_text(trial: Trial) -> str:
+    """Returns the time of a trial as a table shows it, as `> 23.8` for one that was stopped early."""
+    time_ms = shown_ms(trial)
+    return "" if time_ms is None else f"{'> ' if trial.outcome is Outcome.SLOW else ''}{time_ms:.4g}"
+
+
+def speedup_text(trial: Trial, standing: Standing) -> str:
+    """Returns the speed-up of a trial as a table shows it."""
+    speedup = standing.speedup(trial)
+    return "defaults" if standing.is_default(trial) else "" if speedup is None else ratio_text(speedup)
+
+
 def _figures(standing: Standing, flops: float | None, moved_bytes: float | None) -> Figures:
     """Returns the table's columns of numbers, by their headings."""
-
-    def time(trial: Trial) -> str:
-        time_ms = shown_ms(trial)
-        return "" if time_ms is None else f"{'> ' if trial.outcome is Outcome.SLOW else ''}{time_ms:.4g}"
-
-    def speedup(trial: Trial) -> str:
-        if standing.is_default(trial):
-            return "defaults"
-        gain = standing.speedup(trial.time_ms) if trial.outcome is Outcome.OK else None
-        return "" if gain is None else f"{gain:.3g}x"
 
     def rate(amount: float, unit: float) -> Callable[[Trial], str]:
         return lambda trial: (
             f"{amount / (1e-3 * trial.time_ms) / unit:.4g}" if trial.time_ms and trial.outcome is Outcome.OK else ""
         )
 
-    figures: dict[str, Callable[[Trial], str]] = {"ms": time}
+    figures: dict[str, Callable[[Trial], str]] = {"ms": time_text}
     if standing.default_ms is not None or standing.default is not None:
-        figures["speed-up"] = speedup
+        figures["speed-up"] = lambda trial: speedup_text(trial, standing)
     figures[_COMPILE_HEADING] = lambda trial: "" if trial.compile_s is None else f"{trial.compile_s:.2f}"
     if flops is not None:
         figures["TFLOP/s"] = rate(flops, 1e12)

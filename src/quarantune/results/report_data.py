@@ -9,7 +9,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quarantune.measure import finals
 from quarantune.results import report
 from quarantune.results.standing import Standing, reason
 from quarantune.values.call_text import call_size, call_text
@@ -17,6 +16,7 @@ from quarantune.values.config_values import encode, text_of
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config, format_value
 from quarantune.values.texts import printable
+from quarantune.values.times import Times, interval_text
 from quarantune.values.trial import Config, Outcome, Trial
 
 _TEXT_BYTES = 1_200_000
@@ -48,8 +48,9 @@ class ResultData:
         time_ms: its median time in milliseconds; NaN where it is not known.
         default_config: the config that equals the function's own defaults, if there is one.
         default_time_ms: the time of the defaults in milliseconds; None where it is not known.
+        speedup_interval: as of a `TuningResult`.
+        finalists: as of a `TuningResult`; the trials of the final as it was.
         trials: the trials, finalists with the times of the final.
-        has_final: whether a final chose the winner; its finalists follow from the trials.
         tie: the configs that the noise cannot tell from the winner, without it.
         stopped: why the search ended; empty where that is not known.
         seen: how many configs were tried, or dropped by `prune_fn`; None where that is not known.
@@ -66,8 +67,9 @@ class ResultData:
     time_ms: float
     default_config: Config | None = None
     default_time_ms: float | None = None
+    speedup_interval: tuple[float, float] | None = None
+    finalists: Sequence[Trial] = ()
     trials: Sequence[Trial] = ()
-    has_final: bool = True
     tie: Sequence[Config] = ()
     stopped: str = ""
     seen: int | None = None
@@ -123,7 +125,10 @@ def _problem(result: ResultData, texts: _Texts, budget: _Budget, *, names_device
         notes.append(f"Its {len(result.trials)} trials are left out, because the report would be too large.")
     budget.trials -= len(trials)
     places = {text_of(trial.config): index for index, trial in enumerate(trials)}
-    finalists = _places(_finalists(result, trials), places)
+    final = {text_of(trial.config): trial for trial in result.finalists if trial.samples_ms}
+    finalists = {places[text] for text in final.keys() & places.keys()}
+    times = Times(result.time_ms, result.default_time_ms, result.speedup_interval)
+    own = None if result.default_config is None else text_of(result.default_config)
     label = call_text(result.key_values) or "all calls"
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     return {
@@ -135,10 +140,16 @@ def _problem(result: ResultData, texts: _Texts, budget: _Budget, *, names_device
         "bestText": _label(format_config(result.best_config)) or "the only config",
         "why": _why(result, trials),
         "bestMs": _rounded(result.time_ms),
-        "default": None if result.default_config is None else places.get(text_of(result.default_config)),
+        "default": None if own is None else places.get(own),
         "defaultMs": _rounded(result.default_time_ms),
+        "defaultsWin": own == text_of(result.best_config),
+        "compared": times.compared,
+        "interval": interval_text(result.speedup_interval),
         "tie": _places(result.tie, places),
-        "finalists": [[index, _samples(trials[index])] for index in finalists],
+        "finalists": [
+            [places.get(text), _label(format_config(trial.config)), text == own, _samples(trial)]
+            for text, trial in final.items()
+        ],
         "stopped": _label(result.stopped),
         "seen": result.seen,
         "space": result.space_size,
@@ -146,20 +157,15 @@ def _problem(result: ResultData, texts: _Texts, budget: _Budget, *, names_device
         "created": _label(result.created),
         "note": printable(" ".join(notes)),
         "tunables": (columns := _columns(trials))[0],
-        "trials": _encoded(trials, columns[1], texts, budget, set(finalists)),
+        "trials": _encoded(trials, columns[1], texts, budget, finalists),
     }
 
 
 def _why(result: ResultData, trials: Sequence[Trial]) -> str:
     """Returns why the winner won, as the rest of a sentence about it."""
-    standing = Standing(best=result.best_config, tie=tuple(result.tie), default=result.default_config)
+    best, default = result.best_config, result.default_config
+    standing = Standing(best=best, tie=tuple(result.tie), default=default, final=result.finalists)
     return printable(reason(trials, standing))
-
-
-def _finalists(result: ResultData, trials: Sequence[Trial]) -> Sequence[Config]:
-    if not result.has_final:
-        return []
-    return [trials[index].config for index in finals.finalists(dict(enumerate(trials)))]
 
 
 def _places(configs: Iterable[Config], places: Mapping[str, int]) -> list[int]:

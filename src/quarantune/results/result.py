@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -20,6 +20,7 @@ from quarantune.transport import binding
 from quarantune.transport.call import Arguments
 from quarantune.values.config_values import encode, originals, restore
 from quarantune.values.shown import format_config
+from quarantune.values.times import Times, checked_interval
 from quarantune.values.trial import Config, Trial, checked_counts, count_outcomes
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ class TuningResult:
     Attributes:
         best_config: the fastest config.
         time_ms: its median time in milliseconds.
+        speedup_interval: the least and the largest speed-up that the noise of the final allows; None where not known.
+        finalists: the trials of the configs that were timed in turn in the end, that of the defaults among them; their
+            times and samples are those of that final.
         trials: the trial of every config, in their order; of a search, the trial of every config that it asked, in the
             order of their ends; empty for a result from the cache.
         name: the function's name in the cache; empty for a result that an earlier version saved.
@@ -45,7 +49,7 @@ class TuningResult:
             that stands in for one that was never tuned, and `"default"` for the function's own defaults that do, whose
             times are not known (NaN).
         tie: the configs that the noise cannot tell from the best, without the best.
-        default_config: the config that equals the function's own defaults; None where there is none.
+        default_config: the function's own defaults, be they a config or not; None where it cannot run with them.
         default_time_ms: the time of the function with its own defaults, in milliseconds; None where it is not known.
         counts: how many configs ended in each outcome; of a result from the cache, as it was saved.
         created: when it was tuned, in UTC, as `2026-11-22T09:30:00+00:00`; empty where that is not known.
@@ -69,6 +73,8 @@ class TuningResult:
     name: str = ""
     tie: tuple[Config, ...] = ()
     default_time_ms: float | None = None
+    speedup_interval: tuple[float, float] | None = None
+    finalists: tuple[Trial, ...] = ()
     default_config: Config | None = None
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
     created: str = ""
@@ -84,9 +90,12 @@ class TuningResult:
     @property
     def speedup(self) -> float | None:
         """The time of the defaults divided by that of the best config; None where the former is not known."""
-        if self.default_time_ms is None or not self.time_ms > 0:
-            return None
-        return self.default_time_ms / self.time_ms
+        return self.times.speedup
+
+    @property
+    def times(self) -> Times:
+        """The times of the best config and of the defaults, with their ratio."""
+        return Times(self.time_ms, self.default_time_ms, self.speedup_interval)
 
     @property
     def config_text(self) -> str:
@@ -103,7 +112,11 @@ class TuningResult:
     def standing(self) -> Standing:
         """The winner, its ties and the defaults."""
         return Standing(
-            best=self.best_config, tie=self.tie, default=self.default_config, default_ms=self.default_time_ms
+            best=self.best_config,
+            tie=self.tie,
+            default=self.default_config,
+            default_ms=self.default_time_ms,
+            final=self.finalists,
         )
 
     def lowered_text(self) -> str:
@@ -226,6 +239,8 @@ class TuningResult:
             time_ms=self.time_ms,
             default_config=self.default_config,
             default_time_ms=self.default_time_ms,
+            speedup_interval=self.speedup_interval,
+            finalists=self.finalists,
             trials=self.trials,
             tie=self.tie,
             stopped=self.stopped,
@@ -265,6 +280,8 @@ class TuningResult:
             "time_ms": None if math.isnan(self.time_ms) else self.time_ms,
             "default_config": encode(self.default_config),
             "default_time_ms": self.default_time_ms,
+            "speedup_interval": self.speedup_interval,
+            "finalists": [trial.to_json() for trial in self.finalists],
             "counts": self.counts,
             "created": self.created,
             "device": self.device,
@@ -306,6 +323,8 @@ class TuningResult:
                 default_config=None if default is None else restore(default, {}),
                 time_ms=math.nan if about["time_ms"] is None else float(about["time_ms"]),
                 default_time_ms=None if about.get("default_time_ms") is None else float(about["default_time_ms"]),
+                speedup_interval=checked_interval(about.get("speedup_interval")),
+                finalists=tuple(Trial.from_json(trial) for trial in about.get("finalists", ())),
                 counts=checked_counts(about.get("counts")),
                 created=str(about.get("created", "")),
                 stopped=str(about.get("stopped", "")),
@@ -337,6 +356,10 @@ class TuningResult:
         plain, call, *rest = pickling.loads(contents[FUNCTION])  # results of earlier versions hold no config values
         values = rest[0] if rest else {}
         best = restore(self.best_config, values)
+
+        def restored(trials: Iterable[Trial]) -> tuple[Trial, ...]:
+            return tuple(dataclasses.replace(trial, config=restore(trial.config, values)) for trial in trials)
+
         fn: Callable[..., Any] = binding.bind(plain, best)
         executable = contents.get(WINNER)
         if executable is not None:
@@ -353,7 +376,8 @@ class TuningResult:
         return dataclasses.replace(
             self,
             best_config=best,
-            trials=tuple(dataclasses.replace(trial, config=restore(trial.config, values)) for trial in self.trials),
+            trials=restored(self.trials),
+            finalists=restored(self.finalists),
             tie=tuple(restore(config, values) for config in self.tie),
             default_config=None if self.default_config is None else restore(self.default_config, values),
             fn=fn,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from quarantune.results.standing import Standing
 from quarantune.values.config_values import encode
-from quarantune.values.trial import Outcome, Trial
+from quarantune.values.trial import Trial
 
 Row: TypeAlias = dict[str, Any]
 
@@ -38,7 +38,8 @@ def _fields(trial: Trial, standing: Standing) -> Row:
         "outcome": trial.outcome.value,
         "phase": None if trial.phase is None else trial.phase.value,
         "time_ms": trial.time_ms,
-        "speedup": standing.speedup(trial.time_ms) if trial.outcome is Outcome.OK else None,
+        "speedup": standing.speedup(trial),
+        "is_finalist": standing.is_finalist(trial),
         "is_best": standing.is_best(trial),
         "is_tie": standing.is_tie(trial),
         "is_default": standing.is_default(trial),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
+from quarantune.measure import finals
 from quarantune.values.config_values import text_of
 from quarantune.values.shown import format_config
+from quarantune.values.times import interval_text
 from quarantune.values.trial import Config, Outcome, Trial
 
 _MOST_NAMED = 4
@@ -22,6 +25,7 @@ class Standing:
         default: the config that equals the function's own defaults; None where there is none.
         default_ms: the time that speed-ups are relative to, in milliseconds; None where it is not known.
         default_label: a name for the defaults.
+        final: the trials of the configs that were timed in turn in the end; empty where that is not known.
     """
 
     best: Config | None = None
@@ -29,10 +33,20 @@ class Standing:
     default: Config | None = None
     default_ms: float | None = None
     default_label: str = "the function's own defaults"
+    final: Sequence[Trial] = ()
 
-    def speedup(self, time_ms: float | None) -> float | None:
-        """Returns the time of the defaults divided by `time_ms`; None where one of them is not known."""
-        return None if not time_ms or not self.default_ms else self.default_ms / time_ms
+    def speedup(self, trial: Trial) -> float | None:
+        """Returns the time of the defaults divided by a trial's; None unless they were timed side by side."""
+        is_alike = trial.outcome is Outcome.OK and (not self.final or self.is_finalist(trial))
+        return self.default_ms / trial.time_ms if is_alike and trial.time_ms and self.default_ms else None
+
+    def is_finalist(self, trial: Trial) -> bool:
+        """Whether a trial's times are those of the final, where its config or one with its program was in it."""
+        return trial.samples_ms in self._final_samples
+
+    @functools.cached_property
+    def _final_samples(self) -> frozenset[tuple[float, ...]]:
+        return frozenset(trial.samples_ms for trial in self.final)
 
     def is_best(self, trial: Trial) -> bool:
         """Whether a trial is the winner's."""
@@ -71,6 +85,13 @@ def explain(trials: Sequence[Trial], standing: Standing) -> list[str]:
         notes.append(f"{own} beat every config: calls run with them")
     elif default is None and standing.default_ms is not None:
         notes.append(f"speed-up: against {standing.default_label}: {standing.default_ms:.4g} ms")
+    timed = next(filter(standing.is_default, standing.final), None)
+    if timed is not None and best is not None and not standing.is_default(best):
+        if len(timed.samples_ms) < len(best.samples_ms):
+            rounds = f"{len(timed.samples_ms)} of the {len(best.samples_ms)} rounds of the final"
+            notes.append(f"{standing.default_label} are far behind, so that they took part in {rounds}")
+        if interval := finals.speedup_interval(best.samples_ms, timed.samples_ms):
+            notes.append(f"speed-up of *: {interval_text(interval)}, as far as the noise of the final tells")
     if any(trial.outcome is Outcome.SLOW and trial.level_ms is not None for trial in trials):
         notes.append("> even the fastest run took so long, so the config was stopped early")
     return notes
@@ -89,6 +110,7 @@ def _why(best: Trial, trials: Sequence[Trial], standing: Standing) -> str:
         (trial.time_ms, index)
         for index, trial in enumerate(trials)
         if trial.outcome is Outcome.OK and trial.time_ms is not None and not standing.is_best(trial)
+        if standing.is_finalist(trial) or not standing.final
     )
     if not timed:
         return "is the only config that was measured to the end"

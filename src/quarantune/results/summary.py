@@ -24,9 +24,12 @@ def text(result: TuningResult) -> str:
 
 def _winner(result: TuningResult) -> str:
     """Returns the winner with its time and its speed-up."""
-    time = "time not known" if math.isnan(result.time_ms) else f"{result.time_ms:.4g} ms"
-    gain = "" if result.speedup is None else f", {result.speedup:.3g}x the defaults ({result.default_time_ms:.4g} ms)"
-    return f"{result.config_text}, {time}{gain}"
+    return f"{result.config_text}, {times_text(result)}"
+
+
+def times_text(result: TuningResult) -> str:
+    """Returns the times of the winner and of the defaults as text."""
+    return result.times.text(is_default=result.best_config == result.default_config)
 
 
 def _sweep(result: TuningResult) -> str:
@@ -78,17 +81,15 @@ def html_text(result: TuningResult) -> str:
     head = "<br>".join(html.escape(line.strip()) for line in text(result).splitlines())
     if not result.trials:
         return f"<div>{head}</div>"
-    standing, trials = result.standing, report.by_time(result.trials)
+    standing, trials = result.standing, report.by_time(result.trials, result.standing)
     body = []
     for trial in trials[:_MOST_ROWS]:
-        time_ms = report.shown_ms(trial)
-        gain = standing.speedup(trial.time_ms) if trial.outcome is Outcome.OK else None
         cells = [
             "★" if standing.is_best(trial) else "=" if standing.is_tie(trial) else "",
             format_config(trial.config),
             trial.outcome.value,
-            "" if time_ms is None else f"{'> ' if trial.outcome is Outcome.SLOW else ''}{time_ms:.4g}",
-            "defaults" if standing.is_default(trial) else "" if gain is None else f"{gain:.3g}x",
+            report.time_text(trial),
+            report.speedup_text(trial, standing),
             report.reason(trial) if trial.outcome is not Outcome.SLOW else "",
         ]
         body.append("".join(f'<td style="{_STYLE}">{html.escape(cell)}</td>' for cell in cells))

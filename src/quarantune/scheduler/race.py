@@ -72,12 +72,17 @@ class Race:
                 self._executables[job.index] = spool.read_parts(job.executable_fd)[0]
 
     def keep_executable(self, job: Job, cpu_ms: float) -> None:
-        """Keeps the executables of the fastest configs for the comparison, where there are any."""
+        """Keeps the executables of the fastest configs for the comparison, where there are any.
+
+        Args:
+            job: the config's job.
+            cpu_ms: its time in milliseconds; 0 for the defaults, which are in every comparison.
+        """
         if os.fstat(job.executable_fd).st_size:
             job.protect_executable()
             self._kept[job.index] = (cpu_ms, job.executable_fd)
             job.executable_fd = -1
-        if len(self._kept) > finals.MOST_FINALISTS + (UNTUNED in self._kept):
+        if len(self._kept) > finals.MOST_FINALISTS + 1:
             slowest = max(self._kept, key=lambda index: self._kept[index])
             os.close(self._kept.pop(slowest)[1])
 

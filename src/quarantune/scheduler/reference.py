@@ -12,6 +12,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping
 
+from quarantune.measure import finals
 from quarantune.sandbox import spool
 from quarantune.values.shown import format_config
 from quarantune.values.trial import UNTUNED, Config, Outcome, Phase, Trial
@@ -45,7 +46,7 @@ class Reference:
 
     Attributes:
         fds: descriptors of the outputs to compare with, which nobody can write to.
-        untuned: the trial of the function's defaults, where they ran as `UNTUNED` and were timed; else None.
+        untuned: the trial of the function's defaults, where they ran as `UNTUNED`; else None.
         is_coming: whether a worker must compute the output of `ref_fn` before anything is compared.
         noise: the RMS by which the first kept output moves when its inputs do, relative to its own.
     """
@@ -183,7 +184,7 @@ class Reference:
         def take(index: int, trial: Trial, log: str) -> None:
             self._configs[index] = trial.config
             if index == UNTUNED:
-                self.untuned = None if trial.time_ms is None else trial
+                self.untuned = trial
                 on_untuned(trial)
                 if trial.outcome.is_failure:
                     self.ended(index, f"{trial.outcome.value}: {trial.message}")
@@ -220,14 +221,17 @@ class Reference:
             finish(index, wrong, log)
         self._held.clear()
 
-    def contenders(self, measured: Mapping[int, Trial], default: int | None) -> Mapping[int, Trial]:
-        """Returns the trials that may be in the final: those of the configs, and that of the function's defaults.
+    def contenders(self, measured: Mapping[int, Trial], default: int | None) -> dict[int, Config]:
+        """Returns the configs to compare in the final by index; the function's defaults are among them if they work.
 
         Args:
-            measured: the trials of the configs.
+            measured: the configs' trials by index.
             default: the index of the config that equals the defaults; None where there is none.
         """
-        return measured if default is not None or self.untuned is None else {**measured, UNTUNED: self.untuned}
+        trials = dict(measured)
+        if self.untuned is not None and finals.default_among(measured, default) == UNTUNED:
+            trials[UNTUNED] = self.untuned
+        return {index: trials[index].config for index in finals.in_final(trials, default)}
 
     def complaint(self) -> str:
         """Returns the warning for the author on how outputs disagree; empty where they do not."""

@@ -148,8 +148,10 @@ class Replies:
             verdict = Verdict(Outcome.SLOW, message)
         else:
             race.note_time(job.index, cpu_ms)
-        if not (reply.is_slow and reply.clock == "device"):  # others may be in the final, if they were disturbed
-            race.keep_executable(job, cpu_ms)
+        is_default = run.reference.is_default(job.index)
+        # Other slow configs may be in the final, if they were disturbed.
+        if is_default or not (reply.is_slow and reply.clock == "device"):
+            race.keep_executable(job, 0.0 if is_default else cpu_ms)
         timing = Timing(
             time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms), cpu_ms=cpu_ms, clock=reply.clock
         )

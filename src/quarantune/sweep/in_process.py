@@ -134,25 +134,24 @@ def _warn(reason: str) -> None:
     )
 
 
-def compare(call: Call, measured: Mapping[int, Trial], *, arrays_fd: int, options: BenchOptions) -> finals.Final:
-    """Times the fastest configs in alternation.
+def compare(call: Call, configs: Mapping[int, Config], *, arrays_fd: int, options: BenchOptions) -> finals.Final:
+    """Times the finalists in alternation.
 
     Args:
         call: the call.
-        measured: the trials by index.
+        configs: the finalists by index.
         arrays_fd: as for `run`.
         options: as for `run`.
     """
-    finalists = finals.finalists(measured)
-    if len(finalists) < 2:
+    if len(configs) < 2:
         return finals.Final()
     with undisturbed():
         bench = Bench(call, arrays_fd=arrays_fd, options=options)
         try:
             with interruptible():
-                programs = [bench.compile(measured[index].config, target=None) for index in finalists]
+                programs = [bench.compile(config, target=None) for config in configs.values()]
                 rounds_ms, warm_ms = bench.compare(programs)
-            return finals.Final.of(finalists, rounds_ms, warm_ms)
+            return finals.Final.of(configs, rounds_ms, warm_ms)
         except (Exception, SystemExit) as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %r", error)
             return finals.Final()

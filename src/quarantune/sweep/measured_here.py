@@ -81,7 +81,7 @@ class MeasuredHere:
         if not self._routes.load(configs):
             return Swept()
         request = self._request
-        reference, configs = reference_for(request.problem, request.options, configs, request.troubled)
+        reference, configs = reference_for(request, configs, measured)
         self._reference = reference
         with contextlib.closing(reference), contextlib.closing(self._watchdog), self._on_device():
             if configs and "ref_fn" in self._call.companions:
@@ -96,8 +96,7 @@ class MeasuredHere:
             while not source.is_closed and (taken := source.take(max(_SEARCH_BATCH, self._limits.compile_slots))):
                 self._run_batch(taken)
             reference.settle(finish)
-            trials = reference.contenders(measured, request.problem.default)
-            final = self._compare({index: trials[index].config for index in finals.finalists(trials)})
+            final = self._compare(reference.contenders(measured, request.problem.default))
             return Swept(final, untuned=reference.untuned, complaint=reference.complaint())
 
     @contextlib.contextmanager
@@ -243,8 +242,8 @@ class MeasuredHere:
         if trial.outcome is Outcome.OK and own_ms is not None:
             self._race.note_time(index, own_ms)
         if own_ms is not None and attempt.program is not None:
-            self._fastest[index] = (own_ms, attempt.program)
-            if len(self._fastest) > finals.MOST_FINALISTS + (UNTUNED in self._fastest):
+            self._fastest[index] = (0.0 if self._reference.is_default(index) else own_ms, attempt.program)
+            if len(self._fastest) > finals.MOST_FINALISTS + 1:
                 del self._fastest[max(self._fastest, key=lambda index: self._fastest[index][0])]
         attempt.program = attempt.data = None
         if self._reference.is_open and not trial.outcome.is_failure:

@@ -30,7 +30,6 @@ from quarantune.scheduler.same_program import SamePrograms
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource, only_stopping
 from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
-from quarantune.transport.problem import Problem
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
 from quarantune.values.trial import UNTUNED, Config, Outcome, Phase, ReferenceFailedError, Route, Trial
@@ -85,6 +84,7 @@ class Routes:
             measures: whether workers measure; if not, they only compile.
         """
         self._sandbox = sandbox
+        self._request = request
         self._problem = request.problem
         self._options = request.options
         self._limits = request.limits
@@ -92,7 +92,6 @@ class Routes:
         self._troubled = request.troubled
         self._compile_only = not measures
         self._source = request.source
-        self._has_final = request.has_final
         self._finish = finish
         self.programs = SamePrograms()
         self._ran_as: dict[int, int] = {}
@@ -116,7 +115,7 @@ class Routes:
         if not self.load(configs):
             return Swept()
         with contextlib.closing(self._race), contextlib.ExitStack() as self._schedulers:
-            self._reference, configs = reference_for(self._problem, self._options, configs, self._troubled)
+            self._reference, configs = reference_for(self._request, configs, measured)
             self._schedulers.callback(self._reference.close)
             self._reference.is_coming = callable(self._options.ref_fn) and bool(configs)
             finish, self._finish = self._finish, self._reference.hold(self._finish, self._events.untuned)
@@ -125,9 +124,7 @@ class Routes:
             except NoReferenceError as error:
                 raise ReferenceFailedError(f"{self._problem.name}: {error}") from None
             self._reference.settle(finish)
-            trials = self._reference.contenders(measured, self._problem.default)
-            chosen = finals.finalists(trials) if self._has_final else []
-            contenders = {index: trials[index].config for index in chosen}
+            contenders = self._reference.contenders(measured, self._problem.default) if self._request.has_final else {}
             last = self._made[-1] if self._made else self._new_scheduler(Route.TOGETHER, self._finish)
             # The last route may have run nothing but the config that confirms an error.
             comparing = next((scheduler for scheduler in self._made if scheduler.has_idle_worker), last)
@@ -322,26 +319,28 @@ class Routes:
 
 
 def reference_for(
-    problem: Problem, options: Options, configs: Mapping[int, Config], troubled: Collection[int] = ()
+    request: SweepRequest, configs: Mapping[int, Config], known: Mapping[int, Trial]
 ) -> tuple[Reference, dict[int, Config]]:
     """Returns the reference for outputs, and the configs including the function's defaults.
 
+    The defaults run where outputs are compared with theirs, and in any case for the final, which shows their time.
+
     Args:
-        problem: the call.
-        options: the author's options.
+        request: the sweep.
         configs: the first configs to run, by index.
-        troubled: the indices of configs that others do not wait for.
+        known: the trials of an earlier sweep by index.
     """
-    configs = dict(configs)
-    if not options.compares_outputs or not (configs or problem.default is None):
-        if not (options.calibrates and configs) or problem.untuned is None:
-            return Reference(default=problem.default if problem.default in configs else None), configs
-    elif problem.untuned is None:
+    problem, options, configs = request.problem, request.options, dict(configs)
+    compares, calibrates, default = options.compares_outputs, options.calibrates, problem.default
+    if problem.untuned is None:
         # The output of a plain callable may well differ between configs.
-        return Reference(compares=jax_internals.is_jitted(problem.fn)), configs
-    make = functools.partial(Reference, compares=options.compares_outputs, calibrates=options.calibrates)
-    if problem.default in configs:
-        return make(default=problem.default, is_first=problem.default not in troubled), configs
+        return Reference(compares=bool(compares and configs and jax_internals.is_jitted(problem.fn))), configs
+    make = functools.partial(Reference, compares=compares and bool(configs), calibrates=calibrates and bool(configs))
+    if default in configs:
+        return make(default=default, is_first=default not in request.troubled), configs
+    has_final = request.has_final and bool(configs or finals.finalists(known))
+    if not (configs and (compares or calibrates)) and (default in known or not has_final):
+        return Reference(), configs
     return make(default=UNTUNED), {UNTUNED: problem.untuned, **configs}
 
 

@@ -262,13 +262,12 @@ def _run_here(
     measured: Mapping[int, Trial],
     finish: Finish,
 ) -> Swept:
-    problem, options = request.problem, request.options
-    _check_here(problem, packed, request.settings)
+    _check_here(request.problem, packed, request.settings)
     from quarantune.sweep import in_process, routes
 
-    worker_options = routes.worker_options(None, options)
+    worker_options = routes.worker_options(None, request.options)
     with _spooled(packed) as (_, arrays_fd):
-        reference, configs = routes.reference_for(problem, options, configs)
+        reference, configs = routes.reference_for(request, configs, measured)
         with contextlib.closing(reference):
             in_process.run(
                 packed.call,
@@ -281,12 +280,8 @@ def _run_here(
                 source=request.source,
                 events=request.events,
             )
-            final = in_process.compare(
-                packed.call,
-                reference.contenders(measured, problem.default),
-                arrays_fd=arrays_fd,
-                options=worker_options,
-            )
+            finalists = reference.contenders(measured, request.problem.default)
+            final = in_process.compare(packed.call, finalists, arrays_fd=arrays_fd, options=worker_options)
             return Swept(final, untuned=reference.untuned, complaint=reference.complaint())
 
 

@@ -140,6 +140,11 @@ class Options:
         """Whether the defaults run for their noise alone, as `ref_fn` says what is right."""
         return callable(self.ref_fn) and self.check_fn is None and self.tolerance is None
 
+    @property
+    def judges_outputs(self) -> bool:
+        """Whether anything decides which outputs are right, so that whatever agrees may take the place of the rest."""
+        return self.ref_fn is not None or self.check_fn is not None
+
     def deciding(self) -> Mapping[str, Any]:
         """Returns the options that affect which config wins; they are part of the fingerprint."""
         judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.config_values import encode, freeze
@@ -193,7 +193,7 @@ def _check_types(data: Mapping[str, Any]) -> None:
         raise ValueError(f"its clock is {data['clock']!r:.80}")
 
 
-def is_plausible_ms(time_ms: object) -> bool:
+def is_plausible_ms(time_ms: object) -> TypeGuard[float]:
     """Returns whether a value can be the time of one call in milliseconds; files may hold anything."""
     # Compared without conversion: a huge integer does not fit a float.
     return isinstance(time_ms, (int, float)) and not isinstance(time_ms, bool) and _SHORTEST_MS <= time_ms < _LONGEST_MS

@@ -4,22 +4,26 @@ const OUTCOMES = data.outcomes.map(([name, failed]) => ({ name, failed, letter: 
 
 function decode(raw) {
   const columns = raw.trials, trials = [];
-  const finals = new Map(raw.finalists);
+  const finals = new Map(raw.finalists.map(([i, , , samples]) => [i, samples]));
   for (let i = 0; i < columns.n; i += 1) {
     const outcome = OUTCOMES[columns.outcome[i]];
     trials.push({
       i, outcome, phase: columns.phase[i], ms: columns.ms[i], compile: columns.compile[i], memory: columns.memory[i],
       message: data.texts[columns.message[i]], log: data.texts[columns.log[i]], device: data.texts[columns.device[i]],
-      clock: columns.clock[i], samples: finals.get(i) || columns.samples[i], ended: columns.ended[i],
+      clock: columns.clock[i], samples: finals.get(i) || columns.samples[i], final: finals.has(i), ended: columns.ended[i],
       values: columns.config.map((column) => column[i]),
       timed: columns.ms[i] !== null && (outcome.name === "ok" || outcome.name === "slow"),
     });
   }
-  const problem = { ...raw, trials, finals: raw.finalists.map(([i]) => trials[i]) };
+  const problem = { ...raw, trials, finals: [] };
   problem.timed = trials.filter((trial) => trial.timed);
   problem.best = raw.best === null ? null : trials[raw.best];
   problem.default = raw.default === null ? null : trials[raw.default];
   problem.tie = raw.tie.map((i) => trials[i]);
+  // The function's own defaults are a finalist without a trial where they are none of the configs.
+  problem.finals = raw.finalists.map(([i, text, isDefault, samples]) => ({
+    name: (text || "the function's own values") + (isDefault ? " (the defaults)" : ""), samples,
+    won: i === null ? isDefault && raw.defaultsWin : i === raw.best, tied: i !== null && raw.tie.includes(i), trial: i === null ? null : trials[i] }));
   const typical = raw.bestMs ?? (problem.timed.length ? Math.min(...problem.timed.map((t) => t.ms)) : 1);
   problem.unit = typical < 0.001 ? [1e6, "ns"] : typical < 0.1 ? [1e3, "µs"] : typical >= 1000 ? [1e-3, "s"] : [1, "ms"];
   problem.ms = (ms) => `${digits(ms * problem.unit[0])} ${problem.unit[1]}`;

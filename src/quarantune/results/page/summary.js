@@ -1,19 +1,19 @@
 // The winner against the defaults, and how the configs ended.
 function drawWinner() {
-  const p = problem, best = p.bestMs, was = p.defaultMs;
+  const p = problem, best = p.bestMs;
   $("winner-title").textContent = several ? `Winner for ${p.label}` : "Winner against the defaults";
-  const wins = p.default && p.default === p.best;
+  const wins = p.defaultsWin;
   const searched = p.space === null ? "" : p.seen === p.space ? ` among all ${plural(p.space, "config")}` : ` among ${p.seen?.toLocaleString("en")} configs tried of ${p.space.toLocaleString("en")}`;
   let text = p.choice.length ? `${p.bestText} is the choice${searched}` : "The only config";
   if (best !== null) text += p.choice.length ? `: ${p.ms(best)}` : ` takes ${p.ms(best)}`;
   if (wins) text += p.choice.length ? ". The defaults are the best choice." : ".";
-  else if (best && was) text += `, ${times(was / best)} as fast as the defaults.`;
+  else if (p.compared) text += `, ${p.compared}${p.interval ? ` (the noise allows ${p.interval})` : ""}.`;
   else text += p.default && p.default.outcome.failed ? `. The defaults ended as ${p.default.outcome.label}.` : ".";
   $("winner-finding").textContent = text;
   $("winner-why").textContent = p.why && p.choice.length ? `It ${p.why}.` : "";
   const body = clear($("winner-body"));
   body.append(el("div", { class: "choice" },
-    el("p", { class: "big" }, best === null ? "–" : p.ms(best), best && was && !wins ? el("span", { class: "gain", text: `${times(was / best)} the defaults` }) : null),
+    el("p", { class: "big" }, best === null ? "–" : p.ms(best), p.compared && !wins ? el("span", { class: "gain", text: p.compared }) : null),
     el("dl", { class: "config" }, p.choice.map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", { text }))))));
   const bars = el("figure", { class: "bars" });
   body.append(bars);

@@ -23,13 +23,13 @@ function fieldNamed(name) {
 }
 
 function columnsOf(p) {
-  const times = (trial) => (trial.timed ? trial.ms : Infinity);
+  const places = (trial) => (trial.timed ? (trial.final ? 0 : 1e9) + trial.ms : Infinity);  // finalists come first
   const reference = p.defaultMs;
   return [
     ...p.tunables.map((tunable, at) => ({ key: `t${at}`, name: tunable.name, number: tunable.numeric, get: (t) => value(p, t, at), by: (t) => t.values[at] })),
     { key: "outcome", name: "outcome", get: null, by: (t) => OUTCOMES.indexOf(t.outcome) },
-    { key: "ms", name: p.unit[1], number: true, get: (t) => (t.ms === null ? "" : `${t.outcome.name === "slow" ? "> " : ""}${digits(t.ms * p.unit[0])}`), by: times, title: "median time of one call" },
-    ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => (t.timed ? `${t.outcome.name === "slow" ? "< " : ""}${times2(reference / t.ms)}` : ""), by: times, title: "time of the defaults divided by this time" }]),
+    { key: "ms", name: p.unit[1], number: true, get: (t) => (t.ms === null ? "" : `${t.outcome.name === "slow" ? "> " : ""}${digits(t.ms * p.unit[0])}`), by: places, title: "median time of one call" },
+    ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => ((p.finals.length ? t.final : t.timed && t.outcome.name === "ok") ? times2(reference / t.ms) : ""), by: places, title: "time of the defaults divided by this time, where they were timed in turn" }]),
     { key: "compile", name: "compile s", number: true, get: (t) => (t.compile === null ? "" : digits(t.compile)), by: (t) => t.compile ?? Infinity },
     { key: "memory", name: "memory", number: true, get: (t) => (t.memory === null ? "" : bytes(t.memory)), by: (t) => t.memory ?? Infinity, title: "most host memory that the worker held" },
     { key: "message", name: "message", get: (t) => short(t.message.replace(/\s+/g, " "), 110), by: (t) => t.message },
