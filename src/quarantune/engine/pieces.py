@@ -25,7 +25,7 @@ _KEPT_DESCRIPTORS = 64
 """Descriptors that are left to the journal, the engine and the user's program."""
 
 
-_OF_ONE_RUN = frozenset({"given", "number", "future", "host", "process", "began", "is_accepted"})
+_OF_ONE_RUN = frozenset({"given", "number", "future", "host", "process", "began", "is_accepted", "running"})
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -47,6 +47,7 @@ class Shard:
         process: the machine and the process that it runs in; empty while that is not known.
         began: when it began, by the monotonic clock; None while that is not known.
         is_accepted: whether the machine is known to have the device.
+        running: the configs that its process works on, and those that have ended.
     """
 
     indices: list[int]
@@ -63,6 +64,7 @@ class Shard:
     process: str = ""
     began: float | None = None
     is_accepted: bool = False
+    running: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def may_grow(self) -> bool:

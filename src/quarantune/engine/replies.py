@@ -25,7 +25,7 @@ from quarantune.values.trial import (
 
 _MOST_TEXT = 20_000
 _PHASES = (*Phase, READY, END)
-_DEATHS = ("Killed", "Crashed", "Died", "Lost", "Cancelled", "Terminated", "Unreachable")
+_DEATHS = ("Killed", "Crashed", "Died", "Lost", "Terminated", "Unreachable")
 """Parts of the names of the errors by which engines report that a worker has died."""
 _ERRORS = {error.__name__: error for error in (ReferenceFailedError, ValueError, TypeError, ImportError)}
 
@@ -161,10 +161,8 @@ def error_of(end: End, name: str, host: str) -> Exception:
 
 
 def means_death(error: BaseException) -> bool:
-    """Returns whether an engine's error says that a worker has died, or lost its work."""
-    if isinstance(error, (concurrent.futures.BrokenExecutor, concurrent.futures.CancelledError)):
-        return True
-    return any(part in type(error).__name__ for part in _DEATHS)
+    """Returns whether an engine's error says that a worker has died, and not only that it gave up the work."""
+    return isinstance(error, concurrent.futures.BrokenExecutor) or any(part in type(error).__name__ for part in _DEATHS)
 
 
 def cannot_import(error: BaseException) -> str | None:

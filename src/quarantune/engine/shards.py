@@ -15,17 +15,18 @@ from quarantune.engine import pieces, remote, replies
 from quarantune.engine.contact import Contacts, Gone
 from quarantune.engine.pieces import LEAST, Shard, again
 from quarantune.engine.replies import End
+from quarantune.engine.silence import Silence
 from quarantune.scheduler.source import ConfigSource
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
-from quarantune.values.trial import Config, EngineError, Outcome, Trial
+from quarantune.values.trial import READY, Config, EngineError, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 
 _ON_THIS_MACHINE = (ThreadPoolExecutor, ProcessPoolExecutor)
 """Executors whose tasks run on this machine, unless a class of the user's submits them in another way."""
 _PARTS = 4
-"""A shard that has died is repeated in so many parts, so that one config takes few others down with it."""
+"""The configs that may have brought a shard down are repeated in so many parts, until each is alone."""
 _MOST_DEATHS = 2
 _MOST_FAILURES = 2
 _MOST_REFUSALS = 6
@@ -37,8 +38,6 @@ _UNSEEN, _UNSEEN_OF_SEARCH = 256, 2
 """How many shards are with an engine of which no machine has reached this process; with more, a search knows less."""
 _TICK_S = 0.1
 _GRACE_S = 30.0
-_SILENT_S = 60.0
-"""An engine that has begun nothing for this long gets a warning."""
 
 
 class Shards:
@@ -90,7 +89,7 @@ class Shards:
         is_local = any(type(executor).submit is kind.submit for kind in _ON_THIS_MACHINE)
         self._contacts = Contacts(self._greet, is_local=is_local)
         self._address = self._contacts.address.to_json()
-        self._silent_since = 0.0
+        self._silence = Silence(executor)
         self._largest = LEAST
         self._most = pieces.most_at_a_time()
 
@@ -114,7 +113,7 @@ class Shards:
         self._pending += shards
         self._largest = pieces.largest(sum(len(shard.indices) for shard in self._pending))
         self._ends, self._on_trial, self._source = [], on_trial, source
-        self._silent_since = time.monotonic()
+        self._silence.broken()
         while True:
             self._submit_some()
             if not self._shards:
@@ -212,6 +211,7 @@ class Shards:
                 shard.is_accepted = True
                 index, phase = replies.phase(message)
                 if index in shard.indices:
+                    (shard.running.discard if phase == READY else shard.running.add)(index)
                     self._on_phase(index, phase)
             else:
                 self._note(shard, message)
@@ -256,13 +256,11 @@ class Shards:
             assert shard.began is not None
             if now > shard.began + self._deadline_s(len(shard.indices)) + _GRACE_S:
                 self._die(shard)
-        if running or self._ends:
-            self._silent_since = now
-        elif now > self._silent_since + _SILENT_S:
-            self._silent_since = now
-            _logger.warning(
-                "%s: no machine of %s has begun a shard for %.0f s", self._name, _shown(self._executor), _SILENT_S
-            )
+        if running:
+            self._silence.broken()
+        elif self._shards:  # where no connection is possible, a shard that runs is silent
+            most = max(len(shard.indices) for shard in self._shards.values())
+            self._silence.check(works_s=0.0 if self._is_heard else self._deadline_s(most))
 
     def _running(self) -> Iterator[Shard]:
         return (shard for shard in self._shards.values() if shard.began is not None)
@@ -281,6 +279,7 @@ class Shards:
 
     def _finish(self, shard: Shard, end: End) -> None:
         """Ends a shard as its machine says."""
+        self._silence.broken()
         self._release(shard)
         if end.how == remote.DONE and not shard.indices:
             self._ends.append((shard, end))
@@ -299,7 +298,9 @@ class Shards:
         self._bury(shard)
 
     def _bury(self, shard: Shard, how: str = "") -> None:
-        """Repeats the configs of a dead shard that have no trial; those that died twice have crashed.
+        """Repeats the configs of a dead shard that have no trial; one that ran there alone, once again, has crashed.
+
+        Those that ran may have brought it down; where none is known to have run, each may.
 
         Args:
             shard: the shard.
@@ -309,24 +310,33 @@ class Shards:
         _logger.warning("%s: a shard died on %s; %d configs had no trial", self._name, deaths[-1], len(shard.indices))
         if shard.is_final:
             return
-        if len(deaths) < _MOST_DEATHS:
-            parts = 1 if shard.is_whole else _PARTS
-            divided = [shard.indices[first::parts] for first in range(parts)]
-            self._pending.extendleft(
-                Shard(indices=part, is_whole=shard.is_whole, deaths=deaths) for part in divided if part
-            )
-            return
-        for index in list(shard.indices):
-            message = f"the process of the engine that ran it died twice: on {' and on '.join(deaths)}"
+        suspects = [index for index in shard.indices if index in shard.running] or shard.indices
+        others = [index for index in shard.indices if index not in suspects]
+        if len(suspects) == 1 and len(deaths) >= _MOST_DEATHS:
+            times = "twice" if len(deaths) == 2 else f"{len(deaths)} times"
+            message = f"the process of the engine that ran it died {times}: on {' and on '.join(deaths)}"
+            index = suspects[0]
             self._end(shard, index, Trial(config=self._configs[index], outcome=Outcome.CRASHED, message=message))
+        else:
+            divided = [suspects[first::_PARTS] for first in range(_PARTS)]
+            self._pending.extend(Shard(indices=part, deaths=deaths) for part in divided if part)
+        if others:
+            self._pending.appendleft(Shard(indices=others, is_whole=shard.is_whole))
 
     def _fail(self, shard: Shard, error: BaseException) -> None:
-        """Ends a shard for which the engine reports an error: a dead worker, or that it cannot run it at all."""
+        """Ends a shard for which the engine reports an error: a dead worker, or that it cannot run it at all.
+
+        One that has begun tells by its connection how it goes on; an engine gives up work whose process lives, as where
+        its scheduler has died.
+        """
+        shard.future = None
+        if shard.began is not None:
+            return
         self._release(shard)
-        if shard.began is None and isinstance(error, concurrent.futures.BrokenExecutor):
+        if isinstance(error, concurrent.futures.BrokenExecutor):
             # A broken pool stays broken, and may take work for a moment before it knows; no config is to blame for it.
             raise self._exhausted(error) from error
-        if shard.began is not None or replies.means_death(error):
+        if replies.means_death(error):
             self._bury(shard)
         elif (text := replies.cannot_import(error)) is not None:
             raise replies.lacks_package(self._executor, text) from error
@@ -334,6 +344,8 @@ class Shards:
             self._repeat_failed(shard, f"{type(error).__name__}: {error}")
 
     def _repeat_failed(self, shard: Shard, reason: str) -> None:
+        if shard.is_final:
+            return
         if shard.failures + 1 >= _MOST_FAILURES:
             raise EngineError(
                 f"{self._name}: {_shown(self._executor)} could not run a shard, twice; the last time {reason}; the "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
-import logging
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -19,10 +18,6 @@ if TYPE_CHECKING:
     from quarantune.devices.targets import Target
     from quarantune.sweep.swept import Swept
 
-_logger = logging.getLogger("quarantune")
-
-_SILENT_S = 60.0
-"""An engine that has run nothing for this long gets a warning."""
 _LOOK_S = 0.2
 """Ctrl-C ends a wait for an engine within this time."""
 
@@ -74,9 +69,10 @@ def device(settings: Settings) -> Target | None:
 
 def _ask(executor: Executor) -> Target:
     from quarantune.engine import remote, replies
+    from quarantune.engine.silence import Silence
 
     found: Any = None
-    silent_s = 0.0
+    silence = Silence(executor)
     try:
         future = executor.submit(remote.describe)
         while True:
@@ -86,9 +82,9 @@ def _ask(executor: Executor) -> Target:
             except concurrent.futures.TimeoutError:
                 if future.done():
                     raise
-                silent_s += _LOOK_S
-                if _SILENT_S <= silent_s < _SILENT_S + _LOOK_S:
-                    _logger.warning("no machine of the executor %s has answered yet", type(executor).__name__)
+                silence.check()
+    except EngineError:
+        raise
     except Exception as error:
         if (text := replies.cannot_import(error)) is not None:
             raise replies.lacks_package(executor, text) from error
