@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import types
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,30 @@ def test_a_kernels_limit_of_vmem_is_not_taken_for_its_use() -> None:
         as_text=lambda: text,
     )
     assert read_figures(program) == CompilerFigures(vmem_bytes=16384, moved_bytes=64.0)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "flops", "moved"),
+    [
+        ([], 5.0, 64.0),
+        ([None], None, None),
+        ([{"flops": 1000, "bytes_accessed": "256"}, None], None, None),
+        ([{"flops": 1000, "bytes_accessed": "256"}, {"flops": "7", "bytes_accessed": 1}], 1007.0, 257.0),
+    ],
+)
+def test_the_cost_of_kernels_is_what_their_authors_say_or_unknown(kernels: Any, flops: Any, moved: Any) -> None:
+    calls = [
+        'custom-call(%x), custom_call_target="tpu_custom_call", backend_config={"custom_call_config":{"body":"TUw"'
+        + ("" if estimate is None else f',"cost_estimate":{json.dumps(estimate)}')
+        + "}}"
+        for estimate in kernels
+    ]
+    program = types.SimpleNamespace(
+        memory_analysis=lambda: None,
+        cost_analysis=lambda: {"flops": 5.0, "bytes accessed": 64.0},
+        as_text=lambda: "\n".join(calls),
+    )
+    assert read_figures(program) == CompilerFigures(flops=flops, moved_bytes=moved)
 
 
 def report_of(*trials: Trial) -> CompileReport:

@@ -103,6 +103,16 @@ def test_the_files_of_ktt_and_of_kernel_tuners_cache_replay(tmp_path: Path) -> N
         expected(quarantune.replay(str(tmp_path / name), "exhaustive", seeds=[0]))
 
 
+def test_a_rate_that_is_recorded_as_a_negative_objective_replays(tmp_path: Path) -> None:
+    cache = {str(at): {"BM": at, "GFLOP/s": -100.0 * at} for at in (1, 2, 4)}
+    tuned = {"tune_params_keys": ["BM"], "objective": "GFLOP/s", "cache": cache}
+    (tmp_path / "cache.json").write_text(json.dumps(tuned))
+    assert quarantune.replay(str(tmp_path / "cache.json"), "exhaustive", seeds=[0]).optimum_ms == 1 / 400
+    (tmp_path / "cache.json").write_text(json.dumps(tuned).replace("GFLOP/s", "time"))
+    with pytest.raises(ValueError, match=r"cache.json is damaged: .*the time of"):
+        quarantune.replay(str(tmp_path / "cache.json"), "exhaustive", seeds=[0])
+
+
 def test_our_journals_and_trials_in_memory_replay(tmp_path: Path) -> None:
     trials = [
         Trial(

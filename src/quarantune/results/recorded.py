@@ -157,9 +157,11 @@ def _from_ktt(rows: Iterable[JsonObject], about: JsonObject) -> list[Trial]:
 
 def _kernel_tuner_trial(row: JsonObject, names: list[str], objective: str) -> Trial:
     value = row[objective]
-    is_time = isinstance(value, (int, float))
+    is_number = isinstance(value, (int, float))
     outcome = {"CompilationFailedConfig": "compile", "InvalidConfig": "compile"}.get(value, "runtime")
-    return _trial({name: row[name] for name in names}, _T4_OUTCOMES["correct" if is_time else outcome], value, "")
+    if is_number and value < 0 and objective != "time":  # a rate, which is negated because the smallest is the best
+        value = -1 / value
+    return _trial({name: row[name] for name in names}, _T4_OUTCOMES["correct" if is_number else outcome], value, "")
 
 
 def _trial(config: Config, ended: tuple[Outcome, Phase | None], value: Any, unit: str) -> Trial:
