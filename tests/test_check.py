@@ -168,6 +168,8 @@ def test_the_reason_says_where_and_by_how_much_and_what_to_do() -> None:
     assert " within 0.1" in told
     assert "rounding of the inputs moves the output by 0.0" in told
     assert told.endswith("give rtol and atol to allow more")
+    assert result.noise is not None
+    assert 0.001 < result.noise < 0.005
 
 
 # --- structure ------------------------------------------------------------------------------------------------------

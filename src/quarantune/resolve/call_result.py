@@ -35,6 +35,7 @@ def call_result(
     executable: bytes | None = None,
     searched: Searched = _UNKNOWN,
     saved: Saved = _NOT_SAVED,
+    noise: float | None = None,
 ) -> TuningResult:
     """Returns the result of a call.
 
@@ -49,6 +50,7 @@ def call_result(
         executable: the executable of the best config, where there is one.
         searched: how thorough the search was.
         saved: what a remembered entry says of its sweep.
+        noise: as in `TuningResult`.
     """
     call = keyed.call
     is_unread = bool(from_cache) and call.has_unread_configs
@@ -65,6 +67,7 @@ def call_result(
         default_config=None if own_defaults is None else as_given(own_defaults),
         default_time_ms=times.default_ms,
         speedup_interval=times.interval,
+        noise=noise,
         finalists=_given(finalists),
         counts=count_outcomes(trials) or dict(saved.counts),
         created=saved.created,

@@ -374,6 +374,7 @@ class TuningJob:
             executable=executable,
             searched=self._searched(),
             saved=saved_of(entry),
+            noise=swept.noise,
         )
 
     def _keep_best(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -38,6 +38,8 @@ class TuningResult:
         best_config: the fastest config.
         time_ms: its median time in milliseconds.
         speedup_interval: the least and the largest speed-up that the noise of the final allows; None where not known.
+        noise: how far the defaults' output moves when their inputs move by up to half a unit in the last place,
+            relative to its RMS: the noise that configs were judged by. None where this process did not measure it.
         finalists: the trials of the configs that were timed in turn in the end, that of the defaults among them; their
             times and samples are those of that final.
         trials: the trial of every config, in their order; of a search, the trial of every config that it asked, in the
@@ -74,6 +76,7 @@ class TuningResult:
     tie: tuple[Config, ...] = ()
     default_time_ms: float | None = None
     speedup_interval: tuple[float, float] | None = None
+    noise: float | None = None
     finalists: tuple[Trial, ...] = ()
     default_config: Config | None = None
     counts: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -281,6 +284,7 @@ class TuningResult:
             "default_config": encode(self.default_config),
             "default_time_ms": self.default_time_ms,
             "speedup_interval": self.speedup_interval,
+            "noise": self.noise,
             "finalists": [trial.to_json() for trial in self.finalists],
             "counts": self.counts,
             "created": self.created,
@@ -324,6 +328,7 @@ class TuningResult:
                 time_ms=math.nan if about["time_ms"] is None else float(about["time_ms"]),
                 default_time_ms=None if about.get("default_time_ms") is None else float(about["default_time_ms"]),
                 speedup_interval=checked_interval(about.get("speedup_interval")),
+                noise=None if about.get("noise") is None else float(about["noise"]),
                 finalists=tuple(Trial.from_json(trial) for trial in about.get("finalists", ())),
                 counts=checked_counts(about.get("counts")),
                 created=str(about.get("created", "")),

@@ -97,7 +97,7 @@ class MeasuredHere:
                 self._run_batch(taken)
             reference.settle(finish)
             final = self._compare(reference.contenders(measured, request.problem.default))
-            return Swept(final, untuned=reference.untuned, complaint=reference.complaint())
+            return Swept(final, untuned=reference.untuned, complaint=reference.complaint(), noise=reference.noise)
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:

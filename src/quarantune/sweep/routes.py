@@ -131,7 +131,7 @@ class Routes:
             final = comparing.compare(contenders) if len(contenders) > 1 else finals.Final()
             executables, for_cache = last.compiled()
             reference = self._reference
-            return Swept(final, for_cache, executables, reference.untuned, reference.complaint())
+            return Swept(final, for_cache, executables, reference.untuned, reference.complaint(), reference.noise)
 
     def compile(self, configs: dict[int, Config]) -> Swept:
         """Compiles configs without running them, and returns their executables."""

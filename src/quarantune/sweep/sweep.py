@@ -282,7 +282,7 @@ def _run_here(
             )
             finalists = reference.contenders(measured, request.problem.default)
             final = in_process.compare(packed.call, finalists, arrays_fd=arrays_fd, options=worker_options)
-            return Swept(final, untuned=reference.untuned, complaint=reference.complaint())
+            return Swept(final, untuned=reference.untuned, complaint=reference.complaint(), noise=reference.noise)
 
 
 def _why_here(request: SweepRequest) -> str:

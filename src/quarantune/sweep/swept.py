@@ -18,6 +18,7 @@ class Swept:
         executables: by the index of a config, its executable as `compiled_winner.Winner` loads it.
         untuned: the trial of the function's defaults, where they ran beside the configs.
         complaint: how outputs disagreed, where the author should know; else empty.
+        noise: how far the output of the defaults moves when its inputs do, as in `Agreement`.
         retimed: by the index of a config, its trial on the machine of the final, where it was tried on another before.
     """
 
@@ -26,4 +27,5 @@ class Swept:
     executables: dict[int, bytes] = dataclasses.field(default_factory=dict)
     untuned: Trial | None = None
     complaint: str = ""
+    noise: float | None = None
     retimed: dict[int, Trial] = dataclasses.field(default_factory=dict)
