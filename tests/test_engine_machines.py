@@ -161,6 +161,45 @@ def test_no_config_is_blamed_for_a_scheduler_that_dies(
     goes_on_here("scheduler", seen.ended)
 
 
+HIDES = """
+import sys
+class Hiding:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hiding())
+"""
+
+
+def hiding(directory: Path, name: str) -> str:
+    """Returns an import path with which Python does not find a module, as on a machine without it."""
+    directory.mkdir()
+    (directory / "sitecustomize.py").write_text(HIDES.format(name=name))
+    return os.pathsep.join([str(directory), str(SOURCE), str(TESTS)])
+
+
+OLD = "import quarantune._version as v\nv.__version__ = '0.0.1'"
+
+
+@pytest.mark.parametrize("fault", ["no module", "other version"])
+def test_a_machine_that_cannot_take_part_is_named_and_the_others_go_on(
+    fault: str, cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = hiding(tmp_path / "hidden", "engine_kernels")
+    bad: dict[str, Any] = {"PYTHONPATH": path} if fault == "no module" else {"prelude": OLD}
+    reason = "No module named 'engine_kernels'" if fault == "no module" else "it has quarantune 0.0.1"
+    cluster.worker(**bad)
+    with cluster.executor(1) as executor:
+        with pytest.raises(EngineError, match=reason):
+            tuner("nowhere", space=20).run(X, executor=executor)
+        cluster.worker()
+        executor._client.wait_for_workers(2, timeout=60)
+        caplog.clear()
+        result = tuner("nowhere", space=40).run(X, executor=executor)
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
+    assert result.best_config["n"] <= 1
+
+
 def test_a_cluster_without_workers_is_named_and_waited_for_with_a_bound(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,20 +22,24 @@ from quarantune.sweep.swept import Swept
 from quarantune.values import settings as environment
 from quarantune.values import versions
 from quarantune.values.json_object import JsonObject
-from quarantune.values.trial import Phase, ReferenceFailedError, Trial
+from quarantune.values.trial import Outcome, Phase, ReferenceFailedError, Trial
 
 DONE, STOPPED, LATE, REFUSED, FAILED, INVALID = "done", "stopped", "late", "refused", "failed", "invalid"
 """How a shard ends on its machine."""
 NO_CONFIG = -1
 """The index in the message that a machine has the device, and begins."""
 _REFUSAL_S = 0.3
-"""A machine that cannot run a shard waits for this long, times the number of refusals, before it says so: the machines
-that can run it should get it next."""
+"""A machine that cannot run a shard stays busy for this long, times the number of refusals, after it has said so: the
+machines that can run it should get it next."""
 _LONGEST_REFUSAL_S = 2.0
 
 
 class _StopError(Exception):
     """Ends a sweep in its `on_tick`."""
+
+
+class _RefusalError(Exception):
+    """This machine cannot take part in the sweep; the message says why."""
 
 
 def versions_here() -> dict[str, str]:
@@ -64,16 +68,13 @@ def run(task: Mapping[str, Any]) -> JsonObject:
         task: as `Shards.task` makes it, of plain data, so that machines with another version can say so.
     """
     about = {"host": socket.gethostname(), "pid": os.getpid()}
-    here = versions_here()
-    if task["versions"] != here:
-        return about | {"end": INVALID, "error": differing(task["versions"], here)}
     reached = contact.reach(Address.from_json(task["address"]), task["shard"], about)
     if reached is False:
         return about | {"end": STOPPED}
     line = reached if isinstance(reached, Contact) else None
     trials: list[JsonObject] = []
     with contextlib.closing(line) if line is not None else contextlib.nullcontext():
-        end = about | _Shard(task, line, trials).run()
+        end = about | _Shard(task, line, trials, about).run()
         if line is not None:
             line.say(end)
     return end | {"trials": trials}
@@ -93,24 +94,30 @@ def differing(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
 class _Shard:
     """One shard on its machine."""
 
-    def __init__(self, task: Mapping[str, Any], line: Contact | None, trials: list[JsonObject]) -> None:
+    def __init__(
+        self, task: Mapping[str, Any], line: Contact | None, trials: list[JsonObject], about: JsonObject
+    ) -> None:
         self._task = task
         self._line = line
         self._trials = trials
+        self._about = about
         self._ends_at = time.monotonic() + task["deadline_s"]
 
     def run(self) -> JsonObject:
         """Returns how the shard ended."""
         try:
+            if self._task["versions"] != (here := versions_here()):
+                raise _RefusalError(differing(self._task["versions"], here))
             parcel = unpack(self._task["parcel"])
-            if (refusal := self._refusal(parcel)) is not None:
-                return refusal
+            self._check_device(parcel)
             self._say({"phase": [NO_CONFIG, Phase.LOAD.value]})
             with surroundings.prepared(parcel.threads):
                 swept = self._sweep(parcel)
+        except (_RefusalError, ImportError) as refusal:
+            return self._refused(str(refusal))
         except _StopError as stop:
             return {"end": str(stop)}
-        except (ReferenceFailedError, ValueError, TypeError, ImportError) as error:
+        except (ReferenceFailedError, ValueError, TypeError) as error:
             return {"end": INVALID, "kind": type(error).__name__, "error": str(error)}
         except Exception as error:
             return {"end": FAILED, "error": f"{type(error).__name__}: {error}"}
@@ -118,18 +125,21 @@ class _Shard:
             return {"end": STOPPED}
         return {"end": DONE} | _described(swept)
 
-    def _refusal(self, parcel: Parcel) -> JsonObject | None:
-        """Returns the refusal of a machine that does not have the device; None where it has it."""
+    def _check_device(self, parcel: Parcel) -> None:
+        """Raises where this machine does not have the device."""
         if parcel.target is not None:
-            return None
+            return
         found = discovery.platform_and_kind("cpu" if parcel.platform == "cpu" else None)
-        if found == (parcel.platform, parcel.device_kind):
-            return None
-        ready_at = time.monotonic() + min(_LONGEST_REFUSAL_S, _REFUSAL_S * (1 + self._task["refusals"]))
-        while time.monotonic() < ready_at:
-            self._look()
-            time.sleep(0.05)
-        return {"end": REFUSED, "device": found[1], "wanted": parcel.device_kind}
+        if found != (parcel.platform, parcel.device_kind):
+            raise _RefusalError(f"it has {found[1]}, another kind of device than {parcel.device_kind}")
+
+    def _refused(self, reason: str) -> JsonObject:
+        """Returns the refusal of this machine, which is told at once, and stays busy while another takes the shard."""
+        refusal: JsonObject = {"end": REFUSED, "error": reason}
+        if self._line is not None:
+            self._line.say(self._about | refusal)
+        time.sleep(min(_LONGEST_REFUSAL_S, _REFUSAL_S * (1 + self._task["refusals"])))
+        return refusal
 
     def _sweep(self, parcel: Parcel) -> Swept:
         configs: dict[int, Any] = dict(self._task["configs"])
@@ -154,6 +164,8 @@ class _Shard:
         )
 
     def _tell(self, index: int, trial: Trial) -> None:
+        if trial.outcome is Outcome.ERROR and trial.phase is Phase.LOAD:
+            raise _RefusalError(f"it cannot load the function: {trial.message}")  # no config is to blame
         record = trial.to_json()
         if trial.device:
             record["device"] = f"{trial.device} on {socket.gethostname()}"

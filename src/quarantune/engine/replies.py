@@ -40,10 +40,8 @@ class End:
 
     Attributes:
         how: one of the constants of `remote`.
-        error: the reason, where it failed.
+        error: the reason, where it failed or was refused.
         kind: the type of the error, where the call itself is at fault.
-        device: the kind of device of a machine that refused it.
-        wanted: the kind of device that it is for.
         final: the comparison of its fastest configs, where it was whole.
         untuned: as `Swept.untuned`.
         complaint: as `Swept.complaint`.
@@ -52,8 +50,6 @@ class End:
     how: str
     error: str = ""
     kind: str = ""
-    device: str = ""
-    wanted: str = ""
     final: Final = dataclasses.field(default_factory=Final)
     untuned: Trial | None = None
     complaint: str = ""
@@ -66,7 +62,7 @@ def end(message: Mapping[str, Any]) -> End:
         DamageError: the message is no such thing.
     """
     try:
-        texts = {name: str(message.get(name, ""))[:_MOST_TEXT] for name in ("error", "kind", "device", "wanted")}
+        texts = {name: str(message.get(name, ""))[:_MOST_TEXT] for name in ("error", "kind")}
         untuned = message.get("untuned")
         return End(
             how=str(message["end"]),

@@ -83,7 +83,7 @@ class Shards:
         self._ends: list[tuple[Shard, End]] = []
         self._refused: dict[str, str] = {}
         self._refusing: set[str] = set()
-        self._refused_at = 0.0
+        self._refused_at = self._took_part_at = 0.0
         self._is_heard = False
         self._numbers = itertools.count()
         is_local = any(type(executor).submit is kind.submit for kind in _ON_THIS_MACHINE)
@@ -222,6 +222,7 @@ class Shards:
     def _note(self, shard: Shard, message: JsonObject) -> None:
         """Takes the trial of a config, unless it has one."""
         index, trial = replies.trial(message, self._configs, is_check=self._is_check)
+        self._took_part_at = time.monotonic()
         if index in shard.indices:
             self._end(shard, index, trial)
 
@@ -280,6 +281,8 @@ class Shards:
     def _finish(self, shard: Shard, end: End) -> None:
         """Ends a shard as its machine says."""
         self._silence.broken()
+        if end.how == remote.REFUSED:
+            shard.future = None  # not cancelled: an engine would take the machine for idle, and give it the next one
         self._release(shard)
         if end.how == remote.DONE and not shard.indices:
             self._ends.append((shard, end))
@@ -355,17 +358,17 @@ class Shards:
         self._pending.appendleft(again(shard, failures=shard.failures + 1))
 
     def _refuse(self, shard: Shard, end: End) -> None:
-        """Gives a shard to another machine, because one does not have the device."""
+        """Gives a shard to another machine, because one cannot take part."""
         if shard.host not in self._refused:
-            _logger.warning("%s: %s has %s and takes no part: %s", self._name, shard.host, end.device, end.wanted)
-        self._refused[shard.host] = end.device
+            _logger.warning("%s: %s takes no part: %s", self._name, shard.host, end.error)
+        self._refused[shard.host] = end.error
         self._refusing.add(shard.process)
         self._refused_at = self._refused_at or time.monotonic()
         if shard.refusals + 1 >= _MOST_REFUSALS and not self._may_be_taken():
-            there = ", ".join(f"{host} has {kind}" for host, kind in sorted(self._refused.items()))
+            there = "; ".join(f"{host}: {reason}" for host, reason in sorted(self._refused.items()))
             raise EngineError(
-                f"{self._name}: it is tuned for another kind of device than {_shown(self._executor)} offers ({there}): "
-                f"{end.wanted}; give an executor whose machines have that"
+                f"{self._name}: no machine of {_shown(self._executor)} can take part ({there}); give all machines the "
+                f"same versions, modules and kind of device; the trials so far are kept"
             )
         self._pending.append(again(shard, refusals=shard.refusals + 1))
 
@@ -376,7 +379,8 @@ class Shards:
             other.is_accepted or (other.began is not None and other.process not in self._refusing) for other in others
         ):
             return True
-        return bool(others) and time.monotonic() < self._refused_at + _APPEARS_S
+        may_appear = bool(others) or self._took_part_at > 0.0
+        return may_appear and time.monotonic() < max(self._refused_at, self._took_part_at) + _APPEARS_S
 
     def _give_up(self, reason: str) -> None:
         """Ends all configs without a trial."""

@@ -6,7 +6,7 @@ import concurrent.futures
 import functools
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
 from quarantune.host import locks
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from quarantune.devices.targets import Target
     from quarantune.sweep.swept import Swept
 
+_MOST_ASKED = 6
+"""How many further answers are asked for where a first machine cannot take part."""
 _LOOK_S = 0.2
 """Ctrl-C ends a wait for an engine within this time."""
 
@@ -68,30 +70,59 @@ def device(settings: Settings) -> Target | None:
 
 
 def _ask(executor: Executor) -> Target:
+    """Returns the device of the first machine that can take part.
+
+    Raises:
+        EngineError: none of those that answered can, or none answered.
+    """
+    from quarantune.devices.targets import Target
+    from quarantune.engine import replies
+
+    faults: dict[str, None] = {}
+    for count in (1, _MOST_ASKED):  # at a time, so that other machines get some of them
+        for answer in _answers(executor, count):
+            try:
+                found = answer()
+                replies.check_description(found)
+            except EngineError as error:
+                faults[str(error)] = None
+                continue
+            return Target(
+                name=found["kind"], platform=found["platform"], device_kind=found["kind"], origin=found["host"]
+            )
+    raise EngineError("; ".join(faults))
+
+
+def _answers(executor: Executor, count: int) -> list[Callable[[], Any]]:
+    """Asks machines of an engine to describe themselves; returns functions that wait for their answers."""
     from quarantune.engine import remote, replies
     from quarantune.engine.silence import Silence
 
-    found: Any = None
     silence = Silence(executor)
-    try:
-        future = executor.submit(remote.describe)
-        while True:
-            try:
-                found = future.result(_LOOK_S)
-                break
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    raise
-                silence.check()
-    except EngineError:
-        raise
-    except Exception as error:
-        if (text := replies.cannot_import(error)) is not None:
-            raise replies.lacks_package(executor, text) from error
-        raise EngineError(
-            f"the executor {type(executor).__name__} could not run a first task: {type(error).__name__}: {error}"
-        ) from error
-    replies.check_description(found)
-    from quarantune.devices.targets import Target
 
-    return Target(name=found["kind"], platform=found["platform"], device_kind=found["kind"], origin=found["host"])
+    def wait(future: Future[Any]) -> Any:
+        try:
+            while True:
+                try:
+                    return future.result(_LOOK_S)
+                except concurrent.futures.TimeoutError:
+                    if future.done():
+                        raise
+                    silence.check()
+        except EngineError:
+            raise
+        except Exception as error:
+            if (text := replies.cannot_import(error)) is not None:
+                raise replies.lacks_package(executor, text) from error
+            raise _unable(executor, error) from error
+
+    try:
+        return [functools.partial(wait, executor.submit(remote.describe)) for _ in range(count)]
+    except Exception as error:
+        raise _unable(executor, error) from error
+
+
+def _unable(executor: Executor, error: Exception) -> EngineError:
+    return EngineError(
+        f"the executor {type(executor).__name__} could not run a first task: {type(error).__name__}: {error}"
+    )
