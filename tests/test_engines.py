@@ -226,16 +226,19 @@ def test_cancelling_leaves_nothing_alive(engine: Engine, tmp_path: Path) -> None
         raise KeyboardInterrupt
 
     seen = Following(3, interrupt)
-    tuner = quarantune.AutoTuner(
-        engine_kernels.noted, {"n": list(range(20))}, on_progress=seen, rep=2, ref_fn=None, name="cancelled"
-    )
+
+    def run() -> quarantune.TuningResult:
+        return quarantune.AutoTuner(
+            engine_kernels.noted, {"n": list(range(20))}, on_progress=seen, rep=2, ref_fn=None, name="cancelled"
+        ).run(X, str(tmp_path), executor=engine)
+
     with pytest.raises(KeyboardInterrupt):
-        tuner.run(X, str(tmp_path), executor=engine)
+        run()
     began = time.monotonic()
     assert eventually(lambda: not sandboxes(with_own=True), timeout_s=30)
     print(f"nothing was alive after {time.monotonic() - began:.2f} s")
     traced = len(notes(tmp_path))
-    result = tuner.run(X, str(tmp_path), executor=engine)  # the next one works, and goes on from the journal
+    result = run()  # another one works, and goes on from the journal
     assert sorted(seen.ended) == list(range(20))
     assert len(result.trials) == 20
     assert len({n for n, _ in notes(tmp_path)[traced:]}) <= 20
