@@ -74,7 +74,7 @@ def test_a_parameter_of_that_name_is_an_ordinary_tunable() -> None:
 def test_a_config_without_options_has_none_where_others_have_some() -> None:
     listed = [{"n": 2}, {"n": 2, "compiler_options": UNOPTIMISED}]
     tuned = quarantune.autotune(listed)(scale)
-    assert tuned._configs == [{"n": 2, "compiler_options": {}}, {"n": 2, "compiler_options": UNOPTIMISED}]
+    assert list(tuned._configs) == [{"n": 2, "compiler_options": {}}, {"n": 2, "compiler_options": UNOPTIMISED}]
     assert len({config_space.text_of(config) for config in tuned._configs}) == 2
 
 

@@ -381,7 +381,7 @@ def test_the_table_shows_each_kernels_winner_and_the_total_gain() -> None:
 def test_without_a_sandbox_the_same_configs_win() -> None:
     one, two = kernel("one", {"ms": [10, 1]}), kernel("two", {"ms": [1, 10]})
 
-    @quarantune.contextual_autotune(n_repeat=2)
+    @quarantune.contextual_autotune(n_repeat=5)
     def both(x: Any) -> Any:
         return two(one(x))
 

@@ -72,10 +72,10 @@ def test_few_descriptors_limit_the_machines_and_not_the_journal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("quarantune.host.machine.descriptors_left", lambda: 1000)
-    assert pieces.most_at_a_time() == 936
+    assert pieces.most_at_a_time() == 904
     monkeypatch.setattr("quarantune.host.machine.descriptors_left", lambda: 20)
     assert pieces.most_at_a_time() == pieces.LEAST
-    pieces.warn_of_descriptors("some kernel", 936)
-    pieces.warn_of_descriptors("some kernel", 936)
+    pieces.warn_of_descriptors("some kernel", 904)
+    pieces.warn_of_descriptors("some kernel", 904)
     assert len(caplog.messages) == 1
     assert "ulimit -n" in caplog.messages[0]

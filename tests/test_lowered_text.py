@@ -35,6 +35,6 @@ def test_the_text_is_that_of_the_winner_for_the_call_that_was_tuned(tmp_path: Pa
 
 
 def test_a_plain_callable_has_no_such_text() -> None:
-    result = quarantune.AutoTuner(np.sum, {"axis": [0]}, rep=1).run(X)
+    result = quarantune.AutoTuner(np.sum, {"axis": [0]}, rep=1, ref_fn=None).run(X)
     with pytest.raises(TypeError, match="not jitted"):
         result.lowered_text()
