@@ -38,12 +38,13 @@ def _numbers(array: jax.Array) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_floats_are_finite_and_within_one(dtype: str) -> None:
-    array = inputs.make((64, 3), dtype, seed=0)
+@pytest.mark.parametrize(("kind", "largest"), [("auto", 5), ("uniform", 1)])
+def test_floats_are_finite_and_neither_large_nor_constant(dtype: str, kind: str, largest: float) -> None:
+    array = inputs.make((64, 3), dtype, seed=0, kind=kind)
     assert (array.shape, array.dtype.name) == ((64, 3), dtype)
     numbers = _numbers(array)
     assert np.isfinite(numbers).all()
-    assert np.abs(numbers).max() <= 1
+    assert largest / 3 < np.abs(numbers).max() <= largest
     assert len(np.unique(numbers)) > 3
 
 
