@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -92,10 +93,15 @@ class Comparer:
             like = jax.ShapeDtypeStruct(output.shape, output.dtype, sharding=sharding)
             squares = jax.ShapeDtypeStruct(output.shape, "float32", sharding=sharding)
             number, limits = jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((3,), "float32")
-            self._compiled(rounding.add_deviations, squares, like, like)
-            smooth = self._compiled(rounding.smooth_deviations, squares, like, number, number, number)
-            block, column, *_ = smooth.out_info
-            self._compiled(_judge, like, like, block, column, limits)
+            smoothed = (squares, like, number, number, number)
+            block, column, *_ = jax.eval_shape(rounding.smooth_deviations, *smoothed)
+            wanted = [
+                (rounding.add_deviations, squares, like, like),
+                (rounding.smooth_deviations, *smoothed),
+                (_judge, like, like, block, column, limits),
+            ]
+            with ThreadPoolExecutor(len(wanted)) as pool:  # XLA compiles without holding the interpreter's lock
+                list(pool.map(lambda work: self._compiled(*work), wanted))
 
     def keep(self, output: Sequence[Any], on_host: Sequence[Any]) -> None:
         """Keeps an output on the device, to compare others with it.
