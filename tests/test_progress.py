@@ -382,7 +382,7 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
         r"matmul f32\[8,8\]: \d+ of 48 done( \([^)]*\))?, .* gone.*",
         r"[━╸╺]+",
         r"  \d+ wait, \d+ compile(, \d+ compiled)?, \d+ measured",
-        r"  best BM=\d+ \S+ ms.*",
+        r"  best BM=\d+,? (\S+ ms|the defaults are best|as fast as|\S+ (faster|slower) than).*",
         r"  now: (BM=\d+|the untuned function) .*",
         r"  (starting workers|the fastest are timed once more, in turn)",
         *DISTURBANCES,

@@ -279,7 +279,7 @@ def test_a_sweep_killed_five_times_runs_no_finished_trial_twice(fleet: Fleet, ca
     assert sorted(recorded(cache_dir)) == list(range(24))
     ran = notes(place)
     assert collections.Counter(ran[: expected.total()]) == expected
-    assert len(ran) - expected.total() <= finals.FINALISTS
+    assert len(ran) - expected.total() <= finals.FINALISTS + 1  # the final, the defaults among them
     fleet.give_back([member])
 
 
