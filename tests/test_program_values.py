@@ -15,6 +15,8 @@ from helpers import SOURCE
 
 import quarantune
 
+pytestmark = pytest.mark.clients  # its programs use absl
+
 MODULES = {
     "mysettings": """
 import dataclasses, enum, functools
