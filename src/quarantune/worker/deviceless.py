@@ -59,6 +59,11 @@ def answers_at_import(target: CompileTarget) -> Iterator[None]:
             raise NeedsDeviceError(f"its modules cannot be imported without the device: {what}") from error
 
 
+def was_asked_at_import() -> bool:
+    """Returns whether a module of the caller's has asked for its device when this process imported it."""
+    return bool(_asked_at_import)
+
+
 @contextlib.contextmanager
 def abstract_device(target: CompileTarget, *, is_check: bool = False) -> Iterator[SingleDeviceSharding]:
     """Stands in for the accelerator while a program is traced and lowered for it.

@@ -22,6 +22,8 @@ from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Phase
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from quarantune.host.waits import RunTime
     from quarantune.transport.call import Call
     from quarantune.worker.bench import Bench, Program
@@ -170,7 +172,9 @@ class Worker:
         from quarantune.worker.failures import NeedsDeviceError
 
         def load() -> Call:
-            return load_call(self._shared.payload_fd, self._shared.cwd)
+            # Values that modules made of a target's answers are not those of the caller, which has another device.
+            is_other = isinstance(task, messages.Compile) and task.is_check and deviceless.was_asked_at_import
+            return load_call(self._shared.payload_fd, self._shared.cwd, is_other or (lambda: False))
 
         if not isinstance(task, messages.Compile) or task.target is None:
             return load()
@@ -356,10 +360,11 @@ def warm_up(task: Frame) -> None:
     deviceless.topology(target)
 
 
-def load_call(payload_fd: int, cwd: str | None) -> Call:
+def load_call(payload_fd: int, cwd: str | None, is_other: Callable[[], bool] = lambda: False) -> Call:
     """Loads a sweep's payload: imports the modules of the caller's function, or unpickles it.
 
-    Values that the caller's program has set in these modules are set here, too.
+    Values that the caller's program has set in these modules are set here, too, unless `is_other` says of the modules,
+    once they are imported, that their values are those of another device.
     """
     from quarantune.transport import payload
     from quarantune.worker import program_values
@@ -367,7 +372,8 @@ def load_call(payload_fd: int, cwd: str | None) -> Call:
     if cwd is not None:
         os.chdir(cwd)
     call = payload.unpack_call(spool.read(payload_fd))
-    program_values.adopt(call.program_values)
+    if not is_other():
+        program_values.adopt(call.program_values)
     return call
 
 
