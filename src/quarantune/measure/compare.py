@@ -183,7 +183,7 @@ def _compare_leaf(output: Any, expected: Any, allowance: Allowance, where: str, 
         return describe_mismatches(found, output.shape, allowance, where, is_exact=False)
     if isinstance(output, NoArray) and output == expected:
         return None
-    got, wanted = on_host(output), on_host(expected)
+    got, wanted = _on_host(output), _on_host(expected)
     is_python_number = type(output) in _NUMBER_TYPES or type(expected) in _NUMBER_TYPES
     if is_python_number:
         got, wanted = _without_dtype(got), _without_dtype(wanted)
@@ -231,7 +231,7 @@ def noise_of(leaf: Any, *, coarsest: int | None, run: Run | None = None) -> Nois
     return Noise(leaf, coarsest=coarsest, run=run) if has_dtype(leaf, np.inexact) and leaf.size else None
 
 
-def on_host(leaf: Any) -> _Array:
+def _on_host(leaf: Any) -> _Array:
     """Returns a leaf as a numpy array, and PRNG keys as their data."""
     return np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
 
