@@ -1746,6 +1746,23 @@ def test_a_config_that_kills_its_siblings_costs_only_itself(route: Route, exclus
     assert result.outcomes == ["ok", "ok", "crashed", *["ok"] * 5]
 
 
+@EVERY_WAY
+def test_a_config_whose_worker_was_dead_before_it_began_is_not_blamed(route: Route, exclusive: bool) -> None:
+    def is_killed(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "Compile":
+            return None
+        return [(0.1, worker.says("PhaseEntered", "compile")), (0.4, worker.ends(KILLED))]
+
+    def was_dead(worker: FakeWorker) -> list[Step] | None:
+        return [(0.1, worker.ends(KILLED))] if worker.do == "Measure" else None
+
+    def is_fine(worker: FakeWorker) -> None:
+        return None
+
+    result = run(plan_for(route, exclusive=exclusive), 6, for_config(1, is_killed, was_dead, was_dead, is_fine))
+    assert result.outcomes == ["ok"] * 6
+
+
 class Crowded(FakeSandbox):
     """At most `room` workers can start their threads; `tells` are the words of those that cannot."""
 

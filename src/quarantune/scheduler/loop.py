@@ -33,7 +33,7 @@ from quarantune.scheduler.scarcity import Scarcity
 from quarantune.scheduler.side_tasks import SideTasks
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.scheduler.together import Together
-from quarantune.scheduler.verdicts import Exits, overdue
+from quarantune.scheduler.verdicts import Exits, forgive, overdue
 from quarantune.scheduler.workers import DeviceState, SandboxLike, Verdict, Worker, Workers
 from quarantune.values.trial import Config, Outcome, Trial
 
@@ -231,7 +231,9 @@ class Scheduler:
         if worker.was_spare and not worker.began:
             if isinstance(self._route, Together):
                 self._route.on_spare_exit(worker)
-            worker.verdict = worker.verdict or Verdict(Outcome.LOST, "the process died before it began")
+            if worker.verdict is None:
+                forgive(worker)
+                worker.verdict = Verdict(Outcome.LOST, "the process died before it began")
         self._endings.conclude(worker, worker.verdict or self._exits.judge(worker, status))
 
     def _until_next_deadline(self) -> float:

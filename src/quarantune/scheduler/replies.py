@@ -48,6 +48,7 @@ class Replies:
         expected = None if worker.job is None else worker.job.index
         if worker.verdict is not None or frame.get("trial") != expected:
             return  # late, or of a trial that is over
+        worker.was_heard = True
         try:
             self._apply(worker, codec.decode(frame, *REPLIES))
         except (TypeError, ValueError, ArithmeticError) as error:

@@ -108,8 +108,6 @@ class Run:
         device.measuring = worker
         worker.phase = Phase.CHECK
         is_first = worker.run_ms is None
-        if is_first:
-            self.on_phase(job.index, worker.phase.value)
         worker.assigned_at = self.clock()
         worker.deadline = worker.assigned_at + self.plan.timeout_s - worker.held_s
         if is_together and is_first:

@@ -12,6 +12,9 @@ from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.workers import Verdict, Worker, Workers, WorkerState
 from quarantune.values.trial import Outcome, is_plausible_ms
 
+_MOST_FORGIVEN = 5
+"""So often may workers of one config be killed before they begin with it, until that counts against the config."""
+
 
 def overdue(worker: Worker, plan: Plan) -> Verdict:
     """Returns the verdict on a worker whose deadline has passed."""
@@ -37,6 +40,17 @@ def raised(reply: Failed) -> Verdict:
     return Verdict(outcome, f"{reply.error}: {reply.text}" if reply.text else reply.error)
 
 
+def forgive(worker: Worker) -> None:
+    """Forgets an earlier loss of a config whose worker was killed before it began with the config.
+
+    The kill is then another's doing, and the earlier one may have been, too.
+    """
+    job = worker.job
+    if job is not None and not worker.was_heard and job.forgiven < _MOST_FORGIVEN:
+        job.was_lost = False
+        job.forgiven += 1
+
+
 class Exits:
     """Judges processes that ended by themselves: one that ends without a result did not succeed."""
 
@@ -56,6 +70,7 @@ class Exits:
             return Verdict(Outcome.LOST, "it could not be started, or the process that started it died")
         kills = machine.oom_kills()
         if status != -9 or kills <= self._oom_kills:
+            forgive(worker)
             is_first = worker.job is None or not worker.job.was_lost or worker.state is WorkerState.PARKED
             outcome = Outcome.LOST if was_killed(status) and is_first else Outcome.CRASHED
             return Verdict(outcome, f"the process {describe_status(status)} without a result")

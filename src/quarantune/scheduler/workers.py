@@ -110,6 +110,7 @@ class Job:
         peak_bytes: the most memory that its workers held.
         slack_s: seconds of the compile deadline left after lowering.
         was_lost: whether a worker of it was lost before.
+        forgiven: how many workers of it were killed before they began with it.
         needs_fresh: whether only a fresh worker may run it.
         compiles_fresh: whether only a fresh worker may compile it.
         is_alone: whether it runs when no other config does, because it lacked memory beside others.
@@ -126,6 +127,7 @@ class Job:
     peak_bytes: int = 0
     slack_s: float = NEVER
     was_lost: bool = False
+    forgiven: int = 0
     needs_fresh: bool = False
     compiles_fresh: bool = False
     is_alone: bool = False
@@ -161,6 +163,7 @@ class Worker:
         was_spare: whether it was started before there was a config for it.
         is_ahead: whether it was made ready while others had the same device.
         began: whether its first phase was announced, from which on a deadline counts.
+        was_heard: whether it has sent a message since it got its last task, which cannot have ended it before.
         side_task_s: seconds that a side task may take from its first phase on.
         reply: the answer to a side task.
         run_ms: milliseconds of its first run, where that is informative.
@@ -191,6 +194,7 @@ class Worker:
     was_spare: bool = False
     is_ahead: bool = False
     began: bool = False
+    was_heard: bool = False
     side_task_s: float | None = None
     reply: Reply | None = None
     run_ms: float | None = None
@@ -336,6 +340,7 @@ class Workers:
 
     def send(self, worker: Worker, task: Task, fds: Sequence[int] = ()) -> None:
         """Sends a worker a further task."""
+        worker.was_heard = False
         self._sandbox.send(worker.number, codec.encode(task), fds)
 
     def send_next(self, worker: Worker, task: Task, fds: Sequence[int] = ()) -> None:

@@ -253,7 +253,7 @@ class Worker:
     def _check(self, bench: Bench, program: Program, task: messages.Measure, fds: list[int]) -> messages.Agreement:
         from quarantune.worker.first_run import FirstRunLimit
 
-        self._phase = Phase.CHECK  # the scheduler knows: it has just given this worker the device
+        self._enter(Phase.CHECK)
         limit = None
         if task.stop_ms is not None and bench.times_first_run(program):
             limit = FirstRunLimit(task.stop_ms, self._report_stop)
@@ -288,7 +288,7 @@ class Worker:
         """Loads a program; one that calls into tables that only tracing fills must be compiled where it runs."""
         from quarantune.worker.failures import NeedsDeviceError, outcome_of
 
-        self._phase = Phase.LOAD
+        self._enter(Phase.LOAD)
         try:
             return bench.load(dict(config), fd)
         except Exception as error:
