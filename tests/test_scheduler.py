@@ -1748,18 +1748,16 @@ def test_a_config_that_kills_its_siblings_costs_only_itself(route: Route, exclus
 
 @EVERY_WAY
 def test_a_config_whose_worker_was_dead_before_it_began_is_not_blamed(route: Route, exclusive: bool) -> None:
-    def is_killed(worker: FakeWorker) -> list[Step] | None:
-        if worker.do != "Compile":
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.trial != 1 or worker.starts > 1:
             return None
-        return [(0.1, worker.says("PhaseEntered", "compile")), (0.4, worker.ends(KILLED))]
+        if worker.do == "Measure":
+            return [(0.1, worker.ends(KILLED))]
+        return (
+            [(0.1, worker.says("PhaseEntered", "compile")), (0.4, worker.ends(KILLED))] if not worker.starts else None
+        )
 
-    def was_dead(worker: FakeWorker) -> list[Step] | None:
-        return [(0.1, worker.ends(KILLED))] if worker.do == "Measure" else None
-
-    def is_fine(worker: FakeWorker) -> None:
-        return None
-
-    result = run(plan_for(route, exclusive=exclusive), 6, for_config(1, is_killed, was_dead, was_dead, is_fine))
+    result = run(plan_for(route, exclusive=exclusive), 6, act)
     assert result.outcomes == ["ok"] * 6
 
 
