@@ -2207,10 +2207,10 @@ def confirming_plan(**changes: Any) -> Plan:
     )
 
 
-def raises_on_the_device(worker: FakeWorker) -> list[Step]:
+def raises_on_the_device(worker: FakeWorker, place: str = "here") -> list[Step]:
     return [
         (1.0, worker.says("PhaseEntered", "compile")),
-        (0.2, worker.raises("compile", message="bad on the device")),
+        (0.2, worker.raises("compile", message="bad on the device", place=place)),
     ]
 
 
@@ -2239,7 +2239,7 @@ def test_an_error_that_is_raised_last_is_confirmed_before_the_run_ends() -> None
 
 def test_one_error_of_each_place_is_confirmed() -> None:
     def on_device(worker: FakeWorker) -> list[Step]:
-        return compiles(worker) if worker.task.config["id"] == 1 else raises_on_the_device(worker)
+        return compiles(worker) if worker.task.config["id"] == 1 else raises_on_the_device(worker, places[2])
 
     places = {1: "KeyError at a.py:1", 2: "ValueError at b.py:2", 4: "KeyError at a.py:1", 5: "ValueError at b.py:2"}
     result = run(confirming_plan(), 40, confirming(on_device, *places, places=places))
@@ -2270,6 +2270,7 @@ def test_the_config_of_the_same_program_fails_at_the_same_place() -> None:
     "on_device",
     [
         pytest.param(compiles, id="it compiles there"),
+        pytest.param(lambda worker: raises_on_the_device(worker, "elsewhere"), id="it fails elsewhere there"),
         pytest.param(lambda worker: [(0.1, worker.ends(-11))], id="it crashes there"),
         pytest.param(lambda worker: [(0.1, worker.says("PhaseEntered", "compile"))], id="it hangs there"),
         pytest.param(lambda worker: [(0.1, worker.raises("load"))], id="it cannot be loaded there"),
@@ -2318,17 +2319,28 @@ def doubted(**places: str) -> Leftovers:
 
 
 def settled(
-    left: Leftovers, confirmed: set[str], ends: Mapping[int, tuple[Outcome, Phase]]
+    left: Leftovers, confirmed: set[str], ends: Mapping[int, tuple[Outcome, Phase]], **elsewhere: str
 ) -> tuple[dict[int, Trial], list[list[int]]]:
-    """Settles configs that end on the device as `ends` says; returns their trials and what ran there."""
+    """Settles configs that end on the device as `ends` says; returns their trials and what ran there.
+
+    Errors of compiling are raised at the same place there, but for those of `elsewhere`.
+    """
     trials: dict[int, Trial] = {}
     runs: list[list[int]] = []
 
-    def run_there(configs: dict[int, Config], finish: Callable[[int, Trial, str], None], source: ConfigSource) -> None:
+    def run_there(
+        configs: dict[int, Config], finish: Callable[[int, Trial, str], None], source: ConfigSource
+    ) -> Leftovers:
         runs.append(sorted(configs))
+        places = {
+            index: elsewhere.get(f"c{index}", left.unconfirmed[index].place)
+            for index in configs
+            if ends[index] == (Outcome.ERROR, Phase.COMPILE)
+        }
         for index, config in configs.items():
             outcome, phase = ends[index]
             finish(index, Trial(config=config, outcome=outcome, phase=phase, message="with", route=Route.TOGETHER), "")
+        return Leftovers(raised_at=places)
 
     confirmation.settle(left, confirmed, lambda index, trial, log: trials.setdefault(index, trial), run_there)
     return trials, runs
@@ -2348,6 +2360,19 @@ def test_errors_stand_where_one_of_their_place_is_raised_on_the_device() -> None
         3: ("ok", "with"),
         4: ("error", "without"),
     }
+
+
+def test_another_error_on_the_device_confirms_nothing() -> None:
+    error, ok = (Outcome.ERROR, Phase.COMPILE), (Outcome.OK, Phase.MEASURE)
+    confirmed: set[str] = set()
+    trials, runs = settled(doubted(c0="a", c1="a", c2="a"), confirmed, {0: error, 1: ok, 2: error}, c0="b", c2="b")
+    assert runs == [[0], [1, 2]]
+    assert confirmed == set()
+    assert [(trials[index].outcome.value, trials[index].message) for index in range(3)] == [
+        ("error", "with"),
+        ("ok", "with"),
+        ("error", "with"),
+    ]
 
 
 def test_an_error_while_running_on_the_device_confirms_no_error_of_compiling() -> None:

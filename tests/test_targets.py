@@ -163,10 +163,10 @@ def test_exceptions_have_a_place_each_line_and_each_status_of_xla() -> None:
     assert re.fullmatch(r"ValueError at .*test_targets\.py:\d+", one)
     assert place(refuses, "a type") != one
     memory = place(fails_in_xla, "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 274432")
-    assert memory.startswith("JaxRuntimeError RESOURCE_EXHAUSTED at ")
+    assert memory == "JaxRuntimeError RESOURCE_EXHAUSTED"
     assert memory == place(fails_in_xla, "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 409600")
     assert place(fails_in_xla, "INTERNAL: 274432") == memory.replace("RESOURCE_EXHAUSTED", "INTERNAL")
-    assert place(fails_in_xla, "no status here") == memory.replace(" RESOURCE_EXHAUSTED", "")
+    assert re.fullmatch(r"JaxRuntimeError at .*test_targets\.py:\d+", place(fails_in_xla, "no status here"))
     assert place_of(ValueError("never raised"), "never raised") == "ValueError"
 
 

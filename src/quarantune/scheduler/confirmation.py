@@ -45,7 +45,9 @@ class Confirmation:
         unconfirmed, confirmed = dict(left.unconfirmed), set()
         for place, worker in self._workers.items():
             verdict, device = worker.verdict, worker.device
-            if verdict is None or device is None or (verdict.outcome, worker.phase) != (Outcome.ERROR, Phase.COMPILE):
+            if verdict is None or device is None or worker.raised_at != place:
+                continue
+            if (verdict.outcome, worker.phase) != (Outcome.ERROR, Phase.COMPILE):
                 continue
             error = unconfirmed[left.first_at[place]]
             trial = dataclasses.replace(
@@ -60,35 +62,29 @@ def settle(
     left: Leftovers,
     confirmed: set[str],
     finish: Callable[[int, Trial, str], None],
-    run: Callable[[dict[int, Config], Callable[[int, Trial, str], None], ConfigSource], object],
+    run: Callable[[dict[int, Config], Callable[[int, Trial, str], None], ConfigSource], Leftovers],
     source: ConfigSource = NOTHING_MORE,
 ) -> None:
     """Settles the configs that failed where there was no device.
 
-    Of each place where an exception was raised, one config is repeated on the device. If it fails there, too, the
-    others of that place have failed; if not, they are repeated as well.
+    Of each place where an exception was raised, one config is repeated on the device. If the same exception is raised
+    at the same place there, the others of that place have failed; if not, they are repeated as well. Another exception
+    says nothing of them: the device may have let the config get further.
 
     Args:
         left: those configs.
         confirmed: the places whose errors are true; more are added.
         finish: receives the trials.
-        run: runs configs with the device, gives their trials to a function like `finish`, and stops when a source says.
+        run: runs configs with the device, gives their trials to a function like `finish`, stops when a source says, and
+            returns where exceptions were raised.
         source: says when to stop, but for the configs that confirm others.
     """
     errors = left.unconfirmed
     firsts = {index for place, index in left.first_at.items() if place not in confirmed}
-
-    def finish_first(index: int, trial: Trial, log: str) -> None:
-        if (trial.outcome, trial.phase) == (Outcome.ERROR, Phase.COMPILE):
-            confirmed.add(errors[index].place)
-        finish(index, trial, log)
-
     if firsts:
-        run(
-            {index: error.trial.config for index, error in errors.items() if index in firsts},
-            finish_first,
-            NOTHING_MORE,
-        )
+        configs = {index: error.trial.config for index, error in errors.items() if index in firsts}
+        raised_at = run(configs, finish, NOTHING_MORE).raised_at
+        confirmed.update(errors[index].place for index in firsts if raised_at.get(index) == errors[index].place)
     again = {}
     for index, error in errors.items():
         if index in firsts:

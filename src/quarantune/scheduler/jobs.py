@@ -235,6 +235,8 @@ class Jobs:
         if is_error and self._plan.target is not None and not self._plan.is_check:
             self.leftovers.doubt(job.index, Unconfirmed(trial, log, job.raised_at))
         else:
+            if is_error:
+                self.leftovers.raised_at[job.index] = job.raised_at
             self._on_trial(job.index, trial, log)
 
 

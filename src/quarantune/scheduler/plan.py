@@ -97,7 +97,8 @@ class Leftovers:
         unfit_configs: those configs.
         unconfirmed: the configs that failed where there was no device, by index.
         first_at: of those, the first config of each place where one failed.
-        confirmed: the places where that one failed on the device, too.
+        confirmed: the places where that one failed on the device, too, with the same error.
+        raised_at: the places where configs failed while they were compiled with their device, by index.
     """
 
     unfit: dict[int, str] = dataclasses.field(default_factory=dict)
@@ -105,6 +106,7 @@ class Leftovers:
     unconfirmed: dict[int, Unconfirmed] = dataclasses.field(default_factory=dict)
     first_at: dict[str, int] = dataclasses.field(default_factory=dict)
     confirmed: frozenset[str] = frozenset()
+    raised_at: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def doubt(self, index: int, error: Unconfirmed) -> None:
         """Adds a config that failed where there was no device."""

@@ -178,7 +178,7 @@ class Replies:
                 worker.job = None
                 run.workers.retire(worker)
                 return
-        worker.traceback, job, verdict = reply.traceback, worker.job, raised(reply)
+        worker.traceback, worker.raised_at, job, verdict = reply.traceback, reply.place, worker.job, raised(reply)
         if job is not None:
             job.raised_at = reply.place
             may_go_on = reply.goes_on and isinstance(self._route, Apart)

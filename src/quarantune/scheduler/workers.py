@@ -180,6 +180,7 @@ class Worker:
         offered: the number of outputs that its own was to be compared with.
         output_fd: the file for its own output; -1 where there is none.
         traceback: the last lines of the traceback that its config left.
+        raised_at: the place of the exception that its task failed with.
         verdict: the meaning of its end, once decided.
         given_up_at: the time at which it counts as unkillable; None before it is killed.
     """
@@ -211,6 +212,7 @@ class Worker:
     offered: int = 0
     output_fd: int = -1
     traceback: str = ""
+    raised_at: str = ""
     verdict: Verdict | None = None
     given_up_at: float | None = None
 

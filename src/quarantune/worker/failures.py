@@ -50,17 +50,19 @@ def outcome_of(error: BaseException, phase: str) -> str:
 
 
 def place_of(error: BaseException, message: str) -> str:
-    """Returns an exception's type, and the file and line where it was raised; of an error of XLA its status, too.
+    """Returns an exception's type, and the file and line where it was raised; of an error of XLA its status instead.
 
-    One line of JAX raises all errors of XLA.
+    JAX raises all errors of XLA at the line that called it, which another route to the same program does not pass.
 
     Args:
         error: the exception.
         message: its text.
     """
     status = _STATUS.match(message) if isinstance(error, jax.errors.JaxRuntimeError) else None
+    if status:
+        return f"{type(error).__qualname__} {status[0]}"
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next
     where = "" if entry is None else f" at {entry.tb_frame.f_code.co_filename}:{entry.tb_lineno}"
-    return f"{type(error).__qualname__}{f' {status[0]}' if status else ''}{where}"
+    return f"{type(error).__qualname__}{where}"
