@@ -33,6 +33,7 @@ def scaled(configs: Any = CONFIGS, *, name: str = "scaled", **options: Any) -> q
 # --- always_tune --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_block_that_always_tunes_does_so_once_for_each_call_in_memory(sweeps: list[str]) -> None:
     scaled()(X)
     fn, x = scaled(), jax.numpy.asarray(X)

@@ -31,7 +31,7 @@ def swept(fn: Any, values: list[Any], *args: Any, **options: Any) -> quarantune.
 
 # --- the corpus -----------------------------------------------------------------------------------------------------
 
-QUICK = ("matmul bfloat16", "softmax float32", "cumsum float32", "gradient of norm float32", "layer norm bfloat16")
+QUICK = ("softmax float32", "gradient of norm float32")
 FAMILIES = {family.name: family for family in check_corpus.families()}
 
 
@@ -132,6 +132,7 @@ def test_the_next_config_of_a_used_worker_is_judged_as_well(monkeypatch: pytest.
     assert ends(result.trials) == ["ok", "wrong"]
 
 
+@pytest.mark.slow
 def test_rounding_of_intermediate_values_passes_where_the_function_is_that_sensitive() -> None:
     family = FAMILIES["attention of large logits bfloat16"]
 

@@ -79,6 +79,7 @@ def test_kernels_are_tuned_in_turn_with_the_others_at_their_best_so_far() -> Non
     assert [len(choice.trials) for choice in result.kernels] == [2, 3]
 
 
+@pytest.mark.slow
 def test_a_config_may_win_alone_and_lose_in_its_context() -> None:
     # The kernel is quick with ms=0, but leaves data that its successor takes long over.
     maker = kernel("maker", {"ms": [0, 5]}, lambda x, ms: pause(x, ms) + (1 if ms == 0 else 0))
@@ -94,6 +95,7 @@ def test_a_config_may_win_alone_and_lose_in_its_context() -> None:
     assert both(X)[0] == 0, "what is best alone must not leak into it"
 
 
+@pytest.mark.slow
 def test_a_kernel_is_tuned_once_for_each_of_its_shapes() -> None:
     # Each shape has a config of its own that is quick.
     shaped = kernel("shaped", {"ms": [4, 8]}, lambda x, ms: pause(x, 1 if x.size == ms else 15))
@@ -108,6 +110,7 @@ def test_a_kernel_is_tuned_once_for_each_of_its_shapes() -> None:
     assert shapes == [[4], [8]]
 
 
+@pytest.mark.slow
 def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_it_gets_there() -> None:
     inner = kernel("inner", {"ms": [10, 1]})
     outer = kernel("outer", {"ms": [2, 4]}, lambda x, ms: inner(x.reshape(ms, -1)).ravel() + pause(x, 40 / ms))
@@ -125,7 +128,8 @@ def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_it_gets_there() -> None
     assert len(by_shape) == 2, "and with no other"
 
 
-@pytest.mark.parametrize("jitted", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("jitted", [False, True])
 def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> None:
     # Tracing the inner jit anew, every time, takes 25 ms, which no other difference must drown in.
     slow, quick = kernel("left", {"ms": [50, 1]}, lambda x, ms: pause(x, ms) + ms), kernel("right", {"ms": [1, 50]})
@@ -188,6 +192,7 @@ def test_a_config_that_crashes_in_its_context_is_contained() -> None:
     assert result.failures.keys() <= {"crashed", "slow"}
 
 
+@pytest.mark.slow
 def test_the_error_of_a_function_that_always_fails_names_the_attempts() -> None:
     def fail(x: Any, ms: float) -> Any:
         raise ArithmeticError(f"no {ms}")
@@ -281,6 +286,7 @@ def test_several_kernels_that_fail_together_are_tried_in_combinations() -> None:
     assert chosen(both.tune(X)) == {"left": 3, "right": 3}
 
 
+@pytest.mark.slow
 def test_the_result_is_remembered_until_a_kernels_configs_change(
     cache_dir: Path, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,6 +363,7 @@ def test_a_script_without_a_guard_tunes_once_and_a_new_process_remembers(tmp_pat
     assert (cache_dir / "program.whole.json").exists()
 
 
+@pytest.mark.slow
 def test_the_table_shows_each_kernels_winner_and_the_total_gain() -> None:
     one, two = kernel("one", {"ms": [10, 1]}), kernel("two", {"ms": [1, 10]})
 
@@ -501,6 +508,7 @@ class Model:
         return Model.only(x)
 
 
+@pytest.mark.slow
 def test_a_method_is_tuned_like_a_function() -> None:
     model = Model()
     assert chosen(model.forward.tune(X)) == {"only": 1}

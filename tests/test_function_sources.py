@@ -314,6 +314,7 @@ def plain(x, n):
 """
 
 
+@pytest.mark.slow
 def test_the_code_in_memory_is_tuned_even_if_the_file_was_edited(tmp_path: Path) -> None:
     script = f"""{DEFINE}
 import importlib

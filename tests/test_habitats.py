@@ -82,6 +82,7 @@ with quarantune.settings(disable_cache=True):
     assert not (tmp_path / "~").exists()
 
 
+@pytest.mark.slow
 def test_a_program_tunes_in_a_deleted_working_directory(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -127,6 +128,7 @@ def test_the_owner_of_a_claim_may_have_a_name_that_is_no_text(tmp_path: Path) ->
     assert owner.is_dead()
 
 
+@pytest.mark.slow
 def test_a_frozen_application_is_told_what_to_do_and_never_started_again(tmp_path: Path) -> None:
     application, started = tmp_path / "application", tmp_path / "started"
     application.write_text(f"#!/bin/sh\necho again >> {started}\n")
@@ -190,6 +192,7 @@ def test_a_program_whose_standard_streams_are_closed_tunes(is_cached: bool, tmp_
     assert (tmp_path / "said").read_text() == "agreed []"
 
 
+@pytest.mark.slow
 def test_a_program_that_may_make_no_files_in_memory_tunes(tmp_path: Path) -> None:
     refuse = """
 import os
@@ -203,6 +206,7 @@ os.memfd_create = memfd_create
     assert not os.listdir(place)
 
 
+@pytest.mark.slow
 def test_a_program_that_may_write_no_file_is_told_so_and_tunes_later(tmp_path: Path) -> None:
     limited = """
 import resource

@@ -124,6 +124,7 @@ def test_nothing_outlives_a_caller_that_is_killed(program: Program, number: sign
         assert process.wait() == -number
 
 
+@pytest.mark.slow
 def test_a_sweep_resumes_where_a_killed_one_ended(program: Program) -> None:
     with program.start() as process:
         process.kill()
@@ -260,6 +261,7 @@ def stop_it(*_: object, **__: object) -> bool:
     raise StopIt
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
 def test_an_exception_in_a_callback_ends_the_sweep_and_the_next_call_resumes_it() -> None:
     x, space = np.ones(7, np.float32), (GOOD,) * 6  # which no other test's sweep has answered in this process

@@ -100,6 +100,7 @@ def test_results_that_an_earlier_version_saved_for_a_program_are_found(
     assert python([*start, "report"], tmp_path) == [f"{name}.kernel", {"n": 1}]
 
 
+@pytest.mark.slow
 def test_a_worker_gives_the_classes_of_a_program_the_names_of_its_caller(tmp_path: Path) -> None:
     """A kernel that another one calls is looked up by the worker, with keys that hold classes of the program."""
     program = tmp_path / "program.py"

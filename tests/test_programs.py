@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from helpers import ends
+from jax.experimental.xla_metadata import set_xla_metadata
 
 import quarantune
 from quarantune.sweep import routes
+from quarantune.transport import program_text
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -55,6 +57,24 @@ def test_programs_with_weak_and_with_strong_outputs_are_never_taken_for_one() ->
     assert (weak(X)[1].weak_type, strong(X)[1].weak_type) == (True, False)
 
 
+def noted(x: Any, do: str = "") -> Any:
+    with set_xla_metadata(xla_metadata_payload=f'{{"config": "{do}"}}', inlineable="false"):
+        return jax.lax.fori_loop(0, 2, lambda _, y: jnp.sin(y) * 2, x)
+
+
+def test_programs_that_differ_in_notes_for_profilers_are_one() -> None:
+    result = tuner(noted, ["one", "another"], ref_fn=noted).run(X)
+    assert any("the same program as" in trial.message for trial in result.trials)
+
+
+def test_notes_for_profilers_are_removed_and_nothing_else() -> None:
+    lowered = jax.jit(noted).lower(X)
+    text = lowered.as_text()
+    program_text.remove_notes(lowered)
+    assert lowered.as_text() == text.replace(r', xla_metadata_payload = "{\22config\22: \22\22}"', "") != text
+    np.testing.assert_array_equal(lowered.compile()(X), noted(X))
+
+
 # --- what loading takes -------------------------------------------------------------------------------------
 
 
@@ -64,6 +84,7 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("route")
 def test_programs_that_call_lapack_are_tuned_and_compared(caplog: pytest.LogCaptureFixture) -> None:
     def factor(x: Any, do: int = 1) -> Any:
@@ -189,6 +210,7 @@ def steady(x: Any) -> Any:
     return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [["steady", "quick"], ["quick", "steady"]])
 def test_what_python_makes_in_a_first_run_rules_nobody_out(order: list[str]) -> None:
     def called_back(x: Any, do: str = "") -> Any:

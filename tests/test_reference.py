@@ -189,6 +189,7 @@ def test_configs_are_compared_with_each_other_if_the_defaults_are_pruned(caplog:
     assert any("configs compute different things: 2 taken to be right" in text for text in caplog.messages)
 
 
+@pytest.mark.slow
 def test_kernels_tuned_together_must_leave_the_whole_as_it_is() -> None:
     kernel = tuned(blocks, [192, 64], default=32)
 

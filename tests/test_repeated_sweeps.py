@@ -104,6 +104,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [pytest.param("fork", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow), "forkserver"],

@@ -43,6 +43,7 @@ run_script = functools.partial(run_on_devices, program=PRELUDE)
 # --- workers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_configs_run_on_a_mesh_of_the_same_shape_and_the_fastest_wins(tmp_path: Path) -> None:
     run_script(
         tmp_path,
@@ -156,6 +157,7 @@ def test_a_function_that_names_the_mesh_of_the_context_finds_it_in_workers(tmp_p
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
 def test_configs_in_this_process_run_on_the_callers_devices(axis_type: str, tmp_path: Path) -> None:
     run_script(

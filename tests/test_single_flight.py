@@ -283,6 +283,7 @@ def test_a_sweep_killed_five_times_runs_no_finished_trial_twice(fleet: Fleet, ca
     fleet.give_back([member])
 
 
+@pytest.mark.slow
 def test_a_stopped_holder_is_taken_over_and_may_go_on_later(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     stopped, other = fleet.hand_out(2)
     (place / "shut").touch()

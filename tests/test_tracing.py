@@ -246,6 +246,7 @@ def test_without_isolation_a_sweep_inside_a_trace_stays_out_of_the_trace(
     assert len(sweeps) == 1
 
 
+@pytest.mark.slow
 def test_shard_map_over_two_devices_tunes_for_one_shard_once(tmp_path: Path) -> None:
     script = tmp_path / "two_devices.py"
     script.write_text(

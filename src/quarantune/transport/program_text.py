@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jax.extend.mlir import ir
+
 from quarantune import jax_internals
 from quarantune.values.config_values import text_of
 
@@ -14,12 +16,34 @@ PREFIX = "program:"
 """Begins every identity, and no key of JAX's compilation cache."""
 # JAX writes where an array is if it is bound to its device; on the only device, that changes nothing.
 _PLACE = r"sdy\.sharding = #sdy\.sharding<@empty_mesh, \[[^\]]*\]>"
+_ATTRIBUTES, _METADATA = "mhlo.frontend_attributes", "xla_metadata_payload"
+# Notes for profilers, such as the text of a config, which say nothing about the program.
+_NOTES = re.compile(rf'{_METADATA} = "(?:[^"\\]|\\.)*"(?:, )?')
 _PLACES = re.compile(rf" \{{{_PLACE}\}}|{_PLACE}, |, {_PLACE}|\n *sdy\.mesh @empty_mesh = .*")
 
 
 def calls_back(text: str) -> bool:
     """Returns whether a program calls back into Python: it then belongs to the process that lowered it."""
     return "callback" in text
+
+
+def remove_notes(lowered: Any) -> None:
+    """Removes notes for profilers from a lowered program that is to be compiled without its device.
+
+    XLA keeps the notes in a table that such an executable lacks, so that it could not be loaded ("Invalid metadata
+    payload id", jaxlib 0.11).
+    """
+
+    def remove(operation: Any) -> ir.WalkResult:
+        attributes = operation.operation.attributes
+        if _ATTRIBUTES in attributes:
+            notes = ir.DictAttr(attributes[_ATTRIBUTES])
+            all_of_them = [notes[position] for position in range(len(notes))]
+            kept = {note.name: note.attr for note in all_of_them if note.name != _METADATA}
+            attributes[_ATTRIBUTES] = ir.DictAttr.get(kept, context=operation.operation.context)
+        return ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir().operation.walk(remove)
 
 
 def identity(lowered: Any, text: str, compiler_options: Mapping[str, Any]) -> str | None:
@@ -39,5 +63,5 @@ def identity(lowered: Any, text: str, compiler_options: Mapping[str, Any]) -> st
     interface = jax_internals.interface(lowered)
     if calls_back(text) or interface is None:
         return None
-    whole = f"{interface} {text_of(compiler_options)} {_PLACES.sub('', text)}"
+    whole = f"{interface} {text_of(compiler_options)} {_NOTES.sub('', _PLACES.sub('', text))}"
     return PREFIX + hashlib.sha256(whole.encode()).hexdigest()

@@ -438,4 +438,5 @@ class Bench:
                 raise NeedsDeviceError(reason)
             lowered = traced.lower(lowering_platforms=(target.platform,))
         _, identity = self._announce(lowered, config, announce)
+        program_text.remove_notes(lowered)
         return lowered.compile(), identity, rounding.coarsest_mantissa(traced.jaxpr.jaxpr, target.platform)
