@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -240,30 +241,40 @@ def test_the_error_lists_every_config_when_all_processes_die() -> None:
 
 
 class TestReusedWorkers:
-    """Configs are compiled in one process and measured in another, which takes four configs."""
+    """Configs are measured in a process that takes four of them, and compiled in another one or in the same."""
 
-    @pytest.fixture(autouse=True)
-    def reuse(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.fixture(autouse=True, params=["apart", pytest.param("together", marks=pytest.mark.slow)])
+    def route(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "4")
+        if request.param == "together":
+            monkeypatch.setattr(routes.Routes, "_can_part", lambda self: False)
+            monkeypatch.setattr(routes, "_CPU_PARKED", 1)  # so that configs follow one another in one worker
+            monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")
+        return str(request.param)
 
-    @staticmethod
-    def tune(*acts: str) -> dict[str, Trial]:
-        result = bad_payloads.kernel.tune(X, space=acts)
-        assert {trial.route for trial in result.trials} == {"apart"}
-        return {trial.config["act"]: trial for trial in result.trials}
+    @pytest.fixture
+    def tune(self, route: str) -> Callable[..., dict[str, Trial]]:
+        def tune(*acts: str) -> dict[str, Trial]:
+            result = bad_payloads.kernel.tune(X, space=acts)
+            assert {trial.route for trial in result.trials} == {route}
+            return {trial.config["act"]: trial for trial in result.trials}
 
-    def test_a_failure_in_a_poisoned_worker_is_repeated_in_a_fresh_one(self, tmp_path: Path) -> None:
+        return tune
+
+    def test_a_failure_in_a_poisoned_worker_is_repeated_in_a_fresh_one(
+        self, tune: Callable[..., dict[str, Trial]]
+    ) -> None:
         with nothing_is_left():
-            trials = self.tune("good", "poison", "victim", "good again")
+            trials = tune("good", "poison", "victim", "good again")
         assert ends(trials.values()) == ["ok"] * 4
 
     def test_a_crash_counts_only_when_repeated_in_a_fresh_worker(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tune: Callable[..., dict[str, Trial]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         journal = tmp_path / "crashes"
         monkeypatch.setenv(bad_payloads.CRASHES, str(journal))
         with nothing_is_left():
-            trials = self.tune("good", "segfault", "good again")
+            trials = tune("good", "segfault", "good again")
         assert ends(trials.values()) == ["ok", "crashed", "ok"]
         assert trials["segfault"].phase == "check"
         assert len(set(journal.read_text().split())) == 2  # in two processes
@@ -271,13 +282,15 @@ class TestReusedWorkers:
     @pytest.mark.parametrize(
         ("act", "outcome"), [("hang", "timeout"), ("exit", "crashed"), ("fail", "error"), ("starve", "oom")]
     )
-    def test_a_failure_in_a_reused_worker_affects_only_its_config(self, act: str, outcome: str) -> None:
+    def test_a_failure_in_a_reused_worker_affects_only_its_config(
+        self, tune: Callable[..., dict[str, Trial]], act: str, outcome: str
+    ) -> None:
         with nothing_is_left(), quarantune.settings(**HASTE if act == "hang" else {}):
-            trials = self.tune("good", act, "good again")
+            trials = tune("good", act, "good again")
         assert ends(trials.values()) == ["ok", outcome, "ok"]
 
     @pytest.mark.parametrize("misdeed", ["segfault", "leave_a_daemon", "close_everything", "hang"])
-    def test_misdeeds_during_tracing_are_contained_in_the_compile_worker(self, misdeed: str) -> None:
+    def test_misdeeds_during_tracing_are_contained(self, misdeed: str) -> None:
         (outcome, _), _ = ENDS[misdeed]
         with nothing_is_left(), quarantune.settings(**HASTE if outcome == "timeout" else {}):
             trials = tune((misdeed, "tracing"), GOOD)

@@ -741,6 +741,79 @@ def test_a_worker_that_goes_on_after_other_failures_is_ended() -> None:
     assert set(numbers) <= set(result.sandbox.killed)
 
 
+def reusing(**changes: Any) -> Plan:
+    return plan_for(Route.TOGETHER, **{"compiles_per_worker": 100, "slots": 2, **changes})
+
+
+def one_device(one_owner: bool) -> tuple[Device, ...]:
+    return (Device("tpu", f"fake {uuid.uuid4()}"),) if one_owner else fake_devices(1)
+
+
+def workers_of(result: Result, trial: int) -> list[int]:
+    """Returns the workers that compiled a config, in turn."""
+    return [worker.number for worker in result.given("Compile") if worker.trial == trial]
+
+
+@pytest.mark.parametrize("one_owner", [False, True])
+def test_a_worker_with_its_device_compiles_and_measures_many_configs(one_owner: bool) -> None:
+    plan = reusing(devices=one_device(one_owner), slots=1 if one_owner else 2)
+    result = run(plan, 40)
+    assert result.outcomes == ["ok"] * 40
+    assert len({worker.number for worker in result.given("Compile")}) <= (1 if one_owner else plan.parked)
+
+
+def test_a_worker_with_its_device_takes_no_more_configs_than_it_may() -> None:
+    result = run(reusing(compiles_per_worker=5), 40)
+    assert result.outcomes == ["ok"] * 40
+    numbers = collections.Counter(worker.number for worker in result.given("Compile"))
+    assert max(numbers.values()) == 5
+
+
+@pytest.mark.parametrize("one_owner", [False, True])
+@pytest.mark.parametrize("do", ["Compile", "Measure"])
+@pytest.mark.parametrize("end", [-11, -9, 0], ids=["SIGSEGV", "SIGKILL", "exit"])
+def test_a_config_that_ends_a_used_worker_is_repeated_in_a_fresh_one(do: str, end: int, one_owner: bool) -> None:
+    def ends(worker: FakeWorker) -> list[Step] | None:
+        return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.ends(end))] if worker.do == do else None
+
+    plan = reusing(slots=1, parked=1, devices=one_device(one_owner))
+    ever = run(plan, 6, for_config(3, ends))
+    assert ever.outcomes == ["ok", "ok", "ok", "crashed", "ok", "ok"]
+    tries = workers_of(ever, 3)
+    assert len({*tries}) == len(tries) >= 2
+    assert tries[-1] not in workers_of(ever, 2) + workers_of(ever, 4)
+    once = run(plan, 6, for_config(3, ends, behaves))
+    assert once.outcomes == ["ok"] * 6
+
+
+def test_an_exception_at_a_known_place_leaves_its_worker_to_the_next_config() -> None:
+    def raises(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "Compile" or (worker.trial or 0) % 2:
+            return None
+        failed = worker.raises("compile", place="here", goes_on=True)
+        return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, failed)]
+
+    result = run(reusing(), 20, raises)
+    assert result.outcomes == ["error", "ok"] * 10
+    assert len(result.given("Compile")) == 20
+    assert len({worker.number for worker in result.given("Compile")}) <= 4
+
+
+@pytest.mark.parametrize("one_owner", [False, True])
+def test_a_config_that_lacked_memory_beside_others_runs_when_no_idle_worker_is_left(one_owner: bool) -> None:
+    def takes_memory(worker: FakeWorker) -> list[Step] | None:
+        if worker.starts or worker.trial != 2 or worker.do != "Compile":
+            return None
+        return [(0.1, worker.says("PhaseEntered", "compile")), (0.1, worker.ends(-9))]
+
+    sandbox_kills = iter([0, 1, *[1] * 1000])
+    plan = reusing(may_exceed_alone=True, devices=one_device(one_owner), slots=1 if one_owner else 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quarantune.host.machine.oom_kills", lambda: next(sandbox_kills))
+        result = run(plan, 8, takes_memory)
+    assert result.outcomes == ["ok"] * 8
+
+
 def test_a_config_that_runs_alone_does_not_wait_for_idle_compile_workers() -> None:
     def takes_memory(worker: FakeWorker) -> list[Step] | None:
         if worker.starts:
@@ -2454,6 +2527,7 @@ def test_whatever_happens_every_config_ends_in_exactly_one_outcome(seed: int, me
         configs_per_worker=generator.choice([1, 2, 32]),
         target=generator.choice([None, TARGET]) if route is Route.APART else None,
         errors_stand=generator.random() < 0.5,
+        compiles_per_worker=generator.choice([1, 2, 100]),
     )
     clock = Clock()
     scripted = anything(generator)

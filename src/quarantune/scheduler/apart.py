@@ -12,8 +12,6 @@ from quarantune.values.compiling import OutputArray
 
 _STANDBY_WORKERS = 6
 """Standby workers of a device where each takes one config, which takes less time than making one ready."""
-_MOST_LOST = 10
-"""Where more than one in so many configs ends its compile worker, each gets one of its own."""
 
 
 class Apart:
@@ -29,9 +27,7 @@ class Apart:
 
     def start_compiling(self, job: Job) -> None:
         """Has a job compiled by a worker without a device: by one that has compiled others, or by a new one."""
-        between = [worker for worker in self._run.workers if worker.state is WorkerState.BETWEEN]
-        worker = next(iter(between), None) if not job.compiles_fresh else None
-        self._run.save_compiled(job, None, worker=worker)
+        self._run.save_compiled(job, None, worker=self._run.reusable(job))
 
     def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
         """Tells the standby workers, while they take their device, which outputs they will compare."""
@@ -51,35 +47,24 @@ class Apart:
         """Takes the executable of a job from a worker, which ends by itself unless the config keeps it from ending."""
         job.protect_executable()
         self._run.jobs.ready.append(job)
-        self.free_compiler(worker)
+        self.free(worker)
 
-    def free_compiler(self, worker: Worker) -> None:
-        """Takes its config from a worker, which may compile another one or ends by itself."""
-        worker.keep_peak()
-        worker.job, worker.traceback = None, ""
-        worker.used += 1
-        if self._may_compile_more(worker):
-            worker.transition(WorkerState.BETWEEN)
-            worker.deadline = NEVER
-        else:
+    def free(self, worker: Worker) -> None:
+        """Takes its job from a worker that has compiled it, which may compile another one or ends by itself."""
+        if not self._run.free(worker):
             worker.transition(WorkerState.LEAVING)
             worker.deadline = self._run.clock() + KILL_DEADLINE_S
 
-    def retire_compilers(self) -> None:
-        """Ends the workers that have compiled a config and have no other to compile."""
-        pending = self._run.jobs.pending
-        is_next = pending and not pending[0].is_alone and not pending[0].compiles_fresh
-        if is_next and self._run.scarcity.most > 1:
-            return
-        for worker in self._run.workers:
-            if worker.state is WorkerState.BETWEEN:
-                self._run.workers.retire(worker)
-
-    def _may_compile_more(self, worker: Worker) -> bool:
-        """Returns whether a compile worker may take another config: if that ends it, the config must be repeated."""
-        jobs = self._run.jobs
-        few_are_lost = _MOST_LOST * jobs.lost_compilers <= jobs.compiled
-        return worker.used < self._run.plan.compiles_per_worker and few_are_lost
+    def after_measuring(self, worker: Worker, device: DeviceState) -> None:
+        """Takes its job from a worker that has measured it, which may measure another one or ends."""
+        run = self._run
+        worker.release()
+        if worker.used >= run.plan.configs_per_worker or run.scarcity.most == 1:
+            run.workers.retire(worker)
+        else:
+            worker.transition(WorkerState.IDLE)
+            worker.deadline = NEVER
+            device.standby.append(worker)
 
     def prepare_standby(self, device: DeviceState) -> None:
         """Starts the standby workers that will be needed, since the driver takes long to make a context."""

@@ -65,7 +65,8 @@ class Bursts:
             return False
         if (run.plan.exclusive and run.reference.is_coming) or not self._is_any_pending():
             return False
-        if not run.may_start_on(run.least_used_device() if run.plan.is_together else None):
+        is_reused = run.plan.is_together and run.reusable(pending[0]) is not None
+        if not is_reused and not run.may_start_on(run.least_used_device() if run.plan.is_together else None):
             return False
         is_awaited = run.jobs.default_is_pending() and run.jobs.may_be_compared(pending[0])
         if not is_awaited and (run.scarcity.is_full or (run.scarcity.most == 1 and run.jobs.ready)):

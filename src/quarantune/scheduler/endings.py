@@ -80,10 +80,10 @@ class Endings:
         elif outcome is Outcome.OOM and self._may_fit_alone(job):
             run.jobs.again_alone(job)
         elif outcome is Outcome.DEVICE_OOM and worker.device and self._make_room(worker.device):
-            run.jobs.ready.appendleft(job)
+            run.jobs.again(job)
         elif worker.used and outcome.is_failure and not run.jobs.fails_by_itself(job, worker, outcome):
             # An earlier config may have done something to this process: only a fresh one can tell.
-            if worker.is_compiling:
+            if worker.is_compiling or run.plan.is_together:
                 job.compiles_fresh = True
                 run.jobs.again(job)
             else:

@@ -78,7 +78,12 @@ class Jobs:
     @property
     def may_grow(self) -> bool:
         """Whether the source may have further configs now."""
-        return not (self._source.is_closed or self._source_waits or self._is_left) and bool(self._devices)
+        return self.may_come and not self._source_waits
+
+    @property
+    def may_come(self) -> bool:
+        """Whether the source may have further configs, now or later."""
+        return not (self._source.is_closed or self._is_left) and bool(self._devices)
 
     @property
     def ended(self) -> int:

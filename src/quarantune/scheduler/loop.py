@@ -187,8 +187,8 @@ class Scheduler:
                 route.prepare_standby(device)
         while bursts.may_compile():
             route.start_compiling(run.jobs.pending.popleft())
+        run.retire_unneeded()
         if isinstance(route, Apart):
-            route.retire_compilers()
             self._confirmation.start()
         if isinstance(route, Together) and not run.reference.is_coming:
             route.warm_spare(bursts.has_room)

@@ -29,8 +29,8 @@ class Plan:
         target: the device that compile workers compile for when they have none; None for the machine's own.
         slots: how many configs compile at a time.
         devices: where to measure; one lease each.
-        configs_per_worker: how many configs a measuring worker may take when the halves are apart.
-        compiles_per_worker: how many configs a compile worker may take when the halves are apart.
+        configs_per_worker: how many configs a worker that only measures may take.
+        compiles_per_worker: how many configs a worker that compiles may take.
         exclusive: whether compiling disturbs measuring, so that the two must alternate.
         parked: with `exclusive`, how many compiled configs wait, memory allowing, before a measuring burst begins.
         ahead: whether a worker is made ready for the next config while one compiles.

@@ -129,11 +129,7 @@ class Replies:
         """Ends a job while it is compiled; its worker may go on with another."""
         worker.keep_peak()
         self._run.jobs.finish(job, worker, verdict, Phase.COMPILE)
-        if isinstance(self._route, Apart):
-            self._route.free_compiler(worker)
-        else:
-            worker.job = None
-            self._run.workers.retire(worker)
+        self._route.free(worker)
 
     def _on_measured(self, worker: Worker, job: Job, device: DeviceState, reply: Measured) -> None:
         run, race = self._run, self._run.race
@@ -157,14 +153,8 @@ class Replies:
             time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms), cpu_ms=cpu_ms, clock=reply.clock
         )
         run.jobs.finish(job, worker, verdict, Phase.MEASURE, timing)
-        device.measuring, worker.job = None, None
-        worker.used += 1
-        if run.plan.is_together or worker.used >= run.plan.configs_per_worker or run.scarcity.most == 1:
-            run.workers.retire(worker)
-        else:
-            worker.transition(WorkerState.IDLE)
-            worker.deadline = NEVER
-            device.standby.append(worker)
+        device.measuring = None
+        self._route.after_measuring(worker, device)
 
     def _on_failed(self, worker: Worker, reply: Failed) -> None:
         """Ends a worker whose task raised, and with it all that its config did to the process."""
@@ -181,8 +171,11 @@ class Replies:
         worker.traceback, worker.raised_at, job, verdict = reply.traceback, reply.place, worker.job, raised(reply)
         if job is not None:
             job.raised_at = reply.place
-            may_go_on = reply.goes_on and isinstance(self._route, Apart)
-            if may_go_on and run.jobs.fails_by_itself(job, worker, verdict.outcome):
+            if (
+                reply.goes_on
+                and run.plan.compiles_per_worker > 1
+                and run.jobs.fails_by_itself(job, worker, verdict.outcome)
+            ):
                 self._end_compiling(worker, job, verdict)
                 return
         run.workers.kill_with_verdict(worker, verdict)

@@ -13,9 +13,12 @@ from quarantune.scheduler.plan import MEMORY_SHARE, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.scarcity import Scarcity
-from quarantune.scheduler.workers import DeviceState, Job, Worker, Workers, WorkerState
+from quarantune.scheduler.workers import NEVER, DeviceState, Job, Worker, Workers, WorkerState
 from quarantune.values.config_values import encode
 from quarantune.values.trial import Phase
+
+_MOST_LOST = 10
+"""Where more than one in so many configs ends the worker that compiles it, each gets one of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,35 @@ class Run:
             return False
         return device is None or not device.device.has_one_owner or not self.workers.on(device)
 
+    def reusable(self, job: Job) -> Worker | None:
+        """Returns a worker that is done with other configs and may take a job; None where that needs a fresh one."""
+        if job.was_lost or job.compiles_fresh or job.is_alone:
+            return None
+        return next((worker for worker in self.workers if worker.state is WorkerState.BETWEEN), None)
+
+    def free(self, worker: Worker) -> bool:
+        """Takes its job from a worker that may go on with another one; returns whether it may.
+
+        If that ends it, the config must be repeated.
+        """
+        worker.release()
+        few_are_lost = _MOST_LOST * self.jobs.lost_compilers <= self.jobs.compiled
+        if worker.used >= self.plan.compiles_per_worker or not few_are_lost:
+            return False
+        worker.transition(WorkerState.BETWEEN)
+        worker.deadline = NEVER
+        return True
+
+    def retire_unneeded(self) -> None:
+        """Ends the workers that are done with a config where there is no other that they may take."""
+        pending = self.jobs.pending
+        is_next = self.reusable(pending[0]) is not None if pending else self.plan.is_together and self.jobs.may_come
+        if is_next and self.scarcity.most > 1:
+            return
+        for worker in self.workers:
+            if worker.state is WorkerState.BETWEEN:
+                self.workers.retire(worker)
+
     def compile_task(self, job: Job) -> Compile:
         """Returns the task that compiles a job, whose memory limit is set here where it runs alone."""
         if job.is_alone and self.plan.may_exceed_alone:
@@ -95,9 +127,7 @@ class Run:
         if worker is None:
             self.workers.start(task, WorkerState.COMPILING, job=job, device=device, fds=fds)
             return
-        worker.transition(WorkerState.COMPILING)
-        worker.job, worker.began, worker.peak_bytes = job, False, 0
-        worker.deadline = self.workers.startup_deadline()
+        worker.take(job, self.workers.startup_deadline())
         self.workers.send_next(worker, task, fds)
 
     def assign_device(self, device: DeviceState, worker: Worker) -> None:
@@ -127,7 +157,7 @@ class Run:
             references=offer.references,
             standard=offer.standard,
             keeps=offer.keeps,
-            # A worker for both halves may have to wait between its first run and the others, so it is retired instead.
+            # One that compiles and measures may have to wait after its first run, so that it is ended later.
             last=not is_together and worker.used + 1 >= self.plan.configs_per_worker,
         )
         fds = [job.executable_fd, *self.reference.fds]

@@ -24,13 +24,11 @@ class Together:
         return self._run.workers.parked()
 
     def start_compiling(self, job: Job) -> None:
-        """Has a job compiled by the spare worker, or by a new one."""
+        """Has a job compiled by a worker that is done with others, by the spare one, or by a new one."""
         run = self._run
-        if (worker := self._spare()) is not None:
-            worker.transition(WorkerState.COMPILING)
-            worker.job = job
-            worker.deadline = run.workers.startup_deadline()
-            run.workers.send(worker, run.compile_task(job))  # it reads the task as soon as it is ready
+        if (worker := run.reusable(job) or self._spare()) is not None:
+            worker.take(job, run.workers.startup_deadline())
+            run.workers.send_next(worker, run.compile_task(job))  # it reads the task as soon as it is ready
         elif run.plan.compile_only:
             run.save_compiled(job, run.least_used_device())
         else:
@@ -60,6 +58,15 @@ class Together:
         worker.transition(WorkerState.PARKED)
         worker.deadline = NEVER
 
+    def after_measuring(self, worker: Worker, device: DeviceState) -> None:
+        """Takes its job from a worker that has measured it, which may take another one or ends."""
+        self.free(worker)
+
+    def free(self, worker: Worker) -> None:
+        """Takes its job from a worker, which may take another one or ends."""
+        if self._run.plan.compile_only or not self._run.free(worker):
+            self._run.workers.retire(worker)
+
     def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
         """Parks a worker again after an informative first run of its job."""
         worker.run_ms, worker.cpu_ms = checked_ms(reply.run_ms), checked_duration(reply.cpu_ms)
@@ -76,6 +83,7 @@ class Together:
         fastest_ms = self._run.race.fastest_ms or run_ms
         message = f"its first run was stopped after {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
         self._end_as_slow(worker, message, run_ms, cpu_ms, Phase.CHECK)
+        self._run.workers.retire(worker)  # the run goes on in it
 
     def measure_on(self, device: DeviceState) -> None:
         """Has the next parked config run: all run once, then those that may still win go on, the fastest first."""
@@ -102,6 +110,7 @@ class Together:
             return False
         message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
         self._end_as_slow(worker, message, run_ms, worker.cpu_ms, Phase.MEASURE)
+        self.free(worker)
         return True
 
     def _end_as_slow(self, worker: Worker, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
@@ -111,7 +120,6 @@ class Together:
             worker.keep_peak()
             run.jobs.finish(job, worker, Verdict(Outcome.SLOW, message), phase, timing)
             worker.job = None
-            run.workers.retire(worker)
 
     def _spare(self) -> Worker | None:
         return next((worker for worker in self._run.workers if worker.state is WorkerState.SPARE), None)

@@ -50,7 +50,7 @@ class WorkerState(enum.Enum):
     COMPILING = enum.auto()
     """It compiles its config."""
     BETWEEN = enum.auto()
-    """It has compiled for another worker, and may compile the next config."""
+    """It is done with a config, and may take the next one."""
     LEAVING = enum.auto()
     """It has compiled for another worker, and ends by itself."""
     PARKED = enum.auto()
@@ -72,10 +72,10 @@ _MOVES = {
     WorkerState.COMPILING: {WorkerState.PARKED, WorkerState.BETWEEN, WorkerState.LEAVING},
     WorkerState.BETWEEN: {WorkerState.COMPILING},
     WorkerState.LEAVING: set(),
-    WorkerState.PARKED: {WorkerState.MEASURING},
+    WorkerState.PARKED: {WorkerState.MEASURING, WorkerState.BETWEEN},
     WorkerState.PREPARING: {WorkerState.IDLE},
     WorkerState.IDLE: {WorkerState.IDLE, WorkerState.MEASURING, WorkerState.SIDE_TASK},
-    WorkerState.MEASURING: {WorkerState.PARKED, WorkerState.IDLE},
+    WorkerState.MEASURING: {WorkerState.PARKED, WorkerState.IDLE, WorkerState.BETWEEN},
     WorkerState.SIDE_TASK: set(),
     WorkerState.DYING: set(),
 }
@@ -171,7 +171,7 @@ class Worker:
         was_disturbed: whether its first run is not informative after all, because it or this process was held up.
         assigned_at: the time at which it got its device.
         held_s: seconds for which it held the device before.
-        used: how many configs it has compiled for other workers, or measured.
+        used: how many configs it has had before.
         peak_bytes: the most memory that it held.
         used_bytes: the memory that it holds.
         weighed_in: its state when its memory was last measured.
@@ -225,6 +225,19 @@ class Worker:
         if state is not WorkerState.DYING and state not in _MOVES[self.state]:
             raise RuntimeError(f"worker {self.number} cannot go from {self.state.name} to {state.name}")
         self.state = state
+
+    def take(self, job: Job, deadline: float) -> None:
+        """Begins to compile a job, as if it had none before."""
+        self.transition(WorkerState.COMPILING)
+        self.job, self.deadline, self.phase = job, deadline, Phase.LOAD
+        self.began, self.peak_bytes = False, 0
+        self.run_ms, self.cpu_ms, self.held_s, self.was_disturbed = None, 0.0, 0.0, False
+
+    def release(self) -> None:
+        """Takes its job from it."""
+        self.keep_peak()
+        self.job, self.traceback = None, ""
+        self.used += 1
 
     @property
     def is_compiling(self) -> bool:

@@ -257,7 +257,7 @@ class Routes:
             slots=slots,
             devices=tuple(self._devices),
             configs_per_worker=self._configs_per_worker(),
-            compiles_per_worker=self._compiles_per_worker(),
+            compiles_per_worker=self._compiles_per_worker(route),
             exclusive=exclusive,
             parked=parked,
             # Loading the function may crash a worker, and only the trial of a config can report that.
@@ -290,7 +290,12 @@ class Routes:
         self._schedulers.callback(scheduler.free_devices)
         return scheduler
 
-    def _compiles_per_worker(self) -> int:
+    def _compiles_per_worker(self, route: Route) -> int:
+        if route is Route.TOGETHER:
+            # What a plain callable does to its process, no other config may meet.
+            return (
+                1 if self._compile_only or not jax_internals.is_jitted(self._problem.fn) else self._configs_per_worker()
+            )
         # libtpu may take tens of seconds for what does not fit into a TPU. A deadline missed in a used worker must be
         # waited for twice, and in a check, which measures nothing, that is more than used workers save.
         is_fresh = self._on_cpu or (self._on_tpu and self._is_check)

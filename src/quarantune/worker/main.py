@@ -99,7 +99,7 @@ class Worker:
         except BaseException as raised:  # a config may raise anything, SystemExit and KeyboardInterrupt too
             error = readable(raised)
             is_ordinary = isinstance(error, Exception) and self._phase is Phase.COMPILE
-            goes_on = is_ordinary and _only_compiles(task) and self._may_go_on(task)
+            goes_on = is_ordinary and isinstance(task, messages.Compile) and not task.last and self._is_as_it_was()
             self._send(self._failure(error, goes_on=goes_on))
             return goes_on
         finally:
@@ -109,14 +109,15 @@ class Worker:
         return self._may_go_on(task)
 
     def _may_go_on(self, task: Task) -> bool:
-        """Returns whether a further config would find this process as the last one did."""
-        if task.last:
-            return False
-        if not _only_compiles(task):
-            return True
+        """Returns whether there may be a further task, and a config would find this process as the last one did."""
+        is_done = not isinstance(task, messages.Compile) or _only_compiles(task)
+        return not task.last and (not is_done or self._is_as_it_was())
+
+    def _is_as_it_was(self) -> bool:
+        """Returns whether JAX's settings are as they were before a config was compiled here, if one was."""
         from quarantune import jax_internals
 
-        return self._trace_context == jax_internals.trace_context()()
+        return not self._trace_context or self._trace_context == jax_internals.trace_context()()
 
     def _do(self, task: Task, fds: list[int]) -> Reply | None:
         from quarantune.worker.probe import probe
@@ -195,6 +196,7 @@ class Worker:
         if task.must_save:
             self._yield_cpu()
         self._enter(Phase.COMPILE)
+        self._program = None  # that of an earlier config, with its memory
         self._program = bench.compile(
             dict(task.config),
             target=task.target,
