@@ -814,6 +814,20 @@ def test_a_config_that_lacked_memory_beside_others_runs_when_no_idle_worker_is_l
     assert result.outcomes == ["ok"] * 8
 
 
+def test_a_config_that_lacked_device_memory_beside_used_workers_is_tried_alone_once() -> None:
+    def lacks_memory(worker: FakeWorker) -> list[Step] | None:
+        is_alone = [*sandbox.workers] == [worker.number]
+        if worker.do != "Measure" or worker.trial not in (2, 3) or (is_alone and worker.trial == 2):
+            return None
+        return [(0.1, worker.raises("check", outcome="device_oom")), (0.01, worker.ends(0))]
+
+    clock = Clock()
+    sandbox = FakeSandbox(clock, lacks_memory)
+    result = run(reusing(), 12, clock=clock, sandbox=sandbox)
+    assert result.outcomes == ["ok"] * 3 + ["device_oom"] + ["ok"] * 8
+    assert len(workers_of(result, 3)) == 2
+
+
 def test_a_config_that_runs_alone_does_not_wait_for_idle_compile_workers() -> None:
     def takes_memory(worker: FakeWorker) -> list[Step] | None:
         if worker.starts:

@@ -77,7 +77,7 @@ class Endings:
             # One that only waited did nothing that could have killed its template.
             job.was_lost = job.was_lost or not is_parked
             run.jobs.again(job)
-        elif outcome is Outcome.OOM and self._may_fit_alone(job):
+        elif self._may_fit_alone(job, worker, outcome):
             run.jobs.again_alone(job)
         elif outcome is Outcome.DEVICE_OOM and worker.device and self._make_room(worker.device):
             run.jobs.again(job)
@@ -104,11 +104,15 @@ class Endings:
         if job is not None:
             (run.jobs.again_alone if run.scarcity.most == 1 else run.jobs.again)(job)
 
-    def _may_fit_alone(self, job: Job) -> bool:
+    def _may_fit_alone(self, job: Job, worker: Worker, outcome: Outcome) -> bool:
         """Whether a config that ran out of memory might not have done so without the others."""
         plan = self._run.plan
-        if job.is_alone:
+        if job.is_alone or outcome not in (Outcome.OOM, Outcome.DEVICE_OOM):
             return False
+        if outcome is Outcome.DEVICE_OOM:
+            # The device's memory is not given back by workers that are done with a config.
+            device, is_reused = worker.device, plan.is_together and plan.compiles_per_worker > 1
+            return is_reused and device is not None and self._run.workers.on(device) > 1
         if job.peak_bytes > plan.memory_limit_bytes:
             return plan.may_exceed_alone
         return any(other is not job for other in self._run.workers.jobs())
