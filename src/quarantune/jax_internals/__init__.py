@@ -54,7 +54,7 @@ from quarantune.jax_internals.pytrees import (
 )
 from quarantune.jax_internals.tracing import (
     bound_axes,
-    inner_jaxprs,
+    equations,
     is_differentiated,
     is_tracing,
     outside_of_traces,
@@ -84,10 +84,10 @@ __all__ = [
     "coordination",
     "custom_rule_types",
     "custom_rules",
+    "equations",
     "executable_from_parts",
     "executable_parts",
     "has_compilation_cache",
-    "inner_jaxprs",
     "interface",
     "is_differentiated",
     "is_jitted",

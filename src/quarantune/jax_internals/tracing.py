@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
@@ -21,13 +21,20 @@ def primitive_type() -> type:
     return core.Primitive
 
 
-def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the jaxprs among an equation's parameters."""
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                yield item
+def equations(jaxpr: Any, *, closed: Collection[str] = ()) -> Iterator[Any]:
+    """Yields the equations of a jaxpr, and those of all jaxprs among their parameters.
+
+    Args:
+        jaxpr: the jaxpr.
+        closed: the names of primitives whose parameters are not looked into.
+    """
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in () if equation.primitive.name in closed else equation.params.values():
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(item, "jaxpr", item)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner, closed=closed)
 
 
 def varying_axes(array: Any) -> frozenset[str]:

@@ -26,7 +26,7 @@ class Mismatches:
         wanted: its expected value.
         far: how many elements differ by so many times their allowances that there may be none.
         together: how all elements together differ by more than rounding; None where they do not.
-        allowed: the allowance of the worst element, where it was calibrated.
+        allowed: the allowance of the worst element; None where its dtype is not one of floats.
     """
 
     count: int
@@ -62,7 +62,7 @@ def compare_numbers(got: _Array, wanted: _Array, allowance: Allowance, where: st
     """
     if _are_same_bytes(got, wanted):
         return None
-    if allowance.is_exact and not has_dtype(got, np.inexact):
+    if allowance.is_calibrated and not has_dtype(got, np.inexact):
         is_exact, allowance = True, dataclasses.replace(allowance, share=0.0)
     found = _find_mismatches(got, wanted, None if is_exact else allowance.for_dtype(got.dtype))
     if found.disagree(got.size, allowance):
@@ -91,20 +91,16 @@ def describe_mismatches(
         return None
     index = tuple(int(i) for i in np.unravel_index(found.worst, shape))
     place = f"at {list(index)} of {where}" if index else where
-    if found.together and not found.count:
-        return f"{found.together}, as {place}: got {found.got}, expected {found.wanted}; {_remedy(allowance)}"
-    by = "" if is_exact else f" by more than rtol={allowance.rtol:g}, atol={allowance.atol:g}"
-    calibrated = allowance.is_exact and not is_exact
-    if calibrated:
-        by = " by more than rounding explains"
-    message = (
-        f"{found.count} of {size} elements ({100 * found.count / size:.3g}%) differ{by}; "
-        f"the {'first' if is_exact else 'worst'} is {place}: got {found.got}, expected {found.wanted}"
-    )
-    if not calibrated:
-        return message
-    near = "" if found.allowed is None else f" within {found.allowed:.3g}"
-    return f"{message}{near}; {_remedy(allowance)}"
+    by, near, remedy = f" by more than rtol={allowance.rtol:g}, atol={allowance.atol:g}", "", ""
+    if is_exact:
+        by = ""
+    elif allowance.is_calibrated:
+        by, remedy = " by more than rounding explains", f"; {_remedy(allowance)}"
+        near = "" if found.allowed is None else f" within {found.allowed:.3g}"
+    count = f"{found.count} of {size} elements ({100 * found.count / size:.3g}%) differ{by}" if found.count else None
+    which = f"; the {'first' if is_exact else 'worst'} is" if found.count else ", as"
+    what = f"{', and '.join(filter(None, (count, found.together)))}{which} {place}"
+    return f"{what}: got {found.got}, expected {found.wanted}{near}{remedy}"
 
 
 def _remedy(allowance: Allowance) -> str:
@@ -115,15 +111,37 @@ def _remedy(allowance: Allowance) -> str:
     return f"{noise}; give rtol and atol to allow more"
 
 
-def _find_mismatches(got: _Array, wanted: _Array, allowance: Allowance | None) -> Mismatches:
-    """Returns how arrays differ, without the values of the worst element; with None, elements must be equal."""
+def is_as_near(got: Any, rival: Any, truth: Any, allowance: Allowance) -> bool:
+    """Returns whether an output is no farther from the truth than a rival, or no farther than rounding explains.
+
+    Args:
+        got: an array.
+        rival: another one, whose differences from the truth are allowed, too.
+        truth: what both are meant to be.
+        allowance: what rounding explains.
+    """
+    if not all(has_dtype(array, np.inexact) and array.shape == got.shape for array in (got, rival, truth)):
+        return False
+    mine, its, wanted = map(np.asarray, (got, rival, truth))
+    return not _find_mismatches(mine, wanted, allowance.for_dtype(mine.dtype), its).disagree(mine.size, allowance)
+
+
+def _find_mismatches(got: _Array, wanted: _Array, allowance: Allowance | None, *rival: _Array) -> Mismatches:
+    """Returns how arrays differ, without the values of the worst element.
+
+    Args:
+        got: an array.
+        wanted: the expected one.
+        allowance: what is allowed; None where elements must be equal.
+        *rival: a third array, whose differences from the expected one are allowed, too.
+    """
     count, far, worst, worst_excess, worst_allowed = 0, 0, 0, 0.0, None
     columns = got.shape[-1] if got.ndim else 1
     is_plain = has_dtype(got, np.inexact)
     wide = wide_type(got, wanted) if allowance is not None and is_plain else None
-    sums = np.zeros(4)
+    sums = np.zeros((2, 4))
     with np.errstate(all="ignore"):
-        for part, mine, its in chunks(got, wanted, wide=wide):
+        for part, mine, its, *theirs in chunks(got, wanted, *rival, wide=wide):
             if allowance is None:
                 excess, limit = np.asarray(mine != its, np.float64), None
             elif not is_plain:
@@ -132,20 +150,20 @@ def _find_mismatches(got: _Array, wanted: _Array, allowance: Allowance | None) -
                 limit = allowed(
                     np, allowance.block, allowance.column, allowance.limits, its, start=part.start, columns=columns
                 )
+                for other in theirs:
+                    limit = np.fmax(limit, np.where(np.isfinite(other), np.abs(other - its), 0))
                 excess = excess_of(np, mine, its, limit)
-                if allowance.is_exact:
+                if allowance.is_calibrated:
                     far += int(np.count_nonzero(is_far(np, excess, limit, allowance.far)))
-                    sums += deviations(np, mine, its)[1]
+                    sums[: 1 + len(theirs)] += [deviations(np, each, its)[1] for each in (mine, *theirs)]
             mismatched = excess > 0
             if mismatched.any():
                 count += int(np.count_nonzero(mismatched))
                 position = int(np.argmax(np.where(mismatched, excess, 0)))
                 if excess[position] > worst_excess:
                     worst, worst_excess = part.start + position, excess[position]
-                    worst_allowed = (
-                        None if limit is None or allowance is None or not allowance.is_exact else float(limit[position])
-                    )
-        together = None if wide is None or allowance is None else together_of(sums, got.size, allowance)
+                    worst_allowed = None if limit is None else float(limit[position])
+        together = allowance.reason(sums[0], got.size, sums[1]) if allowance is not None and is_plain else None
     return Mismatches(count, worst, far=far, together=together, allowed=worst_allowed)
 
 
@@ -160,15 +178,6 @@ def excess_of(xp: Any, got: Any, wanted: Any, limit: Any) -> Any:
 def is_far(xp: Any, excess: Any, limit: Any, far: Any) -> Any:
     """Returns which elements differ by far too many times their limits; infinities and NaN among them."""
     return ((excess > (far - 1) * limit) | xp.isinf(excess)) & (far < NEVER)
-
-
-def together_of(sums: Any, size: int, allowance: Allowance) -> str | None:
-    """Returns how all elements differ by more than rounding, from the sums of `deviations`; None where they do not."""
-    total, along, squares, known = map(float, sums)
-    if not known or not allowance.is_exact:
-        return None
-    rms = math.sqrt(known / size)
-    return allowance.reason(along / known, total / size / rms, math.sqrt(squares / size) / rms)
 
 
 def _excess_of_whole(got: int, wanted: int, tolerance: Allowance) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from quarantune.measure import rounding
-from quarantune.measure.elements import Mismatches, excess_of, is_far, together_of
+from quarantune.measure.elements import Mismatches, excess_of, is_far
 from quarantune.measure.rounding import Allowance
 from quarantune.values.compiling import OutputArray
 
@@ -36,7 +36,6 @@ class Comparer:
         """Sets up a comparer with nothing on the device."""
         self._there: dict[int, tuple[Any, jax.Array]] = {}
         self._programs: dict[Any, jax.stages.Compiled] = {}
-        self._factors: dict[int, tuple[Any, ...]] = {}
 
     def __call__(self, got: Any, wanted: Any, allowance: Allowance) -> Mismatches | None:
         """Compares two arrays of one shape.
@@ -91,17 +90,11 @@ class Comparer:
             if not 0 < size <= _MOST_ELEMENTS or output.dtype not in _NARROW:
                 continue
             like = jax.ShapeDtypeStruct(output.shape, output.dtype, sharding=sharding)
-            squares = jax.ShapeDtypeStruct(output.shape, "float32", sharding=sharding)
-            number, limits = jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((3,), "float32")
-            smoothed = (squares, like, number, number, number)
-            block, column, *_ = jax.eval_shape(rounding.smooth_deviations, *smoothed)
-            wanted = [
-                (rounding.add_deviations, squares, like, like),
-                (rounding.smooth_deviations, *smoothed),
-                (_judge, like, like, block, column, limits),
-            ]
-            with ThreadPoolExecutor(len(wanted)) as pool:  # XLA compiles without holding the interpreter's lock
-                list(pool.map(lambda work: self._compiled(*work), wanted))
+            three = jax.ShapeDtypeStruct((3,), "float32")
+            noise = (rounding.add_deviations, jnp.zeros(output.shape, "float32"), like, like, three)
+            _, _, block, column, *_ = jax.eval_shape(*noise)
+            with ThreadPoolExecutor(2) as pool:  # XLA compiles without holding the interpreter's lock
+                list(pool.map(lambda work: self._compiled(*work), [noise, (_judge, like, like, block, column, three)]))
 
     def keep(self, output: Sequence[Any], on_host: Sequence[Any]) -> None:
         """Keeps an output on the device, to compare others with it.
@@ -136,20 +129,15 @@ class Comparer:
             return Mismatches(0) if got.dtype == wanted.dtype and bool(_are_equal(got, wanted)) else None
         if max(got.dtype.itemsize, wanted.dtype.itemsize) > 4:
             return None
-        if id(allowance) not in self._factors:
-            factors = (np.asarray(part, np.float32) for part in (allowance.block, allowance.column))
-            self._factors[id(allowance)] = (allowance, *(jax.device_put(part, got.sharding) for part in factors))
-        _, block, column = self._factors[id(allowance)]
+        block, column = (self._carried(part, got) for part in (allowance.block, allowance.column))
         limits = np.asarray(allowance.for_dtype(got.dtype).limits, np.float32)
-        counts, sums = self.run(_judge, got, wanted, block, column, limits)
-        count, far = map(int, counts)
-        found = Mismatches(count, far=far, together=together_of(np.asarray(sums), got.size, allowance))
+        counts, sums, *there = self.run(_judge, got, wanted, block, column, limits)
+        count, far, worst = map(int, np.asarray(counts))
+        found = Mismatches(count, far=far, together=allowance.reason(np.asarray(sums), got.size))
         if not found.disagree(got.size, allowance):
             return found
-        worst, mine, its, limit = map(np.asarray, _worst(got, wanted, block, column, limits))
-        return dataclasses.replace(
-            found, worst=int(worst), got=mine[()], wanted=its[()], allowed=float(limit) if allowance.is_exact else None
-        )
+        mine, its, limit = (np.asarray(part)[()] for part in there)
+        return dataclasses.replace(found, worst=worst, got=mine, wanted=its, allowed=float(limit))
 
 
 @jax.jit
@@ -160,26 +148,18 @@ def _are_equal(got: jax.Array, wanted: jax.Array) -> jax.Array:
 @jax.jit
 def _judge(
     got: jax.Array, wanted: jax.Array, block: jax.Array, column: jax.Array, limits: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns how many elements differ by more than their allowances, how many by far, and the sums of `deviations`."""
-    excess, limit = _excess(got, wanted, block, column, limits)
-    counts = [jnp.sum(excess > 0, dtype=jnp.int32), jnp.sum(is_far(jnp, excess, limit, limits[2]), dtype=jnp.int32)]
-    return jnp.stack(counts), rounding.deviations(jnp, got.astype("float32"), wanted.astype("float32"))[1]
-
-
-@jax.jit
-def _worst(
-    got: jax.Array, wanted: jax.Array, block: jax.Array, column: jax.Array, limits: jax.Array
 ) -> tuple[jax.Array, ...]:
-    excess, limit = _excess(got, wanted, block, column, limits)
-    worst = jnp.argmax(excess)
-    return worst, got.reshape(-1)[worst], wanted.reshape(-1)[worst], limit[worst]
+    """Compares two arrays.
 
-
-def _excess(
-    got: jax.Array, wanted: jax.Array, block: jax.Array, column: jax.Array, limits: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    mine, its = got.reshape(-1).astype("float32"), wanted.reshape(-1).astype("float32")
+    Returns:
+        How many elements differ by more than their allowances, how many by far, and the place of the worst; the sums of
+        `deviations`; and the worst element, the expected one, and its allowance.
+    """
+    mine, its = (array.reshape(-1).astype("float32") for array in (got, wanted))
     columns = got.shape[-1] if got.ndim else 1
     limit = rounding.allowed(jnp, block, column, limits, its, start=0, columns=columns)
-    return excess_of(jnp, mine, its, limit), limit
+    excess = excess_of(jnp, mine, its, limit)
+    worst = jnp.argmax(excess)
+    counts = jnp.sum(excess > 0), jnp.sum(is_far(jnp, excess, limit, limits[2])), worst
+    sums = rounding.deviations(jnp, mine, its)[1]
+    return jnp.stack(counts), sums, got.reshape(-1)[worst], wanted.reshape(-1)[worst], limit[worst]

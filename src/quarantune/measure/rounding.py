@@ -71,11 +71,10 @@ class Allowance:
         block: a factor for each `BLOCK` elements in the order of memory; or one element, for all.
         column: a factor for each place along the last axis; or one element, for all.
         far: no element may differ by so many times its allowance.
-        scale: the scale that all differences may have in common, as a share of the expected values.
-        offset: the mean that they may have, relative to the RMS of the expected values.
-        spread: the RMS that they may have, relative to the same.
-        noise: the RMS of the deviations on moved inputs, relative to the same; None where it was not measured.
-        is_exact: whether integers must be equal.
+        together: the scale that all differences may have in common, as a share of the expected values; the mean that
+            they may have, relative to the RMS of the expected values; and the RMS that they may have, likewise.
+        noise: the RMS of the deviations on moved inputs, likewise; None where it was not measured.
+        is_calibrated: whether it was measured, and not chosen by an author; integers must then be equal.
     """
 
     rtol: float
@@ -84,11 +83,9 @@ class Allowance:
     block: _Array = dataclasses.field(default_factory=lambda: np.zeros(1, np.float32))
     column: _Array = dataclasses.field(default_factory=lambda: np.ones(1, np.float32))
     far: float = NEVER
-    scale: float = math.inf
-    offset: float = math.inf
-    spread: float = math.inf
+    together: tuple[float, float, float] = (math.inf, math.inf, math.inf)
     noise: float | None = None
-    is_exact: bool = False
+    is_calibrated: bool = False
 
     @classmethod
     def fixed(cls, tolerance: Tolerance) -> Allowance:
@@ -98,33 +95,36 @@ class Allowance:
     @classmethod
     def exact(cls) -> Allowance:
         """Returns that of leaves without floats."""
-        return cls(0.0, 0.0, 0.0, is_exact=True)
+        return cls(0.0, 0.0, 0.0, is_calibrated=True)
 
     @property
     def limits(self) -> tuple[float, float, float]:
         """The numbers that a comparison on a device needs beside the factors."""
-        return self.rtol, self.atol, min(self.far, NEVER)
+        return self.rtol, self.atol, self.far
 
     def for_dtype(self, dtype: Any) -> Allowance:
         """Returns the allowance for outputs of a dtype, which may be coarser than the reference's."""
-        if not self.is_exact or not jnp.issubdtype(dtype, jnp.inexact):
+        if not self.is_calibrated or not jnp.issubdtype(dtype, jnp.inexact):
             return self
-        return dataclasses.replace(self, rtol=max(self.rtol, _UNITS * 2.0 ** -_mantissa(dtype)))
+        least = _UNITS * float(_about(dtype).smallest_subnormal)
+        return dataclasses.replace(self, rtol=max(self.rtol, _UNITS * 2.0 ** -_mantissa(dtype)), atol=self.atol + least)
 
-    def reason(self, slope: float, offset: float, spread: float) -> str | None:
+    def reason(self, sums: Any, size: int, rival: Any = (0, 0, 0, 0)) -> str | None:
         """Returns how the differences of all elements together are more than rounding; None where they are not.
 
         Args:
-            slope: the scale that they have in common.
-            offset: their mean.
-            spread: their RMS; all as for the attributes.
+            sums: those of `deviations`.
+            size: the number of elements.
+            rival: the sums of another output, whose differences are allowed, too.
         """
-        if abs(slope) > self.scale:
+        slope, offset, spread = _together(sums, size)
+        limits = np.maximum(self.together, np.abs(_together(rival, size)))
+        if abs(slope) > limits[0]:
             return f"all elements together are {1 + slope:.4g} times the expected ones"
-        if abs(offset) > self.offset:
+        if abs(offset) > limits[1]:
             return f"all elements together are off by {offset:.2%} of their RMS"
-        if spread > self.spread:
-            return f"the differences are {spread / self.spread:.2g} times as large as rounding explains (RMS)"
+        if spread > limits[2]:
+            return f"the differences are {spread / limits[2]:.2g} times as large as rounding explains (RMS)"
         return None
 
 
@@ -189,6 +189,15 @@ def deviations(xp: Any, got: Any, wanted: Any) -> tuple[Any, Any]:
     return squares, xp.stack(parts)
 
 
+def _together(sums: Any, size: int) -> tuple[float, float, float]:
+    """Returns the scale, the mean and the RMS of differences from their sums, as for `Allowance.together`."""
+    total, along, squares, known = map(float, np.asarray(sums))
+    if not known:
+        return 0.0, 0.0, 0.0
+    rms = math.sqrt(known / size)
+    return along / known, total / size / rms, math.sqrt(squares / size) / rms
+
+
 def smoothed(xp: Any, squares: Any, wanted: Any, base: Any, multiple: Any) -> tuple[Any, Any, Any, Any]:
     """Returns the factors of blocks and columns, the noise, and the RMS of the reference.
 
@@ -234,85 +243,83 @@ class Noise:
         """
         self._wanted, self._coarsest, self._run = wanted, coarsest, run
         self._squares: Any = None
+        self._smooth: Any = None
         self._sums: list[Any] = []
         self._scale = 1.0
 
     def add(self, moved: Any, scale: float = 1.0) -> None:
         """Takes the output of a run on moved inputs, and the share of its deviations that rounding explains."""
         self._scale = scale
-        if self._run is not None:
-            if self._squares is None:
-                self._squares = jnp.zeros_like(self._wanted, dtype="float32")
-            self._squares, sums = self._run(add_deviations, self._squares, moved, self._wanted)
-            self._sums.append(sums)
-            return
         if self._squares is None:
-            self._squares = np.zeros(self._wanted.size, np.float32)
-        totals = np.zeros(4)
-        with np.errstate(all="ignore"):
-            for part, mine, its in chunks(moved, self._wanted, wide=wide_type(self._wanted)):
-                squares, sums = deviations(np, mine, its)
-                self._squares[part] += squares
-                totals += sums
-        self._sums.append(totals)
+            self._squares = (np if self._run is None else jnp).zeros(self._wanted.shape, np.float32)
+        if self._run is not None:
+            terms = np.asarray([len(self._sums) + 1, *self._terms(is_known=True)], np.float32)
+            self._squares, sums, *self._smooth = self._run(add_deviations, self._squares, moved, self._wanted, terms)
+        else:
+            sums, flat = np.zeros(4), self._squares.reshape(-1)
+            with np.errstate(all="ignore"):
+                for part, mine, its in chunks(moved, self._wanted, wide=wide_type(self._wanted)):
+                    squares, more = deviations(np, mine, its)
+                    flat[part] += squares
+                    sums += more
+        self._sums.append(sums)
 
     def allowance(self) -> Allowance:
         """Returns what rounding explains."""
-        wanted, runs = self._wanted, len(self._sums)
-        bits = _mantissa(wanted.dtype)
-        # Sums are made in float32 at least.
-        wide = 2.0 ** -max(23, min(bits, bits if self._coarsest is None else self._coarsest))
-        base = _ACCUMULATED * wide
-        if not runs:
-            base = max(base, _UNITS * 2.0 ** -(self._coarsest or 23))
-        # The noise of fewer elements than a block has is known less well.
-        multiple = _MULTIPLE * self._scale * (1 + 2 / min(BLOCK, wanted.size))
-        with np.errstate(all="ignore"):
-            if self._run is not None and runs:
-                found = self._run(smooth_deviations, self._squares, wanted, *map(np.float32, (runs, base, multiple)))
-            else:
-                wanted = np.asarray(wanted)
-                squares = np.zeros(wanted.shape, np.float32) if not runs else self._squares.reshape(wanted.shape) / runs
-                wide_wanted = wanted.astype(np.result_type(wanted.dtype, np.float32))
-                found = smoothed(np, squares, wide_wanted, base, multiple)
-            block, column, noise, rms = (np.asarray(part, np.float32) for part in found)
-            sums = np.asarray(self._sums, np.float64).reshape(-1, 4)
-            # The scales and offsets of the deviations themselves, relative to the output.
-            size = np.sqrt(sums[:, 3] / wanted.size)
-            scale = _rms(np.nan_to_num(sums[:, 1] / sums[:, 3]))
-            offset = _rms(np.nan_to_num(sums[:, 0] / wanted.size / size))
+        unit, is_known = _UNITS * 2.0 ** -_mantissa(self._wanted.dtype), bool(self._sums)
+        base, multiple = self._terms(is_known=is_known)
+        if self._smooth is None:
+            wanted = np.asarray(self._wanted)
+            wide = wanted.astype(np.result_type(wanted.dtype, np.float32))
+            squares = self._squares / len(self._sums) if is_known else np.zeros(wanted.shape, np.float32)
+            with np.errstate(all="ignore"):
+                self._smooth = smoothed(np, squares, wide, base, multiple)
+        block, column, noise, rms = (np.asarray(part, np.float32) for part in self._smooth)
+        # The scales and offsets of the deviations themselves.
+        common = np.asarray([_together(sums, self._wanted.size)[:2] for sums in self._sums] or [(0.0, 0.0)])
+        scale, offset = map(float, _COMMON + 5 * self._scale * np.sqrt(np.mean(common**2, 0)))
+        spread = self._scale * float(noise)
         return Allowance(
-            rtol=_UNITS * 2.0**-bits,
-            atol=4 * wide * float(rms),
+            rtol=unit,
+            atol=4 * self._wide * float(rms),
             share=_SHARE,
             block=block,
             column=column,
             far=_FAR,
-            scale=_COMMON + 5 * self._scale * scale,
-            offset=_COMMON + 5 * self._scale * offset,
-            spread=_SPREAD * self._scale * float(noise) + base + _UNITS * 2.0**-bits,
-            noise=self._scale * float(noise) if runs else None,
-            is_exact=True,
+            together=(scale, offset, _SPREAD * spread + base + unit),
+            noise=spread if is_known else None,
+            is_calibrated=True,
         )
 
+    @property
+    def _wide(self) -> float:
+        """The unit in the last place of the type in which sums are made: float32 at least."""
+        bits = _mantissa(self._wanted.dtype)
+        return 2.0 ** -max(23, min(bits, bits if self._coarsest is None else self._coarsest))
+
+    def _terms(self, *, is_known: bool) -> tuple[float, float]:
+        """Returns `base` and `multiple` for `smoothed`; `is_known` where deviations were measured."""
+        least = 0.0 if is_known else _UNITS * 2.0 ** -(self._coarsest or 23)
+        # The noise of fewer elements than a block has is known less well.
+        return max(_ACCUMULATED * self._wide, least), _MULTIPLE * self._scale * (1 + 2 / min(BLOCK, self._wanted.size))
+
 
 @jax.jit
-def add_deviations(squares: jax.Array, moved: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Adds the squares of one run's deviations, on the device; with their sums, as `deviations` returns them."""
-    more, sums = deviations(jnp, moved.astype("float32"), wanted.astype("float32"))
-    return squares + more, sums
+def add_deviations(squares: jax.Array, moved: jax.Array, wanted: jax.Array, terms: jax.Array) -> tuple[jax.Array, ...]:
+    """Adds the squares of one run's deviations, on the device.
 
+    Args:
+        squares: those of the runs before.
+        moved: the output of this one.
+        wanted: the reference.
+        terms: the number of runs; and the last two arguments of `smoothed`.
 
-@jax.jit
-def smooth_deviations(
-    squares: jax.Array, wanted: jax.Array, runs: Any, base: Any, multiple: Any
-) -> tuple[jax.Array, ...]:
-    """Returns what `smoothed` does, on the device."""
-    return smoothed(jnp, squares / runs, wanted.astype("float32"), base, multiple)
-
-
-def _rms(values: _Array) -> float:
-    return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
+    Returns:
+        All squares, the sums of `deviations`, and what `smoothed` returns.
+    """
+    wide = wanted.astype("float32")
+    more, sums = deviations(jnp, moved.astype("float32"), wide)
+    return squares + more, sums, *smoothed(jnp, (squares + more) / terms[0], wide, terms[1], terms[2])
 
 
 def _mantissa(dtype: Any) -> int:
@@ -339,7 +346,7 @@ def coarsest_mantissa(jaxpr: Any, platform: str | None) -> int:
         platform: the platform that it runs on.
     """
     least = 52
-    for equation in jaxpr.eqns:
+    for equation in jax_internals.equations(jaxpr):
         for variable in equation.outvars:
             dtype = getattr(variable.aval, "dtype", None)
             if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
@@ -350,8 +357,6 @@ def coarsest_mantissa(jaxpr: Any, platform: str | None) -> int:
                 least = min(least, 7)
             elif "HIGHEST" not in precision and equation.invars[0].aval.dtype == jnp.float32:
                 least = min(least, _FACTORS.get(platform or "", least))
-        for inner in jax_internals.inner_jaxprs(equation.params):
-            least = min(least, coarsest_mantissa(inner, platform))
     return least
 
 
@@ -379,20 +384,20 @@ class Motion:
         Numbers of 8 bits are data that a kernel reads, and it rounds to such a type only where the program says so. If
         there are no others, moving them by their own units tells too much, in proportion to the units.
         """
-        finest = max((_mantissa(leaf.dtype) for leaf in jax.tree.leaves(inputs) if _is_movable(leaf)), default=0)
+        finest = max((_mantissa(leaf.dtype) for leaf in jax.tree.leaves(inputs) if is_movable(leaf)), default=0)
         wanted = min(_NARROWEST, finest if coarsest is None else coarsest)
         return cls(coarsest, min(wanted, finest), 2.0 ** min(0, finest - wanted))
 
     def takes(self, leaf: Any) -> bool:
         """Returns whether a leaf of the inputs is moved."""
-        return _is_movable(leaf) and _mantissa(leaf.dtype) >= self.least
+        return is_movable(leaf) and _mantissa(leaf.dtype) >= self.least
 
     def units(self, leaf: Any) -> Any:
         """Returns the binary logarithm of the unit for a leaf, in units in the last place of its dtype."""
         return np.int32(0 if self.coarsest is None else max(0, _mantissa(leaf.dtype) - self.coarsest))
 
 
-def _is_movable(leaf: Any) -> bool:
+def is_movable(leaf: Any) -> bool:
     """Returns whether a leaf is an array of floats with signs and of whole bytes."""
     if not (isinstance(leaf, (np.ndarray, jax.Array)) and jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.size):
         return False

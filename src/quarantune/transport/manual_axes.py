@@ -88,7 +88,7 @@ def communicated_over(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 def _names(jaxpr: Any, bound: Mapping[str, int]) -> Iterator[str]:
     """Yields the axes that a program names in its collectives."""
-    for equation in jaxpr.eqns:
+    for equation in jax_internals.equations(jaxpr):
         name = equation.primitive.name
         if name == "pvary" or "cast" in name:
             continue  # changes only the type of a value, as for a constant that is added to an array
@@ -96,8 +96,6 @@ def _names(jaxpr: Any, bound: Mapping[str, int]) -> Iterator[str]:
             value = equation.params.get(parameter, ())
             names = value if isinstance(value, (tuple, list, set, frozenset)) else (value,)
             yield from (name for name in names if isinstance(name, str) and name in bound)
-        for inner in jax_internals.inner_jaxprs(equation.params):
-            yield from _names(inner, bound)
 
 
 def under_shard_map(call: Call) -> Call:

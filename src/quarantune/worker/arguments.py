@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +16,8 @@ from quarantune.transport.arrays import restore_array
 from quarantune.transport.call import Arguments, Call
 
 _SEED = 0
+_MOST_BYTES = 512 << 20
+"""Larger arguments are not widened."""
 
 
 class CallArguments:
@@ -76,30 +80,51 @@ class CallArguments:
         Returns:
             The arguments, and the share of the deviations that rounding explains; None where none holds floats.
         """
-        arguments, static = self.for_run(), self.jit or jax_internals.JitOptions()
-        names = {name for name in arguments[1] if name in static.static_argnames}
-        held = {index for index in range(len(arguments[0])) if static.is_static_position(index, len(arguments[0]))}
-        seeds = iter(range(run << 16, (run + 1) << 16))
-        dynamic, count = self.dynamic(arguments), 0
-        motion = rounding.Motion.of(dynamic, coarsest)
+        arguments, seeds = self.for_run(), iter(range(run << 16, (run + 1) << 16))
+        leaves = jax.tree.leaves(self.dynamic(arguments))
+        motion = rounding.Motion.of(leaves, coarsest)
 
         def move(leaf: Any) -> Any:
-            nonlocal count
-            if not motion.takes(leaf):
-                return leaf
-            count += 1
             seed, units = np.uint32(next(seeds)), motion.units(leaf)
-            if isinstance(leaf, np.ndarray):
-                return rounding.moved(np, leaf, seed, units)
-            if on_device:
+            if on_device and isinstance(leaf, jax.Array):
                 found = rounding.move(leaf, seed, units)
                 return jax_internals.as_weak(found) if leaf.weak_type else found
-            data = rounding.moved(np, np.asarray(leaf), seed, units)
-            return restore_array(data, leaf.weak_type, None, leaf.sharding if leaf.committed else None)
+            return _with_data(leaf, rounding.moved(np, np.asarray(leaf), seed, units))
 
-        args = tuple(arg if index in held else jax.tree.map(move, arg) for index, arg in enumerate(arguments[0]))
-        kwargs = {name: arg if name in names else jax.tree.map(move, arg) for name, arg in arguments[1].items()}
-        return ((args, kwargs), motion.scale) if count else None
+        return (self._changed(arguments, motion.takes, move), motion.scale) if any(map(motion.takes, leaves)) else None
+
+    def widened(self) -> tuple[Arguments, contextlib.AbstractContextManager[Any]]:
+        """Returns the arguments with wider floats, and the mode of JAX that takes them.
+
+        Floats of less than 32 bits become float32; where there are none, float32 becomes float64.
+
+        Raises:
+            ValueError: there are neither, or they would take too much memory.
+        """
+        arguments = self.fresh()
+        floats = [leaf for leaf in jax.tree.leaves(self.dynamic(arguments)) if rounding.is_movable(leaf)]
+        least = min((leaf.dtype.itemsize for leaf in floats), default=8)
+        to = np.dtype("float32" if least < 4 else "float64")
+
+        def takes(leaf: Any) -> bool:
+            return rounding.is_movable(leaf) and leaf.dtype.itemsize < to.itemsize
+
+        if least == 8 or sum(leaf.nbytes for leaf in floats) > _MOST_BYTES:
+            raise ValueError("the arguments cannot be widened")
+        wide = self._changed(arguments, takes, lambda leaf: _with_data(leaf, np.asarray(leaf).astype(to)))
+        return wide, jax.enable_x64(True) if to.itemsize == 8 else contextlib.nullcontext()
+
+    def _changed(self, arguments: Arguments, takes: Callable[[Any], bool], change: Callable[[Any], Any]) -> Arguments:
+        """Returns the arguments with others in the place of those leaves that are taken and not static."""
+        (args, kwargs), static = arguments, self.jit or jax_internals.JitOptions()
+
+        def changed(arg: Any, is_static: bool) -> Any:
+            return arg if is_static else jax.tree.map(lambda leaf: change(leaf) if takes(leaf) else leaf, arg)
+
+        return (
+            tuple(changed(arg, static.is_static_position(index, len(args))) for index, arg in enumerate(args)),
+            {name: changed(arg, name in static.static_argnames) for name, arg in kwargs.items()},
+        )
 
     def dynamic(self, arguments: Arguments) -> Arguments:
         """Returns the arguments without the static ones, as an executable takes them."""
@@ -111,6 +136,13 @@ class CallArguments:
             tuple(arg for index, arg in enumerate(args) if not static.is_static_position(index, len(args))),
             {name: arg for name, arg in kwargs.items() if name not in static.static_argnames},
         )
+
+
+def _with_data(like: Any, data: Any) -> Any:
+    """Returns an array of other data where one is."""
+    if isinstance(like, np.ndarray):
+        return data
+    return restore_array(data, like.weak_type, None, like.sharding if like.committed else None)
 
 
 def _is_deleted(leaf: Any) -> bool:

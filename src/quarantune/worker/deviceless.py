@@ -135,15 +135,10 @@ def why_device_is_needed(jaxpr: Any, platform: str) -> str | None:
     On a GPU, XLA times its own choices for dots and convolutions, so that without one they come out slower; a host
     callback is bound to the process that compiled it. Neither applies inside a Pallas kernel.
     """
-    for equation in jaxpr.eqns:
+    for equation in jax_internals.equations(jaxpr, closed={"pallas_call"}):
         name = equation.primitive.name
         if name in _TUNED_BY_XLA and platform != "tpu":
             return f"XLA tunes its {name} on the device"
         if name in _CALLBACKS:
             return f"its {name} belongs to the process that compiles it"
-        if name == "pallas_call":
-            continue
-        for inner in jax_internals.inner_jaxprs(equation.params):
-            if reason := why_device_is_needed(inner, platform):
-                return reason
     return None
