@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -125,10 +126,10 @@ class Judge:
     def expect(self, outputs: Sequence[OutputArray]) -> None:
         """Compiles the comparison of such outputs on an accelerator, ahead of the first; errors are left to `check`."""
         if self._shortcut is not None:
-            with contextlib.suppress(Exception):
-                self._shortcut.expect(outputs)
+            with contextlib.suppress(Exception), ThreadPoolExecutor(1) as pool:
                 if self._fixed is None:
-                    self._arguments.moved(0, None, on_device=True)
+                    pool.submit(self._arguments.moved, 0, None, on_device=True)
+                self._shortcut.expect(outputs)
 
     def compute_reference(self, fd: int) -> None:
         """Writes the reference's output, and its gradients where those count, for the configs to be compared with."""
