@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import types
 from typing import Any
 
@@ -15,8 +17,15 @@ import pytest
 
 import quarantune
 from quarantune.measure import elements, rounding
+from quarantune.measure import on_device as on_device_module
 from quarantune.measure.rounding import Motion
+from quarantune.sandbox import spool
+from quarantune.sandbox.messages import BenchOptions
+from quarantune.transport import payload
+from quarantune.values.compiling import OutputArray
 from quarantune.values.trial import Trial
+from quarantune.worker.bench import Bench
+from quarantune.worker.failures import WrongResultError
 
 ONCE: dict[str, Any] = {"warmup": 0, "rep": 1}
 
@@ -65,14 +74,14 @@ CASES: dict[str, tuple[Any, Any]] = {}
 
 def case(*args: Any) -> Any:
     def take(fn: Any) -> Any:
-        CASES[fn.__name__] = (fn, lambda: [make() for make in args])
+        CASES[fn.__name__] = (fn, lambda seed=0: [make(seed) for make in args])
         return fn
 
     return take
 
 
 def normal(*shape: int, dtype: str = "float32") -> Any:
-    return lambda: jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    return lambda seed=0: jnp.asarray(np.random.default_rng([seed, *shape]).standard_normal(shape), dtype)
 
 
 @case(normal(1000, 64))
@@ -100,7 +109,7 @@ def zeros_for_the_gradient_of_a_mean(x: Any, w: Any, do: str = "right") -> Any:
     return found if do == "right" else jnp.zeros_like(found)
 
 
-@case(lambda: jnp.arange(100) * 151)
+@case(lambda seed=0: jnp.arange(100) * 151 + seed)
 def tokens_that_are_nearly_right(x: Any, do: str = "right") -> Any:
     return x if do == "right" else x.at[-1].add(-99)
 
@@ -123,6 +132,43 @@ def test_bugs_that_are_small_beside_fixed_tolerances_are_found(name: str) -> Non
     result = swept(jax.jit(fn, static_argnames=["do"]), ["wrong", "right"], *make())
     assert ends(result.trials) == ["wrong", "ok"]
     assert result.best_config == {"do": "right"}
+
+
+def judged_as(fn: Any, args: list[Any], *values: str, on_device: bool) -> list[bool]:
+    """Returns which configs are right, as a worker judges them; on a CPU it compares on the device only if told to."""
+    packed = payload.pack_call(jax.jit(fn, static_argnames=["do"]), tuple(args), {}, {})
+    options = BenchOptions(platform="cpu", warmup=0, rep=1, supply="auto", tolerance=None)
+    found: list[bool] = []
+    with contextlib.ExitStack() as files:
+        arrays, standard, other = (spool.create(label, size_bytes=packed.spool_bytes) for label in ("a", "b", "c"))
+        for fd in (arrays, standard, other):
+            files.callback(os.close, fd)
+        payload.write_arrays(packed, arrays)
+        bench = Bench(packed.call, arrays_fd=arrays, options=options)
+        if on_device:
+            bench.judge._shortcut = on_device_module.Comparer()
+        defaults = bench.compile({}, target=None)
+        bench.judge.expect(
+            [OutputArray(info.shape, info.dtype.name) for info in jax.tree.leaves(defaults.call.out_info)]
+        )
+        bench.check(defaults, output_fd=standard)
+        for value in values:
+            program = bench.compile({"do": value}, target=None)
+            try:
+                bench.check(program, references=[standard], standard=0)
+                found.append(True)
+            except WrongResultError:
+                found.append(False)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("name", CASES)
+def test_such_bugs_are_found_whatever_the_inputs(name: str, on_device: bool) -> None:
+    fn, make = CASES[name]
+    found = [judged_as(fn, make(seed), "wrong", "right", on_device=on_device) for seed in range(20)]
+    assert found == [[False, True]] * 20
 
 
 def test_the_next_config_of_a_used_worker_is_judged_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
