@@ -219,6 +219,18 @@ def test_the_reason_says_where_and_by_how_much_and_what_to_do() -> None:
     assert 0.001 < result.noise < 0.005
 
 
+def test_the_reason_also_says_what_all_elements_have_in_common() -> None:
+    @functools.partial(jax.jit, static_argnames=["do"])
+    def kernel(x: Any, do: float = 1.0) -> Any:
+        return x * do
+
+    told = swept(kernel, [1.0, 1.5], normal(64, 64)()).trials[1].message
+    assert (
+        "of 4096 elements (100%) differ by more than rounding explains, and all elements together are 1.5 times" in told
+    )
+    assert "; the worst is at [" in told
+
+
 # --- structure ------------------------------------------------------------------------------------------------------
 
 
@@ -329,3 +341,12 @@ def test_an_infinity_or_nan_is_wrong_in_a_single_element_whatever_the_noise() ->
         assert elements.compare_numbers(wanted, got, allowance, "output", is_exact=False) is not None
         both = got.copy()
         assert elements.compare_numbers(both, got, allowance, "output", is_exact=False) is None
+
+
+def test_neighbouring_numbers_below_the_normal_range_agree() -> None:
+    wanted = np.repeat(np.array([3 * 2.0**-24, 0.01], np.float16), 640)
+    noise = rounding.Noise(wanted, coarsest=None)
+    noise.add(wanted)
+    for steps, agree in ((1, True), (10, False)):
+        got = np.where(wanted < 0.001, wanted + np.float16(steps * 2.0**-24), wanted)
+        assert (elements.compare_numbers(got, wanted, noise.allowance(), "output", is_exact=False) is None) == agree

@@ -90,10 +90,12 @@ class Comparer:
             if not 0 < size <= _MOST_ELEMENTS or output.dtype not in _NARROW:
                 continue
             like = jax.ShapeDtypeStruct(output.shape, output.dtype, sharding=sharding)
+            squares = jax.ShapeDtypeStruct(output.shape, "float32", sharding=sharding)
             three = jax.ShapeDtypeStruct((3,), "float32")
-            noise = (rounding.add_deviations, jnp.zeros(output.shape, "float32"), like, like, three)
+            noise = (rounding.add_deviations, squares, like, like, three)
             _, _, block, column, *_ = jax.eval_shape(*noise)
-            with ThreadPoolExecutor(2) as pool:  # XLA compiles without holding the interpreter's lock
+            with ThreadPoolExecutor(3) as pool:  # XLA compiles without holding the interpreter's lock
+                pool.submit(jnp.zeros, output.shape, np.float32)  # where squares are added up
                 list(pool.map(lambda work: self._compiled(*work), [noise, (_judge, like, like, block, column, three)]))
 
     def keep(self, output: Sequence[Any], on_host: Sequence[Any]) -> None:
