@@ -21,7 +21,7 @@ import quarantune
 from quarantune.cache import CacheWarning, TuningCache
 from quarantune.resolve.call_key import CallKey
 from quarantune.resolve.compile_failures import CompileFailures
-from quarantune.sandbox import template
+from quarantune.sandbox import is_inside
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import versions
 from quarantune.values.trial import Outcome, Phase, Route, Trial
@@ -183,7 +183,7 @@ def kernel(notes: Path, configs: list[int], *, factor: int = 1, **options: Any) 
     @quarantune.autotune({"n": configs}, rep=1, name="kernel", **options)
     @functools.partial(jax.jit, static_argnames=["n"])
     def scale(x: Any, n: int = 1) -> Any:
-        if template.is_inside():
+        if is_inside():
             with open(file, "a") as opened:
                 opened.write(f"{n} ")
         if n % 2:
@@ -290,7 +290,7 @@ if __name__ == "__main__":
     resolver, arrays = product._resolver, (np.ones((512, 512), np.float16),) * 2
     for target, known in (("H200", [1]), ("H100", [])):
         keyed = keyed_to_tune(resolver.bind(arrays, {}), targets.find(target))
-        job = TuningJob(keyed, resolver._context, current(), start_over=True)
+        job = TuningJob(keyed, resolver._tuning._context, current(), start_over=True)
         assert list(job._known_not_to_compile()) == known, target
 """
 

@@ -37,7 +37,7 @@ PROGRAM = """
 import functools, logging, sys, threading, time, warnings
 import jax, numpy as np
 import quarantune
-from quarantune.sandbox import template
+from quarantune.sandbox import is_inside
 
 logging.basicConfig()
 NUMBER, SECONDS, NOISY = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "noisy"
@@ -45,7 +45,7 @@ NUMBER, SECONDS, NOISY = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "n
 @quarantune.autotune({"BM": list(range(NUMBER))}, warmup=0, rep=1, name="pkg.matmul", ref_fn=None)
 @functools.partial(jax.jit, static_argnames=["BM"])
 def matmul(a, b, BM: int = 1):
-    if template.is_inside():
+    if is_inside():
         time.sleep(SECONDS)  # a slow compilation
     if BM == 2:
         raise ValueError("BM=2 does not divide")

@@ -28,7 +28,7 @@ from aftermath import is_of_multiprocessing
 
 import quarantune
 from quarantune.host import machine
-from quarantune.sandbox import codec, spool, template, template_watch
+from quarantune.sandbox import MARK, codec, is_inside, spool, template, template_watch
 from quarantune.sandbox.events import Damaged, Event, Said, describe_status
 from quarantune.sandbox.messages import Compile, Measure
 from quarantune.sandbox.pool import Sandbox
@@ -335,6 +335,7 @@ def test_a_worker_reports_each_phase_and_exits(method: str, load: Callable[..., 
             *loads_it_itself,
             ("PhaseEntered", "compile", 0),
             ("Compiled", "compile", 0),
+            ("PhaseEntered", "check", 0),
             ("PhaseEntered", "measure", 0),
             ("Measured", "measure", 0),
         ]
@@ -358,7 +359,7 @@ def test_a_worker_has_its_own_session_environment_and_descriptors(
     assert facts["cwd"] == str(tmp_path)
     assert len(facts["fds"]) < 15, "descriptors for the waiting times of its own threads are not counted"
     assert "EXTRA" not in os.environ
-    assert template.MARK not in os.environ
+    assert MARK not in os.environ
 
 
 @pytest.mark.parametrize(("do", "status"), [("fail", 0), ("segfault", -int(signal.SIGSEGV)), ("vanish", 0)])
@@ -752,7 +753,7 @@ from quarantune.transport import payload
 from quarantune.sweep import routes
 from quarantune.values.options import Options
 from quarantune.sandbox.messages import Compile
-from quarantune.sandbox import codec, pool, spool, template
+from quarantune.sandbox import codec, is_inside, pool, spool, template
 from quarantune.sandbox.events import Ended
 import workload
 
@@ -914,7 +915,7 @@ def test_configs_compile_from_both_ends_of_their_list_and_doubtful_ones_last() -
 
 
 def test_exit_statuses_are_described_in_words() -> None:
-    assert not template.is_inside()
+    assert not is_inside()
     assert describe_status(-11) == "was killed by SIGSEGV"
     assert describe_status(-200) == "was killed by signal 200"
     assert describe_status(3) == "exited with code 3"

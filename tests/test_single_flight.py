@@ -37,7 +37,7 @@ KERNEL = """
 import functools, os, time
 import jax
 import quarantune
-from quarantune.sandbox import template
+from quarantune.sandbox import is_inside
 
 @quarantune.autotune(
     lambda x, place, good, **_: ({"n": n} for n in range(len(good))), name="shared", warmup=0, rep=1, ref_fn=None
@@ -45,7 +45,7 @@ from quarantune.sandbox import template
 @functools.partial(jax.jit, static_argnames=["place", "good", "n"])
 def kernel(x, place, good, n: int = 0):
     "Adds n; notes in `place` that a worker traced it, waits there for a gate if one is shut, and fails unless good[n]."
-    if template.is_inside():
+    if is_inside():
         with open(f"{place}/notes", "a") as notes:
             notes.write(f"{n}\\n")
         while os.path.exists(f"{place}/shut"):

@@ -134,6 +134,40 @@ def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Pa
     assert min(write_s for _, write_s in times) < 2 * 0.300
 
 
+def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """
+            import functools, sys
+            import jax, jax.numpy as jnp, quarantune
+
+            @quarantune.autotune([{"n": 1}, {"n": 2}], warmup=0, rep=1, ref_fn=None)
+            @functools.partial(jax.jit, static_argnames=["n"])
+            def add(x, n: int = 1):
+                return x + n
+
+            if __name__ == "__main__":
+                add(jnp.ones(8))
+                ours = sorted(name.removeprefix("quarantune.") for name in sys.modules if "quarantune." in name)
+                print(*ours)
+            """
+        )
+    )
+
+    def imported() -> set[str]:
+        done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=True)
+        return set(done.stdout.splitlines()[-1].split())
+
+    assert "scheduler.loop" in imported(), "the first call tunes"
+    ours = imported()
+    optional = {"cli", "doctor", "engine", "measure", "scheduler", "search", "worker"}
+    assert {name for name in ours if name.partition(".")[0] in optional} == set()
+    assert not ours & {f"resolve.{name}" for name in ("tuning", "tuning_job", "ranks", "agreement", "contextual_job")}
+    assert not [name for name in ours if name.startswith(("sandbox.", "results.", "sweep.sweep"))]
+    assert len(ours) <= 100
+
+
 # --- sweeps -------------------------------------------------------------------------------------------------
 
 

@@ -122,7 +122,7 @@ def test_a_missing_compiler_names_the_extra_that_has_it(
     target: str, extra: str, monkeypatch: pytest.MonkeyPatch, no_process: None
 ) -> None:
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(targets.importlib.metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(targets.installed, "entry_points", lambda group: ())
     with pytest.raises(ImportError, match=f"which is not installed: pip install '{extra}'"):
         quarantune.compile_check(jax.jit(lambda x, n=1: x, static_argnames=["n"]), [{"n": 1}], 1.0, target=target)
 

@@ -63,7 +63,8 @@ def compile_check(
         {'error': 1}
     """
     from quarantune.devices import targets
-    from quarantune.resolve.resolver import Resolver
+    from quarantune.resolve import tuning
+    from quarantune.resolve.bound_call import BoundCall
 
     base = dataclasses.replace(fn.options, name=fn.name) if isinstance(fn, Autotuned) else Options()
     options = dataclasses.replace(
@@ -74,8 +75,8 @@ def compile_check(
     )
     # The machines of an engine need the compiler, and not this one.
     found = targets.usable(target) if environment.current().executor is None else targets.find(target)
-    resolver = Resolver(_checked_function(fn, configs, options))
-    return resolver.check(resolver.bind(args, kwargs), found, num_workers=num_workers)
+    call = BoundCall(_checked_function(fn, configs, options), args, kwargs)
+    return tuning.check_all(call, found, num_workers=num_workers)
 
 
 def _checked_function(fn: Callable[..., Any], configs: Any, options: Options) -> TunedFunction:

@@ -124,7 +124,8 @@ def compile_configs(
         ImportError: the compiler for the target is not installed.
     """
     from quarantune.devices import targets
-    from quarantune.resolve.resolver import Resolver
+    from quarantune.resolve import tuning
+    from quarantune.resolve.bound_call import BoundCall
     from quarantune.resolve.tuned_function import TunedFunction
 
     fn, signature, static_names = describe_function(fn)
@@ -137,12 +138,11 @@ def compile_configs(
         fn, expanded, name=label, signature=signature, static_names=static_names, options=Options()
     )
     function.check(expanded)
-    resolver = Resolver(function)
-    call = resolver.bind(args, kwargs)
+    call = BoundCall(function, args, kwargs)
     if target is None:
-        compiled = resolver.compile(call, num_workers=num_workers)
+        compiled = tuning.compile_all(call, num_workers=num_workers)
     else:
-        checked = resolver.check(call, targets.usable(target), num_workers=num_workers)
+        checked = tuning.check_all(call, targets.usable(target), num_workers=num_workers)
         compiled = [(trial, None) for trial in checked.trials]
     functions: dict[str, Callable[..., Any] | None] = {}
     for config, (trial, executable) in zip(expanded, compiled, strict=True):

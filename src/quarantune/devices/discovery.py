@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import importlib.util
 import os
 
 import jax
 
-from quarantune import jax_internals
+from quarantune import jax_internals, sandbox
 from quarantune.devices.device import Backend, Device, cpu_device, describe_jax_devices, grouped, visible_devices
-from quarantune.sandbox import template
+from quarantune.host import installed
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.settings import Settings
 
@@ -30,7 +29,7 @@ def platform_and_kind(platform_hint: str | None) -> tuple[str, str]:
     Args:
         platform_hint: JAX's name for the platform of the call's arrays; None for JAX's default.
     """
-    if template.is_inside() and (known := os.environ.get(_DEVICE)):
+    if sandbox.is_inside() and (known := os.environ.get(_DEVICE)):
         platform, _, kind = known.partition(":")
         return platform, kind
     if platform_hint == "cpu" or (platform_hint is None and _only_cpu()):
@@ -56,7 +55,7 @@ def _only_cpu() -> bool:
         return platforms == "cpu"
     if importlib.util.find_spec("jax_plugins") is not None or importlib.util.find_spec("libtpu") is not None:
         return False
-    return not importlib.metadata.entry_points(group="jax_plugins")
+    return not installed.entry_points("jax_plugins")
 
 
 def _describe(platform: str | None) -> Backend:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import importlib.util
 import logging
 import pkgutil
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 
 from quarantune.devices import discovery, target_texts
 from quarantune.devices.device import Device, cpu_device
+from quarantune.host import installed
 from quarantune.values import settings as environment
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.settings import Settings
@@ -225,7 +225,7 @@ def _here() -> Iterator[Target]:
 
 def _plugins() -> set[str]:
     """Returns the names of JAX's plugins that are installed, found as JAX finds them."""
-    names = {entry.name for entry in importlib.metadata.entry_points(group="jax_plugins")}
+    names = {entry.name for entry in installed.entry_points("jax_plugins")}
     if (spec := importlib.util.find_spec("jax_plugins")) is not None:
         names |= {module.name for module in pkgutil.iter_modules(spec.submodule_search_locations)}
     return names

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.metadata
 import importlib.util
 import os
 import subprocess
@@ -14,6 +13,7 @@ import jax
 from quarantune.devices import discovery
 from quarantune.devices.device import cpu_device
 from quarantune.doctor.check import Check, fail, first_line, ok, warn
+from quarantune.host import installed
 from quarantune.values import versions
 from quarantune.values.trial import SandboxError
 
@@ -156,4 +156,4 @@ def _whole(text: str) -> int:
 def _has_plugin(name: str) -> bool:
     if name == "tpu":
         return importlib.util.find_spec("libtpu") is not None
-    return any(name in plugin.name for plugin in importlib.metadata.entry_points(group="jax_plugins"))
+    return any(name in plugin.name for plugin in installed.entry_points("jax_plugins"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from quarantune import sandbox
 from quarantune.doctor import cache_checks, device_checks, machine_checks, rank_checks, trial_checks
 from quarantune.doctor.check import Check, fail, first_line, warn
-from quarantune.sandbox import template
 from quarantune.values import settings as environment
 from quarantune.values.settings import Settings
 
@@ -35,7 +35,7 @@ def _all() -> Iterator[Check]:
     except ValueError as error:
         yield fail("settings", first_line(error), "correct the variable, or unset it")
         settings = Settings()
-    if template.is_inside():
+    if sandbox.is_inside():
         yield fail("sandbox", "this process is a worker of another sweep", "run the doctor outside of a tuned function")
         return
     steps: tuple[tuple[str, Callable[[], _Finding]], ...] = (

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from quarantune.cache import Entry
+from quarantune.host import locks
 from quarantune.measure import finals
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
@@ -19,6 +20,7 @@ from quarantune.resolve.contextual_function import ContextualFunction, KnownAssi
 from quarantune.resolve.entries import Searched, saved_of, searched_of
 from quarantune.resolve.kernel_search import KernelSearch
 from quarantune.resolve.resolver import Resolver
+from quarantune.resolve.tuning import Tuning
 from quarantune.resolve.tuning_job import JobContext, TuningJob
 from quarantune.results import report
 from quarantune.results.contextual_result import ContextualResult, KernelChoice, labels
@@ -403,4 +405,7 @@ class ContextualResolver(Resolver):
     """Finds the best assignment for each call of one function; its configs hold the assignment under `KEY`."""
 
     _known_results = KnownAssignments
-    _tuning_job = ContextualJob
+
+    @locks.lazy
+    def _tuning(self) -> Tuning:
+        return Tuning(self._known, self._seeds, self._on_phase, job=ContextualJob)

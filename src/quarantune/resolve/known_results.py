@@ -6,10 +6,11 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from quarantune import cache
 from quarantune.cache import Entry
-from quarantune.resolve import layers, misses, nearest
+from quarantune.resolve import layers
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import CallKey, KeyedCall
 from quarantune.resolve.entries import (
@@ -22,7 +23,6 @@ from quarantune.resolve.entries import (
 )
 from quarantune.resolve.layers import Found, Layer
 from quarantune.resolve.tuned_function import TunedFunction
-from quarantune.results.result import TuningResult
 from quarantune.sweep.search_limits import SearchLimits
 from quarantune.values import naming, remembered, shown
 from quarantune.values import settings as environment
@@ -30,6 +30,9 @@ from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
 from quarantune.values.times import Times, times_of
 from quarantune.values.trial import Config, TuningFailedError
+
+if TYPE_CHECKING:
+    from quarantune.results.result import TuningResult
 
 _logger = logging.getLogger("quarantune")
 
@@ -88,6 +91,8 @@ class KnownResults:
         The entry is of the same kind of device and code, and its dtypes and static arguments are those of the call. Its
         config is in the call's config space, and `prune_fn` accepts it. The result is not remembered.
         """
+        from quarantune.resolve import nearest  # which a call that is found does not need
+
         candidates = []
         for found in self.entries(settings):
             away = nearest.distance(found.key, keyed.key.text) if found.device == keyed.key.device else None
@@ -113,6 +118,8 @@ class KnownResults:
 
         They come in the order of the entries, each once, and only those in the call's config space.
         """
+        from quarantune.resolve import misses
+
         seeds: list[Config] = []
         for found in entries:
             if found.device == keyed.key.device and misses.describe_same_call(found.key, keyed.key.text):
@@ -218,6 +225,8 @@ class KnownResults:
 
     def explain_miss(self, keyed: KeyedCall, settings: Settings) -> str:
         """Returns a message with the missing key, the layers, and the differences from the nearest entry."""
+        from quarantune.resolve import misses
+
         labels = [layer.label for layer in self._layers(settings)]
         return misses.explain(keyed, labels, self.entries(settings), settings)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.metadata
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from quarantune import cache
 from quarantune.cache import Entry, Store
+from quarantune.host import installed
 from quarantune.values import table_name
 from quarantune.values.settings import Settings
 
@@ -93,7 +93,7 @@ def _is_there(directory: Path, origin: str) -> bool:
 def _installed(_: tuple[str, ...]) -> list[tuple[str, Path]]:
     """Returns the tables of installed packages, by the names of their entry points."""
     found = []
-    for point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda point: (point.name, point.value)):
+    for point in sorted(installed.entry_points(GROUP), key=lambda point: (point.name, point.value)):
         try:
             directory = table_name.directory_of(point.value)
         except ValueError as error:

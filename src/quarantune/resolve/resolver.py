@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from quarantune import cache
+from quarantune import cache, jax_internals, sandbox
+from quarantune.host import locks
 from quarantune.jax_internals import Coordination
-from quarantune.resolve import engines
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall, keyed, keyed_to_tune
-from quarantune.resolve.call_result import call_result
 from quarantune.resolve.compilation_seeds import CompilationSeeds
-from quarantune.resolve.compile_failures import CompileFailures, note_check
 from quarantune.resolve.key_locks import KeyLocks
 from quarantune.resolve.known_results import Known, KnownResults
-from quarantune.resolve.ranks import Agreed, Ranks
 from quarantune.resolve.tuned_function import TunedFunction
-from quarantune.resolve.tuning_job import JobContext, TuningJob
-from quarantune.results.compile_report import CompileReport
-from quarantune.results.progress import Progress
-from quarantune.results.result import TuningResult
-from quarantune.sandbox import template
-from quarantune.sweep import sweep_inputs
-from quarantune.sweep.events import SweepEvents
-from quarantune.sweep.limits import SweepLimits
 from quarantune.transport import assignment as assignments
 from quarantune.values import settings as environment
 from quarantune.values.settings import Settings
 from quarantune.values.times import Times
-from quarantune.values.trial import CacheMissError, Config, Trial, TuningFailedError, pruned_trial
+from quarantune.values.trial import CacheMissError, Config, TuningFailedError
 
 if TYPE_CHECKING:
-    from quarantune.devices.targets import Target
+    from quarantune.resolve.ranks import Agreed, Ranks
+    from quarantune.resolve.tuning import Tuning
+    from quarantune.results.result import TuningResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +51,6 @@ class Resolver:
     """Finds the best config for each call of one function: remembered, or by tuning for it."""
 
     _known_results: ClassVar[type[KnownResults]] = KnownResults
-    _tuning_job: ClassVar[type[TuningJob]] = TuningJob
 
     def __init__(self, function: TunedFunction, *, on_phase: Callable[[int, str], None] | None = None) -> None:
         """Sets up a resolver; nothing is read or started.
@@ -72,12 +61,21 @@ class Resolver:
         """
         self.function = function
         self._known = self._known_results(function)
-        self._ranks = Ranks(function.name, self._known)
         self._locks = KeyLocks()
         self._seeds = CompilationSeeds()
-        self._context = JobContext(
-            known=self._known, seeds=self._seeds, on_phase=on_phase or (lambda index, phase: None)
-        )
+        self._on_phase = on_phase or (lambda index, phase: None)
+
+    @locks.lazy
+    def _tuning(self) -> Tuning:
+        from quarantune.resolve.tuning import Tuning  # which cached calls do not need
+
+        return Tuning(self._known, self._seeds, self._on_phase)
+
+    @locks.lazy
+    def _ranks(self) -> Ranks:
+        from quarantune.resolve.ranks import Ranks  # which programs of one process do not need
+
+        return Ranks(self.function.name, self._known)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         """Returns a call of the function, bound to be resolved."""
@@ -94,8 +92,11 @@ class Resolver:
             TuningFailedError: every config failed, now or earlier in this process.
             CacheMissError: nothing is remembered and `ON_MISS` is `error`.
         """
-        if call.is_symbolic and (given := sweep_inputs.in_place_of_symbolic((call.args, call.kwargs))) is not None:
-            call = self.bind(*given)
+        if call.is_symbolic:
+            from quarantune.sweep import sweep_inputs
+
+            given = sweep_inputs.in_place_of_symbolic((call.args, call.kwargs))
+            call = call if given is None else self.bind(*given)
         if call.has_no_key:
             cache.report_once(
                 f"{call.name}: running with its defaults where its shapes are symbolic, as in jax.export: give "
@@ -119,8 +120,10 @@ class Resolver:
             CacheMissError: nothing is remembered, and `ON_MISS` is neither `tune` nor `default`.
             TypeError: the call sets a tunable parameter by hand.
         """
+        from quarantune.resolve.call_result import call_result
+
         settings = environment.current()
-        described = keyed_to_tune(call, engines.device(settings))
+        described = _keyed_to_tune(call, settings)
         with self._locks.of(described.key):
             must_tune = self._known.must_tune(described.key, settings)
             if (us := self._coordination(settings)) is not None:
@@ -151,7 +154,7 @@ class Resolver:
             TypeError: the call sets a tunable parameter by hand.
         """
         settings = environment.current()
-        described = keyed_to_tune(call, engines.device(settings))
+        described = _keyed_to_tune(call, settings)
         result = self._tune(described, settings, start_over=True)
         if (us := self._coordination(settings)) is not None:
             self._ranks.compare(described, settings, us, own=lambda: None, found=result)
@@ -164,87 +167,6 @@ class Resolver:
         known = self._find(keyed(call), environment.current())
         return None if known is None else known.config
 
-    def compile(self, call: BoundCall, *, num_workers: int | None) -> list[tuple[Trial, bytes | None]]:
-        """Compiles the configs of a call in workers; runs none, and remembers those that fail.
-
-        Args:
-            call: the call.
-            num_workers: how many configs compile at a time; None follows the settings.
-
-        Returns:
-            For each config its trial, and its executable where there is one that can leave its worker.
-        """
-        from quarantune.sweep import sweep  # which cached calls do not need
-
-        self._check_outside()
-        described = keyed_to_tune(call)
-        settings, options = environment.current(), self.function.options
-        limits = SweepLimits.of(options, settings, num_workers=num_workers)
-        trials: dict[int, Trial] = {}
-        note = self._noting(described, settings, limits)
-
-        with self._compiling(described, settings, "", len(call.configs)) as progress:
-
-            def on_trial(index: int, trial: Trial) -> None:
-                trials[index] = trial
-                note(trial)
-                progress.step(trial)
-
-            swept = sweep.run(
-                described.problem(),
-                {index: call.configs[index] for index in call.configs.listed()},
-                options=options,
-                settings=settings,
-                limits=limits,
-                events=SweepEvents(on_trial=on_trial, on_phase=progress.enter),
-                compile_only=True,
-            )
-            progress.conclude_compiling()
-        return [(trials[index], swept.executables.get(index)) for index in range(len(call.configs))]
-
-    def check(self, call: BoundCall, target: Target, *, num_workers: int | None) -> CompileReport:
-        """Compiles the configs of a call for a device that need not be here; runs none, and remembers those that fail.
-
-        Args:
-            call: the call.
-            target: the device.
-            num_workers: how many configs compile at a time; None follows the settings.
-        """
-        self._check_outside()
-        described = keyed_to_tune(call, target)
-        settings, options = environment.current(), self.function.options
-        pruned = {index: call.configs[index] for index in call.pruned}
-        trials = {index: pruned_trial(config) for index, config in pruned.items()}
-        left = {index: call.configs[index] for index in call.configs.listed() if index not in trials}
-        limits = SweepLimits.of(options, settings, num_workers=num_workers)
-        note = self._noting(described, settings, limits)
-        with self._compiling(described, settings, f" for {target.name}", len(left)) as progress:
-
-            def on_trial(index: int, trial: Trial) -> None:
-                trials[index] = trial
-                note(trial)
-                progress.step(trial)
-
-            if left:
-                engines.runner(settings)(
-                    described.problem(),
-                    left,
-                    options=options,
-                    settings=settings,
-                    limits=limits,
-                    events=SweepEvents(on_trial=on_trial, on_phase=progress.enter),
-                    target=target,
-                )
-            progress.conclude_compiling()
-        ordered = tuple(trials[index] for index in range(len(call.configs)))
-        return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text)
-
-    @staticmethod
-    def _compiling(described: KeyedCall, settings: Settings, where: str, total: int) -> Progress:
-        """Returns the progress of configs that are only compiled, which is shown from now on."""
-        config_of = described.call.configs.__getitem__
-        return Progress(f"{described.label}{where}", total, shown=settings.progress, config_of=config_of)
-
     def seeding_compilation(
         self, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
@@ -256,7 +178,7 @@ class Resolver:
         us = None if call.is_symbolic else self._coordination(settings)
         if us is not None:
             return self._choice_of_all(described, settings, us)
-        is_inside = template.is_inside()
+        is_inside = sandbox.is_inside()
         must_tune = self._known.must_tune(described.key, settings) and not is_inside and not call.is_symbolic
         if not must_tune:
             known = self._find(described, settings)
@@ -282,13 +204,6 @@ class Resolver:
             return _DEFAULTS
         return Choice(self._tune(described, settings, start_over=must_tune).best_config)
 
-    @staticmethod
-    def _noting(described: KeyedCall, settings: Settings, limits: SweepLimits) -> Callable[[Trial], None]:
-        """Returns a function that remembers for later sweeps which configs do not compile."""
-        if settings.disable_cache:
-            return lambda trial: None
-        return functools.partial(note_check, CompileFailures(described, settings.cache_dir, limits))
-
     def _find(self, described: KeyedCall, settings: Settings) -> Known | None:
         """Returns the remembered result for a call: the one of all ranks, if there are several; never waits."""
         if (us := self._coordination(settings)) is None:
@@ -297,21 +212,14 @@ class Resolver:
         return None if agreed is None else agreed.known
 
     def _tune(self, described: KeyedCall, settings: Settings, *, start_over: bool) -> TuningResult:
-        self._check_outside()
-        if described.axes is not None:
-            described.axes.check(self.function.name)
-        try:
-            result = self._tuning_job(described, self._context, settings, start_over=start_over).run()
-        except TuningFailedError as error:
-            self._known.remember_failure(described.key, error)
-            raise
-        self._known.remember(described.key, result, settings)
-        return result
+        return self._tuning.tune(described, settings, start_over=start_over)
 
     # Programs of several ranks
 
     def _coordination(self, settings: Settings) -> Coordination | None:
-        return None if template.is_inside() else self._ranks.coordination(settings)
+        if sandbox.is_inside() or jax_internals.coordination() is None:
+            return None
+        return self._ranks.coordination(settings)
 
     def _agree(self, described: KeyedCall, settings: Settings, us: Coordination, *, start_over: bool) -> Agreed:
         """Returns the result of all ranks for a call, which this rank may have found by tuning."""
@@ -350,6 +258,8 @@ class Resolver:
     def _result_of_all(
         self, described: KeyedCall, settings: Settings, us: Coordination, *, start_over: bool
     ) -> TuningResult:
+        from quarantune.resolve.call_result import call_result
+
         agreed = self._agree(described, settings, us, start_over=start_over)
         if agreed.tuned is not None:
             return agreed.tuned
@@ -367,20 +277,22 @@ class Resolver:
         Raises:
             CacheMissError: `ON_MISS` does not allow them, or the function has none.
         """
+        from quarantune.resolve.call_result import call_result
+
         call = described.call
         if settings.on_miss != "default" or call.untuned is None:
             raise CacheMissError(self._known.explain_miss(described, settings))
         cache.report_once(_UNTUNED.format(call.name, settings.on_miss))
         return call_result(described, call.defaults, Times(math.nan, None), from_cache="default")
 
-    def _check_outside(self) -> None:
-        """Raises in a worker, where tuning would start workers that tune, and so on."""
-        if template.is_inside():
-            raise RuntimeError(
-                f"{self.function.name}: a worker that runs another config, or imports the module of its function, was "
-                f"asked to tune: put calls of tune(), run() and compile_configs() in a module under "
-                f"`if __name__ == '__main__':` or into a function that the module does not call as it is imported"
-            )
+
+def _keyed_to_tune(call: BoundCall, settings: Settings) -> KeyedCall:
+    """Returns a call to tune with its key, for the devices of the settings' engine if there is one."""
+    if settings.executor is None:
+        return keyed_to_tune(call)
+    from quarantune.resolve import engines
+
+    return keyed_to_tune(call, engines.device(settings))
 
 
 def _seen(call: BoundCall) -> assignments.Seen:

@@ -12,20 +12,13 @@ import sys
 from collections.abc import Mapping
 
 from quarantune.host import locks, machine
-from quarantune.sandbox import habitat, shortages, spawning, spool, wire
+from quarantune.sandbox import MARK, habitat, shortages, spawning, spool, wire
 from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
 from quarantune.sandbox.wire import Connection
 from quarantune.values.trial import SandboxError
 
-MARK = "QUARANTUNE_SANDBOX"
-"""Environment variable of every process in a sandbox; its value is the token of that process's template."""
 _EXIT_WAIT_S = 2.0
-
-
-def is_inside() -> bool:
-    """Returns whether this process runs in a sandbox, where tuning must not start another sandbox."""
-    return MARK in os.environ
 
 
 class Template:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from quarantune.sandbox import spawning, spool, template, template_watch, wire
+from quarantune.sandbox import MARK, spawning, spool, template, template_watch, wire
 from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.sweep_load import SweepLoad
 from quarantune.sandbox.template_messages import (
@@ -141,7 +141,7 @@ class TemplateLink:
             **os.environ,
             # A worker shares the device with the caller, who may hold most of its memory.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            template.MARK: self._template.token,
+            MARK: self._template.token,
             **self._extra_environ,
         }
         if self._warm_up is not None:

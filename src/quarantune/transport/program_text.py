@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jax.extend.mlir import ir
-
 from quarantune import jax_internals
 from quarantune.values.config_values import text_of
 
@@ -33,6 +31,7 @@ def remove_notes(lowered: Any) -> None:
     XLA keeps the notes in a table that such an executable lacks, so that it could not be loaded ("Invalid metadata
     payload id", jaxlib 0.11).
     """
+    from jax.extend.mlir import ir  # which only workers need
 
     def remove(operation: Any) -> ir.WalkResult:
         attributes = operation.operation.attributes

@@ -1,0 +1,165 @@
+"""Tuning for calls and compiling their configs: what a call that is remembered does not need."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from quarantune import sandbox
+from quarantune.resolve import engines
+from quarantune.resolve.call_key import KeyedCall, keyed_to_tune
+from quarantune.resolve.compilation_seeds import CompilationSeeds
+from quarantune.resolve.compile_failures import CompileFailures, note_check
+from quarantune.resolve.known_results import KnownResults
+from quarantune.resolve.tuning_job import JobContext, TuningJob
+from quarantune.results.compile_report import CompileReport
+from quarantune.results.progress import Progress
+from quarantune.sweep import sweep
+from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.limits import SweepLimits
+from quarantune.values import settings as environment
+from quarantune.values.trial import Config, Trial, TuningFailedError, pruned_trial
+
+if TYPE_CHECKING:
+    from quarantune.devices.targets import Target
+    from quarantune.resolve.bound_call import BoundCall
+    from quarantune.results.result import TuningResult
+    from quarantune.values.settings import Settings
+
+
+class Tuning:
+    """Tunes for the calls of one function."""
+
+    def __init__(
+        self,
+        known: KnownResults,
+        seeds: CompilationSeeds,
+        on_phase: Callable[[int, str], None],
+        *,
+        job: type[TuningJob] = TuningJob,
+    ) -> None:
+        """Sets it up; nothing is started.
+
+        Args:
+            known: the known results of the function.
+            seeds: receives the winners' executables.
+            on_phase: as in `SweepEvents`.
+            job: the kind of jobs.
+        """
+        self._known, self._job = known, job
+        self._context = JobContext(known=known, seeds=seeds, on_phase=on_phase)
+
+    def tune(self, described: KeyedCall, settings: Settings, *, start_over: bool) -> TuningResult:
+        """Tunes for a call, and remembers the result or the failure in this process.
+
+        Args:
+            described: the call.
+            settings: the operator's settings.
+            start_over: as for `TuningJob`.
+
+        Raises:
+            TuningFailedError: every config failed.
+        """
+        check_outside(described.call)
+        if described.axes is not None:
+            described.axes.check(described.call.name)
+        try:
+            result = self._job(described, self._context, settings, start_over=start_over).run()
+        except TuningFailedError as error:
+            self._known.remember_failure(described.key, error)
+            raise
+        self._known.remember(described.key, result, settings)
+        return result
+
+
+def compile_all(call: BoundCall, *, num_workers: int | None) -> list[tuple[Trial, bytes | None]]:
+    """Compiles the configs of a call in workers; runs none, and remembers those that fail.
+
+    Args:
+        call: the call.
+        num_workers: how many configs compile at a time; None follows the settings.
+
+    Returns:
+        For each config its trial, and its executable where there is one that can leave its worker.
+    """
+    check_outside(call)
+    described, settings, options = keyed_to_tune(call), environment.current(), call.function.options
+    limits = SweepLimits.of(options, settings, num_workers=num_workers)
+    configs = {index: call.configs[index] for index in call.configs.listed()}
+    trials: dict[int, Trial] = {}
+    with _compiling(described, settings, limits, "", configs, trials) as events:
+        swept = sweep.run(
+            described.problem(),
+            configs,
+            options=options,
+            settings=settings,
+            limits=limits,
+            events=events,
+            compile_only=True,
+        )
+    return [(trials[index], swept.executables.get(index)) for index in range(len(call.configs))]
+
+
+def check_all(call: BoundCall, target: Target, *, num_workers: int | None) -> CompileReport:
+    """Compiles the configs of a call for a device that need not be here; runs none, and remembers those that fail.
+
+    Args:
+        call: the call.
+        target: the device.
+        num_workers: how many configs compile at a time; None follows the settings.
+    """
+    check_outside(call)
+    described, settings, options = keyed_to_tune(call, target), environment.current(), call.function.options
+    trials = {index: pruned_trial(call.configs[index]) for index in call.pruned}
+    left = {index: call.configs[index] for index in call.configs.listed() if index not in trials}
+    limits = SweepLimits.of(options, settings, num_workers=num_workers)
+    with _compiling(described, settings, limits, f" for {target.name}", left, trials) as events:
+        if left:
+            engines.runner(settings)(
+                described.problem(),
+                left,
+                options=options,
+                settings=settings,
+                limits=limits,
+                events=events,
+                target=target,
+            )
+    ordered = tuple(trials[index] for index in range(len(call.configs)))
+    return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text)
+
+
+@contextlib.contextmanager
+def _compiling(
+    described: KeyedCall,
+    settings: Settings,
+    limits: SweepLimits,
+    where: str,
+    configs: Mapping[int, Config],
+    trials: dict[int, Trial],
+) -> Iterator[SweepEvents]:
+    """Shows the progress of configs that are only compiled, keeps their trials, and remembers those that fail."""
+    note: Callable[[Trial], None] = lambda trial: None  # noqa: E731
+    if not settings.disable_cache:
+        note = functools.partial(note_check, CompileFailures(described, settings.cache_dir, limits))
+    config_of = described.call.configs.__getitem__
+    with Progress(f"{described.label}{where}", len(configs), shown=settings.progress, config_of=config_of) as progress:
+
+        def on_trial(index: int, trial: Trial) -> None:
+            trials[index] = trial
+            note(trial)
+            progress.step(trial)
+
+        yield SweepEvents(on_trial=on_trial, on_phase=progress.enter)
+        progress.conclude_compiling()
+
+
+def check_outside(call: BoundCall) -> None:
+    """Raises in a worker, where tuning would start workers that tune, and so on."""
+    if sandbox.is_inside():
+        raise RuntimeError(
+            f"{call.name}: a worker that runs another config, or imports the module of its function, was "
+            f"asked to tune: put calls of tune(), run() and compile_configs() in a module under "
+            f"`if __name__ == '__main__':` or into a function that the module does not call as it is imported"
+        )
