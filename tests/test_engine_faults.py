@@ -196,6 +196,47 @@ def test_a_worker_without_quarantune_is_told_to_install_it() -> None:
         tuner().run(X, executor=Fresh("", "-I", "-S"))
 
 
+class KilledWorkerError(Exception):
+    """Stands for the error by which Dask says that workers died with a task."""
+
+
+class WithMisfit(ThreadPoolExecutor):
+    """A pool of one machine, beside which another takes some tasks after the first shard, and runs none."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(1)
+        self._error = error
+        self._is_there = iter([False, *[True] * 6])
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(self._run, fn, *args, **kwargs)
+
+    def _run(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if fn is remote.run and next(self._is_there, False):
+            raise self._error
+        return fn(*args, **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (ModuleNotFoundError("No module named 'quarantune'"), "it cannot import quarantune"),
+        (KilledWorkerError("run-1", "3 workers died"), "it ends before it begins to work; perhaps it cannot import"),
+    ],
+    ids=["import", "death"],
+)
+def test_a_worker_that_ends_before_it_begins_is_kept_out_and_blames_no_config(
+    error: Exception, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    configs = {"n": [0, 1], "same": list(range(18))}
+    with WithMisfit(error) as pool:
+        result = quarantune.AutoTuner(engine_kernels.plain, configs, rep=2, ref_fn=None).run(X, executor=pool)
+    assert {trial.outcome for trial in result.trials} <= {Outcome.OK, Outcome.SLOW}, result.table()
+    assert f"a worker of the executor WithMisfit takes no part: {named}" in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.engines
 def test_a_worker_of_another_version_is_told_both_versions() -> None:

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,8 @@ for line in sys.stdin:
         claims._GRACE_S = 0.5
     x = np.zeros(2, np.float32)
     try:
+        if order["tunes"]:
+            kernel.tune(x, order["place"], tuple(order["good"]))
         result = kernel(x, order["place"], tuple(order["good"]))
         answer = [kernel.lookup(x, order["place"], tuple(order["good"])), np.asarray(result).tolist()]
     except KeyboardInterrupt:
@@ -112,9 +114,17 @@ class Member:
     def log(self) -> str:
         return self._log.read_text() if self._log.exists() else ""
 
-    def order(self, cache_dir: Path, place: Path, good: list[bool], *, worst_case_s: float | None = None) -> None:
+    def order(
+        self,
+        cache_dir: Path,
+        place: Path,
+        good: list[bool],
+        *,
+        worst_case_s: float | None = None,
+        tunes: bool = False,
+    ) -> None:
         self._log.unlink(missing_ok=True)
-        order = {"cache": str(cache_dir), "place": str(place), "good": good, "log": str(self._log)}
+        order = {"cache": str(cache_dir), "place": str(place), "good": good, "log": str(self._log), "tunes": tunes}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({**order, "worst_case_s": worst_case_s}) + "\n")
         self._process.stdin.flush()
@@ -230,19 +240,23 @@ def test_eight_processes_that_start_together_sweep_once(fleet: Fleet, cache_dir:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("count", "tunes"), [(8, False), (3, True)], ids=["calls", "tune"])
 def test_when_the_tuning_process_is_killed_another_finishes_its_sweep(
-    fleet: Fleet, cache_dir: Path, place: Path
+    fleet: Fleet, cache_dir: Path, place: Path, count: int, tunes: bool
 ) -> None:
-    members = fleet.hand_out(8)
+    members = fleet.hand_out(count)
+    (place / "shut").touch()  # until the others wait
     for member in members:
-        member.order(cache_dir, place, [n == 5 for n in range(12)])
+        member.order(cache_dir, place, [n == 5 for n in range(12)], tunes=tunes)
+    assert eventually(lambda: sum("waiting for process" in member.log for member in members) == count - 1, timeout_s=90)
+    (place / "shut").unlink()
     assert eventually(lambda: len(recorded(cache_dir)) >= 3, timeout_s=90)
     (holder,) = [member for member in members if member.pid == holder_pid(cache_dir)]
     holder.kill()
     finished, traced = set(recorded(cache_dir)), set(notes(place))
     assert len(finished) < 12, "the sweep was over before it was killed"
     members.remove(holder)
-    assert [member.answer() for member in members] == [[{"n": 5}, [5.0, 5.0]]] * 7
+    assert [member.answer() for member in members] == [[{"n": 5}, [5.0, 5.0]]] * (count - 1)
     assert sorted(recorded(cache_dir)) == list(range(12))
     again = {n for n, count in collections.Counter(notes(place)).items() if count > 1}
     assert again <= traced - finished
@@ -363,27 +377,38 @@ def test_threads_with_function_objects_of_their_own_sweep_once(swept: list[list[
     assert swept == [[1, 2]]
 
 
+@pytest.fixture
+def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Returns a function from whose call on every sweep is held up until two threads have waited for one."""
+
+    def hold() -> None:
+        all_wait, waiting = threading.Event(), set[int]()
+        run = sweep.run
+
+        def running(*args: Any, **kwargs: Any) -> Any:
+            assert all_wait.wait(60)
+            return run(*args, **kwargs)
+
+        def saying(progress: Any, text: str) -> None:
+            waiting.add(threading.get_ident())
+            if len(waiting) == 2:
+                all_wait.set()
+
+        monkeypatch.setattr(sweep, "run", running)
+        monkeypatch.setattr(Progress, "say", saying)
+
+    return hold
+
+
+@pytest.mark.parametrize("tunes", [False, True], ids=["calls", "tune"])
 def test_waiters_of_a_failed_sweep_get_its_failure_and_do_not_sweep(
-    swept: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+    tunes: bool, swept: list[list[Any]], hold: Callable[[], None]
 ) -> None:
-    all_wait, waiting = threading.Event(), set()
-    run = sweep.run
-
-    def running(*args: Any, **kwargs: Any) -> Any:
-        assert all_wait.wait(60)
-        return run(*args, **kwargs)
-
-    def saying(progress: Any, text: str) -> None:
-        waiting.add(threading.get_ident())
-        if len(waiting) == 2:
-            all_wait.set()
-
-    monkeypatch.setattr(sweep, "run", running)
-    monkeypatch.setattr(Progress, "say", saying)
+    hold()
 
     def call(fn: quarantune.Autotuned) -> quarantune.TuningFailedError:
         with pytest.raises(quarantune.TuningFailedError, match="All 2 configs failed") as failed:
-            fn(X)
+            (fn.tune if tunes else fn)(X)
         return failed.value
 
     with ThreadPoolExecutor(3) as pool:
@@ -394,6 +419,63 @@ def test_waiters_of_a_failed_sweep_get_its_failure_and_do_not_sweep(
     ] * 3
     with pytest.raises(quarantune.TuningFailedError):  # who comes later may find the machine in a better state
         scaled([{"n": 1}, {"n": 2}], bad=(0, 1, 2))(X)
+    assert swept == [[1, 2]] * 2
+
+
+TWO = [{"n": 1}, {"n": 2}]
+
+
+def test_jobs_that_tune_at_once_follow_the_first_and_later_ones_tune_again(
+    swept: list[list[Any]], hold: Callable[[], None]
+) -> None:
+    scaled(TWO, bad=())(X)  # a result that is there already is no answer
+    hold()
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda fn: fn.tune(X), [scaled(TWO, bad=()) for _ in range(3)]))
+    assert swept == [[1, 2]] * 2
+    assert len({str(result.best_config) for result in results}) == 1
+    assert sorted(result.from_cache for result in results) == [False, True, True]
+    assert not scaled(TWO, bad=()).tune(X).from_cache
+    assert swept == [[1, 2]] * 3
+
+
+def test_jobs_that_are_told_to_tune_always_follow_none(swept: list[list[Any]], hold: Callable[[], None]) -> None:
+    hold()
+
+    def tune(fn: quarantune.Autotuned) -> quarantune.TuningResult:
+        with quarantune.settings(always_tune=True):
+            return fn.tune(X)
+
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(tune, [scaled(TWO, bad=()) for _ in range(3)]))
+    assert swept == [[1, 2]] * 3
+    assert not any(result.from_cache for result in results)
+
+
+class Delayed(Executor):
+    """A pool that begins its work when an event has occurred."""
+
+    def __init__(self, pool: Executor, event: threading.Event) -> None:
+        self._pool, self._event = pool, event
+        self.is_asked = threading.Event()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.is_asked.set()
+        return self._pool.submit(lambda: (self._event.wait(60), fn(*args, **kwargs))[1])
+
+
+def test_a_job_whose_engine_is_busy_until_another_has_tuned_the_call_takes_its_result(swept: list[list[Any]]) -> None:
+    scaled(TWO, bad=())(X)  # a result that is there already is no answer
+    is_tuned = threading.Event()
+    with ThreadPoolExecutor(1) as machine, ThreadPoolExecutor(1) as pool:
+        engine = Delayed(machine, is_tuned)
+        follower = pool.submit(scaled(TWO, bad=()).tune, X, executor=engine)
+        assert engine.is_asked.wait(60)
+        try:
+            assert not scaled(TWO, bad=()).tune(X).from_cache
+        finally:
+            is_tuned.set()
+        assert follower.result().from_cache
     assert swept == [[1, 2]] * 2
 
 

@@ -191,6 +191,8 @@ class Autotuned:
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Tunes for these arguments now, even if a result is cached, and remembers the result.
 
+        If another job is tuning the same call at this moment, its result is taken, unless `ALWAYS_TUNE` is set.
+
         Args:
             *args: the call's positional arguments.
             **kwargs: its keyword arguments; `executor=` sets the setting of that name for this call.

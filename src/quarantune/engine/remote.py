@@ -28,7 +28,7 @@ DONE, STOPPED, LATE, REFUSED, FAILED, INVALID = "done", "stopped", "late", "refu
 """How a shard ends on its machine."""
 NO_CONFIG = -1
 """The index in the message that a machine has the device, and begins."""
-_REFUSAL_S = 0.3
+REFUSAL_S = 0.3
 """A machine that cannot run a shard stays busy for this long, times the number of refusals, after it has said so: the
 machines that can run it should get it next."""
 _LONGEST_REFUSAL_S = 2.0
@@ -138,7 +138,7 @@ class _Shard:
         refusal: JsonObject = {"end": REFUSED, "error": reason}
         if self._line is not None:
             self._line.say(self._about | refusal)
-        time.sleep(min(_LONGEST_REFUSAL_S, _REFUSAL_S * (1 + self._task["refusals"])))
+        time.sleep(min(_LONGEST_REFUSAL_S, REFUSAL_S * (1 + self._task["refusals"])))
         return refusal
 
     def _sweep(self, parcel: Parcel) -> Swept:

@@ -171,18 +171,14 @@ def cannot_import(error: BaseException) -> str | None:
     return None
 
 
-def lacks_package(executor: object, text: str) -> EngineError:
-    """Returns the error that a worker lacks this package.
+def lacks_package(text: str) -> str:
+    """Returns the end of a sentence that says that a worker lacks this package, and the remedy.
 
     Args:
-        executor: the engine.
         text: the worker's error.
     """
     ours = remote.versions_here()
-    return EngineError(
-        f"a worker of the executor {type(executor).__name__} cannot import quarantune ({text}): install quarantune "
-        f"{ours['quarantune']} with jax {ours['jax']} there"
-    )
+    return f"cannot import quarantune ({text}): install quarantune {ours['quarantune']} with jax {ours['jax']} there"
 
 
 def check_description(found: Any) -> None:

@@ -83,7 +83,7 @@ class Shards:
         self._ends: list[tuple[Shard, End]] = []
         self._refused: dict[str, str] = {}
         self._refusing: set[str] = set()
-        self._refused_at = self._took_part_at = 0.0
+        self._refused_at = self._took_part_at = self._resumes_at = 0.0
         self._is_heard = False
         self._numbers = itertools.count()
         is_local = any(type(executor).submit is kind.submit for kind in _ON_THIS_MACHINE)
@@ -116,7 +116,7 @@ class Shards:
         self._silence.broken()
         while True:
             self._submit_some()
-            if not self._shards:
+            if not self._shards and not self._pending:
                 return self._ends
             for event in self._contacts.poll(_TICK_S):
                 shard = self._shards.get(event.shard)
@@ -158,6 +158,8 @@ class Shards:
         )
 
     def _may_submit(self) -> bool:
+        if time.monotonic() < self._resumes_at:
+            return False
         if len(self._shards) >= self._most:
             if self._pending:
                 pieces.warn_of_descriptors(self._name, self._most)
@@ -287,7 +289,7 @@ class Shards:
         if end.how == remote.DONE and not shard.indices:
             self._ends.append((shard, end))
         elif end.how == remote.REFUSED:
-            self._refuse(shard, end)
+            self._refuse(shard, end.error)
         elif end.how == remote.INVALID:
             raise replies.error_of(end, self._name, shard.host)
         elif end.how == remote.FAILED:
@@ -339,10 +341,16 @@ class Shards:
         if isinstance(error, concurrent.futures.BrokenExecutor):
             # A broken pool stays broken, and may take work for a moment before it knows; no config is to blame for it.
             raise self._exhausted(error) from error
-        if replies.means_death(error):
+        text, is_dead = replies.cannot_import(error), replies.means_death(error)
+        if text is not None or (is_dead and self._is_heard):
+            # It ended before it could say that it begins, and so would every other shard that it gets at once: the
+            # other machines must have time to take some.
+            self._resumes_at = time.monotonic() + remote.REFUSAL_S
+            shard.host = shard.process = f"a worker of {_shown(self._executor)}"
+            ended = f"it ends before it begins to work; perhaps it {replies.lacks_package(str(error))}"
+            self._refuse(shard, ended if text is None else f"it {replies.lacks_package(text)}")
+        elif is_dead:
             self._bury(shard)
-        elif (text := replies.cannot_import(error)) is not None:
-            raise replies.lacks_package(self._executor, text) from error
         else:
             self._repeat_failed(shard, f"{type(error).__name__}: {error}")
 
@@ -357,11 +365,11 @@ class Shards:
         _logger.warning("%s: a shard could not run and is repeated: %s", self._name, reason)
         self._pending.appendleft(again(shard, failures=shard.failures + 1))
 
-    def _refuse(self, shard: Shard, end: End) -> None:
+    def _refuse(self, shard: Shard, reason: str) -> None:
         """Gives a shard to another machine, because one cannot take part."""
         if shard.host not in self._refused:
-            _logger.warning("%s: %s takes no part: %s", self._name, shard.host, end.error)
-        self._refused[shard.host] = end.error
+            _logger.warning("%s: %s takes no part: %s", self._name, shard.host, reason)
+        self._refused[shard.host] = reason
         self._refusing.add(shard.process)
         self._refused_at = self._refused_at or time.monotonic()
         if shard.refusals + 1 >= _MOST_REFUSALS and not self._may_be_taken():

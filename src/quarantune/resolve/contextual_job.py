@@ -14,14 +14,13 @@ from collections.abc import Mapping, Sequence
 from quarantune.cache import Entry
 from quarantune.host import locks
 from quarantune.measure import finals
-from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.contextual_function import ContextualFunction, KnownAssignments, shown_together
 from quarantune.resolve.entries import Searched, saved_of, searched_of
 from quarantune.resolve.kernel_search import KernelSearch
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuning import Tuning
-from quarantune.resolve.tuning_job import JobContext, TuningJob
+from quarantune.resolve.tuning_job import TuningJob
 from quarantune.results import report
 from quarantune.results.contextual_result import ContextualResult, KernelChoice, labels
 from quarantune.results.progress import Progress
@@ -38,7 +37,6 @@ from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Se
 from quarantune.transport.problem import Problem
 from quarantune.values import shown
 from quarantune.values.json_object import JsonObject
-from quarantune.values.settings import Settings
 from quarantune.values.space import Space
 from quarantune.values.times import Times
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
@@ -85,12 +83,12 @@ class _Step:
 class ContextualJob(TuningJob):
     """One call whose kernels this process tunes, or waits for while another process tunes them."""
 
-    def __init__(self, keyed: KeyedCall, context: JobContext, settings: Settings, *, start_over: bool) -> None:
-        """Sets up a job, as `TuningJob` does."""
-        super().__init__(keyed, context, settings, start_over=start_over)
-        assert isinstance(keyed.call.function, ContextualFunction)
-        self._all_searched = Searched()
-        self._runner = keyed.call.function.runner
+    _all_searched = Searched()
+
+    @property
+    def _runner(self) -> Runner:
+        assert isinstance(self._call.function, ContextualFunction)
+        return self._call.function.runner
 
     def run(self) -> ContextualResult:
         """Returns the result: of tuning each kernel, or of the job that tuned meanwhile.
@@ -105,9 +103,7 @@ class ContextualJob(TuningJob):
             )
         with self._shown_progress() as progress, contextlib.ExitStack() as stack:
             stack.callback(self._records.report_unsaved)
-            directory = self._directory
-            answer = None if directory is None else self._take_claim(progress, directory, stack)
-            if answer is not None:
+            if (answer := self._take_claim(progress, stack)) is not None:
                 progress.end("tuned by another job meanwhile")
                 return self._result_of(answer)
             result = self._tune_kernels()

@@ -113,7 +113,8 @@ def _answers(executor: Executor, count: int) -> list[Callable[[], Any]]:
             raise
         except Exception as error:
             if (text := replies.cannot_import(error)) is not None:
-                raise replies.lacks_package(executor, text) from error
+                reason = replies.lacks_package(text)
+                raise EngineError(f"a worker of the executor {type(executor).__name__} {reason}") from error
             raise _unable(executor, error) from error
 
     try:
@@ -123,6 +124,9 @@ def _answers(executor: Executor, count: int) -> list[Callable[[], Any]]:
 
 
 def _unable(executor: Executor, error: Exception) -> EngineError:
-    return EngineError(
-        f"the executor {type(executor).__name__} could not run a first task: {type(error).__name__}: {error}"
-    )
+    from quarantune.engine import replies
+
+    reason = f"{type(error).__name__}: {error}"
+    if replies.means_death(error):
+        reason = f"its worker ended; perhaps it {replies.lacks_package(reason)}"
+    return EngineError(f"the executor {type(executor).__name__} could not run a first task: {reason}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from quarantune import cache
@@ -181,6 +181,16 @@ class KnownResults:
         return shown.format_config(config)
 
     # Entries of the cache
+
+    def saved_now(self, settings: Settings) -> Callable[[CallKey], Entry | None]:
+        """Returns a function that gives the entry of a key as it is now, whenever an engine has named the key."""
+        if settings.disable_cache:
+            return lambda key: None
+        store, name = open_store(settings), self._function.name
+        if settings.executor is None:  # the key is known at once
+            return lambda key: store.get(name, key.device, key.text)
+        entries = store.read(name)
+        return lambda key: entries.get(key.device, {}).get(key.text)
 
     def usable_entry(self, keyed: KeyedCall, settings: Settings) -> Entry | None:
         """Returns the cache entry for a call, or None where there is none that can be used."""

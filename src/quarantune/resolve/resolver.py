@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from quarantune import cache, jax_internals, sandbox
+from quarantune.cache import Entry
 from quarantune.host import locks
 from quarantune.jax_internals import Coordination
 from quarantune.resolve.bound_call import BoundCall
@@ -149,13 +150,16 @@ class Resolver:
     def tune(self, call: BoundCall) -> TuningResult:
         """Tunes for a call now, even if it is cached, and remembers the result.
 
+        If another job is tuning the call at this moment, its result is taken, unless `ALWAYS_TUNE` is set.
+
         Raises:
             TuningFailedError: every config failed.
             TypeError: the call sets a tunable parameter by hand.
         """
         settings = environment.current()
+        saved = self._known.saved_now(settings)
         described = _keyed_to_tune(call, settings)
-        result = self._tune(described, settings, start_over=True)
+        result = self._tune(described, settings, start_over=True, earlier=saved(described.key))
         if (us := self._coordination(settings)) is not None:
             self._ranks.compare(described, settings, us, own=lambda: None, found=result)
         return result
@@ -211,8 +215,10 @@ class Resolver:
         agreed = self._ranks.compare(described, settings, us, own=lambda: self._known.find(described, settings))
         return None if agreed is None else agreed.known
 
-    def _tune(self, described: KeyedCall, settings: Settings, *, start_over: bool) -> TuningResult:
-        return self._tuning.tune(described, settings, start_over=start_over)
+    def _tune(
+        self, described: KeyedCall, settings: Settings, *, start_over: bool, earlier: Entry | None = None
+    ) -> TuningResult:
+        return self._tuning.tune(described, settings, start_over=start_over, earlier=earlier)
 
     # Programs of several ranks
 

@@ -23,6 +23,7 @@ from quarantune.values import settings as environment
 from quarantune.values.trial import Config, Trial, TuningFailedError, pruned_trial
 
 if TYPE_CHECKING:
+    from quarantune.cache import Entry
     from quarantune.devices.targets import Target
     from quarantune.resolve.bound_call import BoundCall
     from quarantune.results.result import TuningResult
@@ -51,13 +52,16 @@ class Tuning:
         self._known, self._job = known, job
         self._context = JobContext(known=known, seeds=seeds, on_phase=on_phase)
 
-    def tune(self, described: KeyedCall, settings: Settings, *, start_over: bool) -> TuningResult:
+    def tune(
+        self, described: KeyedCall, settings: Settings, *, start_over: bool, earlier: Entry | None = None
+    ) -> TuningResult:
         """Tunes for a call, and remembers the result or the failure in this process.
 
         Args:
             described: the call.
             settings: the operator's settings.
             start_over: as for `TuningJob`.
+            earlier: as for `TuningJob`.
 
         Raises:
             TuningFailedError: every config failed.
@@ -66,7 +70,7 @@ class Tuning:
         if described.axes is not None:
             described.axes.check(described.call.name)
         try:
-            result = self._job(described, self._context, settings, start_over=start_over).run()
+            result = self._job(described, self._context, settings, start_over=start_over, earlier=earlier).run()
         except TuningFailedError as error:
             self._known.remember_failure(described.key, error)
             raise

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from quarantune import cache
-from quarantune.cache import Claim, Entry
+from quarantune.cache import Claim, Entry, Journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
@@ -27,7 +27,11 @@ _WAIT_MESSAGE_S = 5.0
 
 
 class TuningClaim:
-    """The claim of one tuning job."""
+    """The claim of one tuning job.
+
+    Attributes:
+        has_waited: whether another job had it first.
+    """
 
     def __init__(self, keyed: KeyedCall, settings: Settings, limits: SweepLimits) -> None:
         """Names the claim; nothing is read or written.
@@ -42,6 +46,7 @@ class TuningClaim:
         self._limits = limits
         self._held: Claim | None = None
         self._next_heartbeat = 0.0
+        self.has_waited = False
 
     def take(
         self,
@@ -70,13 +75,16 @@ class TuningClaim:
         """
         key = self._keyed.key
         claim = Claim(directory, self._keyed.call.name, key.device, key.text, worst_case_s=self._worst_case_s())
+        journal = Journal(directory, self._keyed.call.name, key.device, key.text)
         next_message_s = 0.0
 
         def on_wait(holder: str, waited_s: float) -> None:
             nonlocal next_message_s
+            self.has_waited = True
             if waited_s >= next_message_s:
                 next_message_s = waited_s + _WAIT_MESSAGE_S
-                say(f"waiting for {holder} to tune it ({waited_s:.0f} s)")
+                trials = sum(1 for _ in journal.each())
+                say(f"waiting for {holder} to tune it ({waited_s:.0f} s, {trials:,} trials so far)")
 
         answer: Entry | TuningFailedError | Claim = cache.wait(claim, done, on_wait, failed=failed)
         if isinstance(answer, Claim):

@@ -66,7 +66,15 @@ class JobContext:
 class TuningJob:
     """One call that this process tunes for, or waits for while another process tunes."""
 
-    def __init__(self, keyed: KeyedCall, context: JobContext, settings: Settings, *, start_over: bool) -> None:
+    def __init__(
+        self,
+        keyed: KeyedCall,
+        context: JobContext,
+        settings: Settings,
+        *,
+        start_over: bool,
+        earlier: Entry | None = None,
+    ) -> None:
         """Sets up a job; nothing is read or started.
 
         Args:
@@ -74,7 +82,9 @@ class TuningJob:
             context: the surroundings of the job.
             settings: the operator's settings.
             start_over: whether to tune even if the call is cached. A search that its budget had ended goes on, if it
-                is not spent by now; otherwise every config runs again, whatever the journal holds.
+                is not spent by now; otherwise every config runs again, whatever the journal holds. A job that is tuning
+                the call is followed, unless `ALWAYS_TUNE` is set.
+            earlier: with `start_over`, the entry that was there when the call was made.
         """
         self._keyed = keyed
         self._key = keyed.key
@@ -86,9 +96,9 @@ class TuningJob:
         self._settings = settings
         self._limits = SweepLimits.of(self._options, settings)
         self._must_tune = start_over
-        self._start_over = start_over
-        self._stopped = EXHAUSTED
-        self._saw_all = True
+        self._follows = not (start_over and settings.always_tune)
+        self._earlier = earlier
+        self._stopped, self._saw_all = EXHAUSTED, True
         self._trials: dict[int, Trial] = {}
         self._troubled: set[int] = set()
         self._not_compiling: set[int] = set()
@@ -105,14 +115,13 @@ class TuningJob:
         with self._shown_progress(total) as progress, contextlib.ExitStack() as stack:
             stack.callback(self._records.report_unsaved)
             stack.push(self._keep_best)
-            self._start_over = self._must_tune and not self._may_go_on()
+            if (answer := self._take_claim(progress, stack)) is not None:
+                progress.end("tuned by another job meanwhile")
+                return self._result_of(answer)
+            goes_on = self._follows and self._claim.has_waited
+            self._start_over = self._must_tune and not goes_on and not self._may_go_on()
             if self._directory is not None:
-                answer = self._take_claim(progress, self._directory, stack)
-                if answer is not None:
-                    progress.end("tuned by another job meanwhile")
-                    return self._result_of(answer)
                 self._trials = self._read_journal()
-            if self._directory is not None:
                 progress.on_interrupt("they are kept: the next run of the program goes on from there")
             if self._search.tries_all:
                 self._prune(progress)
@@ -135,7 +144,7 @@ class TuningJob:
 
     # The claim
 
-    def _take_claim(self, progress: Progress, directory: Path, stack: contextlib.ExitStack) -> Entry | None:
+    def _take_claim(self, progress: Progress, stack: contextlib.ExitStack) -> Entry | None:
         """Makes this job the one that tunes, or returns the entry of the job that did.
 
         Raises:
@@ -143,14 +152,15 @@ class TuningJob:
         """
 
         def done() -> Entry | None:
-            if self._must_tune:
-                return None
             known = self._context.known
-            entry = known.usable_entry(self._keyed, self._settings)
-            return entry if entry and known.is_enough(searched_of(entry), self._settings) else None
+            entry = known.usable_entry(self._keyed, self._settings) if self._follows else None
+            is_answer = entry and entry != self._earlier and known.is_enough(searched_of(entry), self._settings)
+            return entry if is_answer else None
 
+        if self._directory is None:
+            return None
         try:
-            return self._claim.take(directory, stack, done=done, failed=self._failure_of, say=progress.say)
+            return self._claim.take(self._directory, stack, done=done, failed=self._failure_of, say=progress.say)
         except CacheWriteError as error:
             cache.report_once(f"{self._name}: the results of this process are not saved: {error}")
             self._records.directory = None
@@ -163,9 +173,7 @@ class TuningJob:
 
     def _failure_of(self, about: JsonObject) -> TuningFailedError | None:
         """Returns the failure of the job that tuned meanwhile, if it ran the same configs under the same limits."""
-        if self._must_tune:
-            return None
-        trials = left_trials(about, self._terms(), self._configs)
+        trials = left_trials(about, self._terms(), self._configs) if self._follows else None
         if trials is None or (self._search.tries_all and len(trials) != len(self._configs)):
             return None
         return self._failure(trials)
