@@ -278,6 +278,21 @@ reads.kernel(X)
     run(tmp_path, "program.py")
 
 
+def test_an_array_of_jax_is_that_of_the_program(tmp_path: Path) -> None:
+    kernel = """
+from mykernels import *
+import arrays
+
+@tuned
+def kernel(x, n: int = 1):
+    expect(arrays.BIAS.__array__().tolist(), [5.0, 5.0])
+    return x * n / n
+"""
+    script = f"{PROGRAM}\nimport arrays, reads\narrays.BIAS = jnp.full(2, 5.0)\nreads.kernel(X)"
+    write(tmp_path, arrays="import jax.numpy as jnp\nBIAS = jnp.zeros(2)", reads=kernel, program=script)
+    run(tmp_path, "program.py")
+
+
 @pytest.mark.parametrize(
     ("read", "act"),
     [

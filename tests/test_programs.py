@@ -138,7 +138,7 @@ def test_a_worker_goes_on_after_an_exception_that_a_fresh_one_has_raised_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a CPU, each config has a compile worker of its own.
-    monkeypatch.setattr(routes.Routes, "_compiles_per_worker", lambda self: 100)
+    monkeypatch.setattr(routes.Routes, "_compiles_per_worker", lambda self, route: 100)
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
     monkeypatch.setenv("QUARANTUNE_CPU_UTILIZATION", "0.01")  # one at a time
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
@@ -172,7 +172,7 @@ def test_no_config_meets_the_settings_that_another_has_left_in_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
-    monkeypatch.setattr(routes.Routes, "_compiles_per_worker", lambda self: 100)
+    monkeypatch.setattr(routes.Routes, "_compiles_per_worker", lambda self, route: 100)
     monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
     configs = [f"good {i}" for i in range(8)]
     configs += [text for i in range(4) for text in (f"{i} refuse", f"switch {i} refuse", f"switch and work {i}")]

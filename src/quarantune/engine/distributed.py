@@ -19,6 +19,7 @@ from quarantune.measure.finals import Final
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.proof import proof_of
 from quarantune.sweep.swept import Swept
 from quarantune.transport.problem import Problem
 from quarantune.values.options import Options
@@ -72,7 +73,7 @@ def run(
     """
     whole = executor.check() if isinstance(executor, WholeSweeps) else None
     possible = list(configs.values()) if space is None else space.examples()
-    packed = parcel.pack(problem, possible, options=options, settings=settings, limits=limits, target=target)
+    packed, call = parcel.pack(problem, possible, options=options, settings=settings, limits=limits, target=target)
     measured = dict(known or {})
     relay = _Relay(events, measured, whole)
     given = Shards(
@@ -83,6 +84,7 @@ def run(
         deadline_s=lambda count: limits.compile_timeout_s + limits.longest_sweep_s(count),
         troubled=[index for index in configs if index in troubled],
         is_check=target is not None,
+        proof=proof_of(problem, call, options, events, is_check=target is not None),
         on_tick=relay.on_tick,
         on_phase=relay.on_phase,
     )

@@ -112,8 +112,8 @@ def pack(
     settings: Settings,
     limits: SweepLimits,
     target: Target | None,
-) -> bytes:
-    """Returns a call packed for `unpack`.
+) -> tuple[bytes, Call]:
+    """Returns a call packed for `unpack`, and as it is in this process.
 
     Args:
         problem: the call.
@@ -152,7 +152,7 @@ def pack(
         threads={name: os.environ.get(name) for name in (f"{library}_NUM_THREADS" for library in _THREADS)},
         target=target,
     )
-    return pickle.dumps(parcel)
+    return pickle.dumps(parcel), packed.call
 
 
 def unpack(data: bytes) -> Parcel:

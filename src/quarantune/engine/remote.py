@@ -156,6 +156,7 @@ class _Shard:
                 on_trial=self._tell,
                 on_tick=self._look,
                 on_phase=lambda index, phase: self._say({"phase": [index, phase]}),
+                on_program=lambda config, lines: self._say({"program": [config, lines]}),
             ),
             troubled=self._task["troubled"],
             target=target,

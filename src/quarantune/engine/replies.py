@@ -98,6 +98,19 @@ def phase(message: Mapping[str, Any]) -> tuple[int, str]:
         raise DamageError(f"it is no phase: {error!r:.200}") from error
 
 
+def program(message: Mapping[str, Any]) -> tuple[Config, dict[str, int]]:
+    """Returns a config and the lines of its program.
+
+    Raises:
+        DamageError: the message is no such thing.
+    """
+    try:
+        config, lines = message["program"]
+        return dict(config), {str(line): int(count) for line, count in lines.items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        raise DamageError(f"it is no program: {error!r:.200}") from error
+
+
 def trials(result: Any) -> Iterator[JsonObject]:
     """Yields the messages about trials in the result of a shard.
 

@@ -16,6 +16,7 @@ from quarantune.engine.contact import Contacts, Gone
 from quarantune.engine.pieces import LEAST, Shard, again
 from quarantune.engine.replies import End
 from quarantune.engine.silence import Silence
+from quarantune.scheduler.proof import Proof
 from quarantune.scheduler.source import ConfigSource
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
@@ -53,6 +54,7 @@ class Shards:
         deadline_s: Callable[[int], float],
         troubled: Sequence[int],
         is_check: bool,
+        proof: Proof,
         on_tick: Callable[[], None],
         on_phase: Callable[[int, str], None],
     ) -> None:
@@ -66,6 +68,7 @@ class Shards:
             deadline_s: returns the longest time in seconds that a sweep of so many configs can take.
             troubled: the configs that hung or crashed before.
             is_check: whether configs are only compiled.
+            proof: compares the program of one config with the caller's.
             on_tick: called many times a second.
             on_phase: receives the phases of configs.
         """
@@ -76,6 +79,7 @@ class Shards:
         self._deadline_s = deadline_s
         self._troubled = set(troubled)
         self._is_check = is_check
+        self._proof = proof
         self._on_tick, self._on_phase = on_tick, on_phase
         self._versions = remote.versions_here()
         self._pending: collections.deque[Shard] = collections.deque()
@@ -109,6 +113,7 @@ class Shards:
         Raises:
             EngineError: the engine, or its machines, cannot run shards.
             ReferenceFailedError, ValueError, TypeError, ImportError: a machine found that the call cannot be tuned.
+            DifferentProgramError: the machines run another program than this process.
         """
         self._pending += shards
         self._largest = pieces.largest(sum(len(shard.indices) for shard in self._pending))
@@ -215,6 +220,8 @@ class Shards:
                 if index in shard.indices:
                     (shard.running.discard if phase == READY else shard.running.add)(index)
                     self._on_phase(index, phase)
+            elif "program" in message:
+                self._proof.show(*replies.program(message))
             else:
                 self._note(shard, message)
         except replies.DamageError as error:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+import types
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -87,3 +89,42 @@ def is_tracing() -> bool:
     from jax._src import core
 
     return not core.trace_state_clean()
+
+
+def origin_of(equation: Any) -> tuple[types.CodeType, int] | None:
+    """Returns the innermost code outside of JAX that made an equation, and the line in its file; None for none.
+
+    Private because nothing public tells the frames of JAX from others.
+
+    Args:
+        equation: an equation of a jaxpr.
+    """
+    from jax._src import source_info_util
+
+    traceback = equation.source_info.traceback
+    for code, position in zip(*traceback.raw_frames(), strict=True) if traceback else ():
+        if source_info_util.is_user_filename(code.co_filename):
+            return code, source_info_util.raw_frame_to_frame(code, position).start_line
+    return None
+
+
+@contextlib.contextmanager
+def questions() -> Iterator[set[str]]:
+    """Yields a set to which the names of JAX's functions are added that are asked about devices while the block runs.
+
+    Private because the public functions are those of a private module, by whose file they are known.
+    """
+    from jax._src import xla_bridge
+
+    asked: set[str] = set()
+    before = sys.getprofile()
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename == xla_bridge.__file__:
+            asked.add(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        yield asked
+    finally:
+        sys.setprofile(before)

@@ -17,7 +17,7 @@ from quarantune.values import versions
 from quarantune.values.config_values import encode
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
-from quarantune.values.trial import Config, Outcome, Trial
+from quarantune.values.trial import Config, DifferentProgramError, Outcome, Trial
 
 _UNSETTLED = frozenset({Outcome.LOST, Outcome.NOT_RUN, Outcome.PRUNED})
 """Outcomes that a journal's trial does not settle: the config runs again."""
@@ -84,6 +84,11 @@ class SweepRecords:
             self._conclusions.discard()
             if with_failures:
                 self._compile_failures.discard()
+
+    def forget_another_program(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Removes all records of the key if a sweep ends because its workers had another program."""
+        if kind is DifferentProgramError:
+            self.discard(with_failures=True)
 
     def append(self, trial: Trial, *, was_troubled: bool) -> None:
         """Records a trial.

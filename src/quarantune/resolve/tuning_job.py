@@ -110,6 +110,7 @@ class TuningJob:
 
         Raises:
             TuningFailedError: every config failed.
+            DifferentProgramError: workers run another program than this process.
         """
         total = self._configs.size or self._configs.reach(self._search.max_trials or MOST_CONFIGS)
         with self._shown_progress(total) as progress, contextlib.ExitStack() as stack:
@@ -121,6 +122,7 @@ class TuningJob:
             goes_on = self._follows and self._claim.has_waited
             self._start_over = self._must_tune and not goes_on and not self._may_go_on()
             if self._directory is not None:
+                stack.push(self._records.forget_another_program)
                 self._trials = self._read_journal()
                 progress.on_interrupt("they are kept: the next run of the program goes on from there")
             if self._search.tries_all:
@@ -337,7 +339,8 @@ class TuningJob:
         if not usable:
             progress.end(f"all {len(self._trials):,} configs failed")
             ran = [trial for index, trial in self._trials.items() if index not in self._not_compiling]
-            if (error := callers_error(self._call, ran)) is not None:
+            only_there = None if swept.is_traced else lambda: self._failure(self._all_trials())
+            if (error := callers_error(self._call, ran, only_there=only_there)) is not None:
                 self._records.discard(with_failures=True)
                 raise error
             raise self._leave_failure()

@@ -11,7 +11,7 @@ from quarantune.results.standing import Standing, explain
 from quarantune.values.shown import format_config, format_value
 from quarantune.values.texts import printable
 from quarantune.values.times import ratio_text
-from quarantune.values.trial import Config, Outcome, Trial
+from quarantune.values.trial import Outcome, Trial
 
 _REASON_ROWS = 20
 _MOST_REASON_CHARS = 1500
@@ -215,11 +215,6 @@ def failure_message(name: str, trials: Sequence[Trial]) -> str:
 def counted(counts: Mapping[str, int]) -> str:
     """Returns numbers of outcomes as text, as `40 ok, 3 error`."""
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
-
-
-def config_and_time(config: Config, time_ms: float) -> str:
-    """Returns a config and its time as text."""
-    return f"{format_config(config)}: {time_ms:.4g} ms" if time_ms == time_ms else format_config(config)
 
 
 def reason(trial: Trial) -> str:

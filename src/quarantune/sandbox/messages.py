@@ -110,7 +110,7 @@ class Warm(BenchTask):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compile(BenchTask):
-    """Compile one config; answered by `Lowered` and `Compiled`.
+    """Compile one config; answered by `Traced` where that is asked for, `Lowered` and `Compiled`.
 
     Its descriptor, where there is one, is the file for the executable, which another worker runs.
 
@@ -120,6 +120,7 @@ class Compile(BenchTask):
         must_save: whether a program that cannot be saved is a failure.
         as_data: whether the executable is for the caller, who runs no code of a worker to load it.
         is_check: whether the only purpose is to find out if the config compiles, perhaps for a device that is not here.
+        shows_program: whether the traced program is told, in `Traced`.
     """
 
     config: EncodedConfig
@@ -127,6 +128,7 @@ class Compile(BenchTask):
     must_save: bool = False
     as_data: bool = False
     is_check: bool = False
+    shows_program: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,6 +288,17 @@ class Ready(Imported):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Traced(Reply):
+    """The config was traced, and is about to be lowered.
+
+    Attributes:
+        lines: the lines of its program, as `transport.program_lines` makes them, with the number of each.
+    """
+
+    lines: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lowered(Reply):
     """The config was lowered, and is about to be compiled.
 
@@ -409,5 +422,5 @@ class Failed(Judged):
 
 
 _OF_TRIALS = (PhaseEntered, Lowered, Compiled, Checked, Stopped, Measured, Ready, Failed)
-REPLIES = (*_OF_TRIALS, ReferenceComputed, ShapesChecked, Compared, Probed)
+REPLIES = (*_OF_TRIALS, Traced, ReferenceComputed, ShapesChecked, Compared, Probed)
 """Every reply, for `codec.decode`; the most frequent first."""

@@ -6,6 +6,7 @@ import dataclasses
 
 from quarantune.devices.device import Device
 from quarantune.sandbox.messages import BenchOptions
+from quarantune.scheduler.proof import Proof
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Config, Route, Trial
 
@@ -42,6 +43,7 @@ class Plan:
         compile_only: whether configs are compiled and not run.
         is_check: whether they are compiled only to find out if they compile; their executables are not kept.
         errors_stand: whether a config that cannot be compiled without the device cannot be compiled on it either.
+        proof: compares the program of one config with the caller's.
     """
 
     route: Route
@@ -61,6 +63,7 @@ class Plan:
     compile_only: bool = False
     is_check: bool = False
     errors_stand: bool = False
+    proof: Proof = dataclasses.field(default_factory=Proof)
 
     @property
     def is_together(self) -> bool:

@@ -20,6 +20,7 @@ from quarantune.sandbox.messages import (
     Reply,
     ShapesChecked,
     Stopped,
+    Traced,
 )
 from quarantune.scheduler.apart import Apart
 from quarantune.scheduler.jobs import Timing
@@ -66,6 +67,8 @@ class Replies:
                 self._begin(worker)
             case Ready() if device is not None and worker.is_standby:
                 self._on_ready(worker, device, reply)
+            case Traced() if state is WorkerState.COMPILING and job is not None:
+                self._run.plan.proof.show(job.config, reply.lines)
             case Lowered() if state is WorkerState.COMPILING and job is not None:
                 self._on_lowered(worker, job, reply)
             case Compiled() if state is WorkerState.COMPILING and job is not None:

@@ -101,6 +101,7 @@ class Run:
             options=self.plan.options,
             target=self.plan.target,
             is_check=self.plan.is_check,
+            shows_program=self.plan.proof.is_due,
         )
 
     def save_compiled(self, job: Job, device: DeviceState | None, *, worker: Worker | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from quarantune.scheduler.proof import Compare
 from quarantune.values.trial import END, UNTUNED, Trial
 
 
@@ -26,6 +27,8 @@ class SweepEvents:
             waits, and at last with `END`. The function's own defaults have a negative index where they are no config.
         on_default: called with the time of the function's own defaults in milliseconds, where they are no config; None
             where they failed.
+        on_program: called with a config and the lines of its program, where the sweep itself cannot compare these with
+            the caller's; None where it can.
     """
 
     on_trial: Callable[[int, Trial], None]
@@ -33,6 +36,7 @@ class SweepEvents:
     on_provisional: Callable[[int, Trial], None] = _ignore
     on_phase: Callable[[int, str], None] = _ignore
     on_default: Callable[[float | None], None] = _ignore
+    on_program: Compare | None = None
 
     def untuned(self, trial: Trial) -> None:
         """Reports the trial of the function's own defaults, where they are no config."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 from quarantune.devices.targets import Target
+from quarantune.scheduler.proof import Proof
 from quarantune.scheduler.source import ConfigSource
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
@@ -34,6 +35,7 @@ class SweepRequest:
         target: the device for which it is only found out which configs compile; None where they are for running here.
         source: gives configs in addition to those that are known from the start.
         has_final: whether the fastest configs are compared once more at the end.
+        proof: compares the program of one config with the caller's.
     """
 
     problem: Problem
@@ -46,3 +48,4 @@ class SweepRequest:
     target: Target | None
     source: ConfigSource
     has_final: bool = True
+    proof: Proof = dataclasses.field(default_factory=Proof)

@@ -269,6 +269,7 @@ class Routes:
             compile_only=self._compile_only,
             is_check=self._is_check,
             errors_stand=self._on_tpu,
+            proof=self._request.proof,
         )
         if self._made:
             self._made[-1].free_devices()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import math
@@ -24,6 +25,7 @@ from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.proof import proof_of
 from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.transport import payload
@@ -130,8 +132,11 @@ def _run(
         return _run_here(request, packed, configs, measured, finish)
     measures_here = isolation is Isolation.COMPILE and not request.compile_only
     _check(request, packed, possible, measures_here=measures_here)
+    proof = proof_of(request.problem, packed.call, request.options, request.events, is_check=is_check)
+    request = dataclasses.replace(request, proof=proof)
     with shortages.with_advice(request.problem.name):
-        return _run_in_workers(request, packed, configs, measured, finish, measures_here=measures_here)
+        swept = _run_in_workers(request, packed, configs, measured, finish, measures_here=measures_here)
+    return dataclasses.replace(swept, is_traced=not proof.is_due)
 
 
 def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config], *, measures_here: bool) -> None:

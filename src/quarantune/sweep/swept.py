@@ -19,6 +19,7 @@ class Swept:
         untuned: the trial of the function's defaults, where they ran beside the configs.
         complaint: how outputs disagreed, where the author should know; else empty.
         noise: how far the output of the defaults moves when its inputs do, as in `Agreement`.
+        is_traced: whether a worker may have traced a config to its end.
         retimed: by the index of a config, its trial on the machine of the final, where it was tried on another before.
     """
 
@@ -28,4 +29,5 @@ class Swept:
     untuned: Trial | None = None
     complaint: str = ""
     noise: float | None = None
+    is_traced: bool = True
     retimed: dict[int, Trial] = dataclasses.field(default_factory=dict)

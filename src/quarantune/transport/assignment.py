@@ -135,6 +135,20 @@ class Assignment:
             _stack.leave(self)
 
 
+@contextlib.contextmanager
+def without_tuning() -> Iterator[Mapping[Slot, Seen]]:
+    """Has the kernels that this thread calls use their defaults in the block, and yields those that are called.
+
+    The owner of the block keeps JAX from using programs that are traced in it.
+    """
+    defaults = Assignment(encode({}, others=DEFAULT))
+    _stack.enter(defaults)
+    try:
+        yield defaults.seen
+    finally:
+        _stack.leave(defaults)
+
+
 class Runner:
     """Calls a function under an assignment: to the tuner, a callable with the assignment as its one tunable."""
 

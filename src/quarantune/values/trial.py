@@ -235,6 +235,18 @@ class ReferenceFailedError(RuntimeError):
     """`ref_fn` itself failed, so that no config can be judged."""
 
 
+class DifferentProgramError(RuntimeError):
+    """Workers trace another program than the caller, so that nothing that they find is true of the caller's."""
+
+    def __init__(self, name: str, difference: str) -> None:
+        super().__init__(
+            f"{name}: workers run another program than this process: {difference}. A value that this program has set "
+            f"is not set in workers, because the function's code does not name it: pass it to the function as an "
+            f"argument, or set it where the function's module is imported. To tune in this process instead, set "
+            f"QUARANTUNE_ISOLATION=none"
+        )
+
+
 class SandboxError(RuntimeError):
     """The sandbox itself failed: no worker could be started, or none stayed alive."""
 

@@ -159,6 +159,7 @@ class Bench:
         away: bool = False,
         is_check: bool = False,
         announce: Announce = lambda program, outputs: None,
+        show: Callable[[Any], None] = lambda jaxpr: None,
     ) -> Program:
         """Traces, lowers and compiles one config.
 
@@ -168,6 +169,7 @@ class Bench:
             away: whether another worker will run it, so that no argument need be made here.
             is_check: whether nobody will run it, so that it need not be compiled as well as its device allows.
             announce: called between lowering and compiling.
+            show: called with the traced program.
 
         Raises:
             NeedsDeviceError: this program must be compiled on its device.
@@ -177,11 +179,12 @@ class Bench:
         if self.is_plain:
             return Program(config, binding.bind(self._call.fn, config), 0.0)
         if target is not None:
-            compiled, identity, coarsest = self._compile_deviceless(config, target, announce, is_check=is_check)
+            compiled, identity, coarsest = self._compile_deviceless(config, target, announce, show, is_check=is_check)
             return Program(config, compiled, time.perf_counter() - start, identity=identity, coarsest=coarsest)
         args, kwargs = inputs.call_as_structs(self._call) if away else self._arguments.shared()
         jitted, keywords = binding.applied(self._jitted, config)
         traced = jitted.trace(*args, **kwargs, **keywords)
+        show(traced.jaxpr)
         lowered = traced.lower()
         calls_back, _ = self._announce(lowered, config, announce)
         with jax_internals.compilation_cache_in_memory({}, named=self._options.compilation_cache) as cache:
@@ -428,12 +431,13 @@ class Bench:
         return self._flush
 
     def _compile_deviceless(
-        self, config: Config, target: CompileTarget, announce: Announce, *, is_check: bool
+        self, config: Config, target: CompileTarget, announce: Announce, show: Callable[[Any], None], *, is_check: bool
     ) -> tuple[Any, str | None, int]:
         with abstract_device(target, is_check=is_check) as sharding:
             args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
             jitted, keywords = binding.applied(self._jitted, config)
             traced = jitted.trace(*args, **kwargs, **keywords)
+            show(traced.jaxpr)
             if not is_check and (reason := why_device_is_needed(traced.jaxpr.jaxpr, target.platform)):
                 raise NeedsDeviceError(reason)
             lowered = traced.lower(lowering_platforms=(target.platform,))

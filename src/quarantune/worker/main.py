@@ -7,8 +7,10 @@ Only a worker that compiles for others goes on after an exception, unless JAX's 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
+import time
 import traceback
 import types
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
@@ -22,7 +24,7 @@ from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from quarantune.host.waits import RunTime
     from quarantune.transport.call import Call
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 codec.prepare(*messages.TASKS, messages.BenchOptions, CompileTarget)
 
 _NICENESS = 10
+_LONGEST_PROVEN_S = 2.0
+"""While the caller traces a program, it watches nothing."""
+_MOST_LINES = 5000
 _MESSAGE_CHARS = 4000
 _TRACEBACK_LINES = 12
 _TRACEBACKS = (types.TracebackType, type(None))
@@ -205,6 +210,7 @@ class Worker:
             announce=lambda program, outputs: self._send(
                 messages.Lowered(**self._heading(), program=program, outputs=outputs)
             ),
+            show=functools.partial(self._show, time.thread_time()) if task.shows_program else lambda jaxpr: None,
         )
         if fds:
             with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
@@ -213,6 +219,17 @@ class Worker:
         return messages.Compiled(
             **self._heading(), compile_s=self._program.compile_s, modules=self._new_modules(), figures=figures
         )
+
+    def _show(self, began_s: float, jaxpr: Any) -> None:
+        """Tells a traced program, unless it is too large, or took so long that the caller should not trace it, too."""
+        from quarantune.transport.program_lines import ProgramLines
+
+        lines: Mapping[str, int] = {}
+        if time.thread_time() - began_s < _LONGEST_PROVEN_S:
+            with contextlib.suppress(Exception):  # the program may be fine all the same
+                lines = ProgramLines(jaxpr).counts
+        if 0 < len(lines) <= _MOST_LINES:
+            self._send(messages.Traced(**self._heading(), lines=lines))
 
     def _yield_cpu(self) -> None:
         """Lets the worker that measures beside compile workers have a CPU whenever it needs one."""

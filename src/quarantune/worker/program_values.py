@@ -154,15 +154,21 @@ def _merged(mine: Any, theirs: Any) -> Any:
         mine[:] = theirs
     elif isinstance(mine, np.ndarray) and (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype):
         mine[...] = theirs
-    elif _has_fields(mine) and type(mine).__hash__ in _BY_IDENTITY:
+    elif _has_fields(mine) and _is_made_of_fields(type(mine)):
         _merged(vars(mine), vars(theirs))
     else:
         return theirs
     return mine
 
 
-_BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
-"""The hashes of objects that may be changed."""
+def _is_made_of_fields(cls: type) -> bool:
+    """Returns whether objects of a class can be changed, and hold nothing beside their fields, as arrays of JAX do."""
+    try:
+        object.__new__(cls)
+    except TypeError:
+        return False
+    by_identity: tuple[Any, ...] = (None, object.__hash__)
+    return cls.__hash__ in by_identity and not any(vars(base).get("__slots__") for base in cls.__mro__)
 
 
 def _has_fields(value: Any) -> bool:

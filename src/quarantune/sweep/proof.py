@@ -1,0 +1,101 @@
+"""Compares the program that workers tune with the one that this process would run.
+
+A value that the program has set travels to workers where the function's code names it. Another one is noticed by its
+effect: this process traces a config that a worker has traced without harm, and the two programs must be the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from quarantune import jax_internals
+from quarantune.scheduler.proof import Proof
+from quarantune.sweep.events import SweepEvents
+from quarantune.transport import assignment, binding, differentiation, inputs
+from quarantune.transport.call import Call
+from quarantune.transport.problem import Problem
+from quarantune.transport.program_lines import ProgramLines, difference
+from quarantune.values.config_values import restore
+from quarantune.values.options import Options
+from quarantune.values.texts import shown
+from quarantune.values.trial import Config, DifferentProgramError
+
+_logger = logging.getLogger("quarantune")
+
+_SHARED = 0
+_numbers = itertools.count(_SHARED + 1)
+
+
+def proof_of(problem: Problem, call: Call, options: Options, events: SweepEvents, *, is_check: bool) -> Proof:
+    """Returns the proof of a sweep; none for callables, on several devices, or for a device that need not be here.
+
+    Args:
+        problem: the call.
+        call: the same in the form that travels, as it is in this process.
+        options: the author's options.
+        events: receives programs where another process is the caller's.
+        is_check: whether configs are compiled for a device that need not be here.
+    """
+    is_spread = call.devices_needed > 1 or bool(jax_internals.bound_axes())
+    if events.on_program is not None:
+        return Proof(events.on_program)
+    if is_check or is_spread or not jax_internals.is_jitted(call.fn):
+        return Proof()
+    return Proof(functools.partial(_compare, problem.name, call, options.time_grad))
+
+
+def _compare(name: str, call: Call, time_grad: bool, config: Config, theirs: Mapping[str, int]) -> None:
+    """Raises where the program that a worker traced for a config is not the one of this process."""
+    try:
+        differ = _difference(functools.partial(_traced, call, config, time_grad), theirs)
+    except Exception as error:  # of a function that a worker could trace
+        _logger.debug("%s: there is no proof that workers run its program: %r", name, error)
+        return
+    if differ is None:
+        return
+    here, there, place = differ
+    told = " and ".join(
+        f"{shown(line)} only in {process}" for line, process in ((here, "this process"), (there, "a worker")) if line
+    )
+    raise DifferentProgramError(name, f"there is {told}{place}")
+
+
+def _difference(trace: Callable[[int | None], ProgramLines], theirs: Mapping[str, int]) -> tuple[str, str, str] | None:
+    """Returns the lines by which the program of this process and a worker's differ, and where the former is made.
+
+    Returns:
+        None where the two are equal, and where no value of the program need be to blame: the function calls kernels,
+        which only this process tunes, asks for the devices of its process, or draws numbers, or JAX has traced an inner
+        function earlier in one of the processes.
+    """
+    with assignment.without_tuning() as reached:
+        if trace(_SHARED).counts == theirs or reached:
+            return None
+        with jax_internals.questions() as asked:
+            ours = trace(next(_numbers))
+        if asked or theirs in (ours.counts, trace(None).counts) or trace(next(_numbers)).counts != ours.counts:
+            return None
+    here, there = difference(ours.counts, theirs)
+    return here, there, ours.place(here)
+
+
+def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> ProgramLines:
+    """Traces a config as its workers do.
+
+    Args:
+        call: the call.
+        config: the config.
+        time_grad: whether workers compile the config together with its gradient.
+        number: traces of other numbers are not used again; None for a trace that calls use, or may have left.
+    """
+    config = restore(config, call.config_values)
+    jitted, keywords = binding.applied(differentiation.with_gradient(call.fn) if time_grad else call.fn, config)
+    args, kwargs = inputs.call_as_structs(call)
+    # What JAX traces under other metadata it keeps apart.
+    with jax_internals.outside_of_traces(), set_xla_metadata(**({} if number is None else {"quarantune": str(number)})):
+        return ProgramLines(jitted.trace(*args, **kwargs, **keywords).jaxpr)

@@ -1,0 +1,143 @@
+"""Describes a traced program so that two processes can find out whether it is the same in both.
+
+A description may leave out what differs, and must never differ for one program. So it is a multiset of lines, since the
+order of equations may be that of a set of strings, and it holds what has a stable value: shapes, dtypes, numbers, texts
+and containers of such. Names, functions, objects, places on devices and large integers, as seeds are, are left out.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import hashlib
+import inspect
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from quarantune import jax_internals
+
+_LEFT_OUT = frozenset({"backend", "debug", "debug_info", "device", "devices", "name", "name_and_src_info", "platforms"})
+_DEBUGGING = frozenset({"debug_callback", "debug_print"})
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+_LARGEST_INTEGER = 1 << 20
+_MOST_ELEMENTS = 16
+_MOST_CHARS = 300
+_DEEPEST = 6
+
+
+class ProgramLines:
+    """The lines of a program.
+
+    Attributes:
+        counts: how many equations or constants each line describes.
+    """
+
+    def __init__(self, jaxpr: Any) -> None:
+        """Describes a closed jaxpr."""
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._equations: dict[str, object] = {}
+        self._pending: list[Any] = [jaxpr]
+        while self._pending:
+            self._add(self._pending.pop())
+
+    def place(self, line: str) -> str:
+        """Returns where the first equation of a line was made, and the values that the code there uses; or nothing."""
+        origin = jax_internals.origin_of(self._equations[line]) if line in self._equations else None
+        if origin is None:
+            return ""
+        code, number = origin
+        module = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == code.co_filename), None)
+        held = {name: getattr(module, name, len) for name in code.co_names}
+        data = [name for name, value in held.items() if not (callable(value) or inspect.ismodule(value))]
+        used = ", ".join([*code.co_freevars, *data])
+        return f", made by {code.co_filename}:{number} in {code.co_qualname}{used and f', which uses {used}'}"
+
+    def _add(self, jaxpr: Any) -> None:
+        values: dict[Any, str] = {}
+        consts = getattr(jaxpr, "consts", ())
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        for variable, const in zip(jaxpr.constvars, consts, strict=False):
+            values[variable] = _array(const)
+            if getattr(const, "shape", ()):  # one without dimensions may be a literal elsewhere
+                self.counts[_shortened(f"constant {values[variable]}")] += 1
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in _DEBUGGING:
+                continue
+            line = _shortened(" ".join(self._parts(equation, values)))
+            self.counts[line] += 1
+            self._equations.setdefault(line, equation)
+        self.counts[_shortened(f"return {' '.join(_operand(result, values) for result in jaxpr.outvars)}")] += 1
+
+    def _parts(self, equation: Any, values: Mapping[Any, str]) -> Iterator[str]:
+        yield equation.primitive.name
+        yield from (_operand(operand, values) for operand in equation.invars)
+        yield from ("->", *(_type(result.aval) for result in equation.outvars))
+        for name, value in sorted(equation.params.items()):
+            if name not in _LEFT_OUT and (text := self._text(value, 0)):
+                yield f"{name}={text}"
+
+    def _text(self, value: Any, depth: int) -> str:
+        """Returns the stable parts of a value as text; notes the programs in it."""
+        if isinstance(value, (str, enum.Enum, np.dtype)):
+            return _ADDRESS.sub("", str(getattr(value, "name", value)))
+        if isinstance(value, (int, float, complex, np.number, np.bool_)):
+            return _number(value)
+        if hasattr(getattr(value, "jaxpr", value), "eqns"):
+            self._pending.append(value)
+        elif depth < _DEEPEST:
+            if dataclasses.is_dataclass(value) and not isinstance(value, type):
+                names = (field.name for field in dataclasses.fields(value) if field.name not in _LEFT_OUT)
+                value = [(name, getattr(value, name, None)) for name in names]
+            if isinstance(value, (tuple, list, set, frozenset, Mapping)):
+                items = value.items() if isinstance(value, Mapping) else value
+                texts = [self._text(item, depth + 1) for item in items]
+                return f"({','.join(texts if isinstance(value, (tuple, list)) else sorted(texts))})"
+        return ""
+
+
+def difference(one: Mapping[str, int], other: Mapping[str, int]) -> tuple[str, str]:
+    """Returns the first line that one program has more often, and the first that the other one has; empty for none."""
+    more, less = ([line for line in a if a[line] > b.get(line, 0)] for a, b in ((one, other), (other, one)))
+    return next(iter(more), ""), next(iter(less), "")
+
+
+def _operand(operand: Any, values: Mapping[Any, str]) -> str:
+    return _array(operand.val) if hasattr(operand, "val") else values.get(operand) or _type(operand.aval)
+
+
+def _type(aval: Any) -> str:
+    is_array = hasattr(aval, "shape")
+    return f"{getattr(aval, 'dtype', '')}[{','.join(map(str, aval.shape))}]" if is_array else type(aval).__name__
+
+
+def _array(value: Any) -> str:
+    """Returns the shape of a constant, and its value where that is small and not the rounded result of a device.
+
+    The width of its dtype is left out: JAX keeps an array of NumPy's as it was when a program used it first.
+    """
+    shape = np.shape(value)
+    text = f"[{','.join(map(str, shape))}]" if shape else ""
+    try:
+        kind = np.dtype(getattr(value, "dtype", type(value))).kind
+        if (size := math.prod(shape)) <= 1 or (kind in "biu" and size <= _MOST_ELEMENTS):
+            return text + ",".join(map(_number, np.asarray(value).reshape(-1).tolist()))
+        return kind + text
+    except Exception:  # a key, or an array that was deleted
+        return text
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, (int, np.integer, np.bool_)):
+        return str(value) if abs(int(value)) <= _LARGEST_INTEGER else "large"
+    return f"{value:.3g}"  # a constant that a device has computed may differ in its last bits from another device's
+
+
+def _shortened(line: str) -> str:
+    rest = line[_MOST_CHARS:]
+    return line if not rest else f"{line[:_MOST_CHARS]}... {hashlib.sha256(rest.encode()).hexdigest()[:8]}"
