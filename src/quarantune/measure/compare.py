@@ -140,11 +140,12 @@ def compare(
     pairs = _pairs(output, expected, what)
     if isinstance(pairs, str):
         return pairs
-    for place, ((where, output_leaf, expected_leaf), allowance) in enumerate(zip(pairs, allowances, strict=True)):
+    truths = truths or [None] * len(pairs)
+    for (where, output_leaf, expected_leaf), allowance, truth in zip(pairs, allowances, truths, strict=True):
         if same_dtypes and _describe(output_leaf) != _describe(expected_leaf):
             return f"{where} is {_describe(output_leaf)}, expected {_describe(expected_leaf)}"
         difference = _compare_leaf(output_leaf, expected_leaf, allowance, where, shortcut)
-        if difference and not (truths and is_as_near(output_leaf, expected_leaf, truths[place], allowance)):
+        if difference and not is_as_near(output_leaf, expected_leaf, truth, allowance):
             return difference
     return None
 

@@ -51,7 +51,7 @@ class Comparer:
         if not self.takes(got) or not isinstance(wanted, np.ndarray):
             return None
         try:
-            return self._compare(got, self._carried(wanted, got), allowance)
+            return self._compare(got, self._carried(wanted, got.sharding), allowance)
         except jax.errors.JaxRuntimeError:
             return None  # most likely out of memory
 
@@ -74,9 +74,7 @@ class Comparer:
         """Carries the expected leaves to the device, and compiles their comparison."""
         for wanted, allowance in zip(expected, allowances, strict=True):
             if isinstance(wanted, np.ndarray) and wanted.size:
-                there = jax.device_put(wanted)
-                self._there[id(wanted)] = (wanted, there)
-                self(there, wanted, allowance)
+                self(self._carried(wanted), wanted, allowance)
 
     def expect(self, outputs: Sequence[OutputArray]) -> None:
         """Compiles all that is needed to compare arrays with others like them, which takes a GPU 0.2 s each.
@@ -120,18 +118,17 @@ class Comparer:
             self._programs[kind] = program.lower(*args).compile(_RUNS_NOTHING)
         return self._programs[kind]
 
-    def _carried(self, wanted: Any, got: jax.Array) -> jax.Array:
-        kept = self._there.get(id(wanted))
-        if kept is None:
-            kept = self._there[id(wanted)] = (wanted, jax.device_put(wanted, got.sharding))
-        return kept[1]
+    def _carried(self, wanted: Any, sharding: Any = None) -> jax.Array:
+        if id(wanted) not in self._there:
+            self._there[id(wanted)] = (wanted, jax.device_put(wanted, sharding))
+        return self._there[id(wanted)][1]
 
     def _compare(self, got: jax.Array, wanted: jax.Array, allowance: Allowance) -> Mismatches | None:
         if not all(jnp.issubdtype(array.dtype, jnp.floating) for array in (got, wanted)):
             return Mismatches(0) if got.dtype == wanted.dtype and bool(_are_equal(got, wanted)) else None
         if max(got.dtype.itemsize, wanted.dtype.itemsize) > 4:
             return None
-        block, column = (self._carried(part, got) for part in (allowance.block, allowance.column))
+        block, column = (self._carried(part, got.sharding) for part in (allowance.block, allowance.column))
         limits = np.asarray(allowance.for_dtype(got.dtype).limits, np.float32)
         counts, sums, *there = self.run(_judge, got, wanted, block, column, limits)
         count, far, worst = map(int, np.asarray(counts))

@@ -92,11 +92,6 @@ class Allowance:
         """Returns that of an author's own tolerances."""
         return cls(tolerance.rtol, tolerance.atol, tolerance.max_mismatched_ratio)
 
-    @classmethod
-    def exact(cls) -> Allowance:
-        """Returns that of leaves without floats."""
-        return cls(0.0, 0.0, 0.0, is_calibrated=True)
-
     @property
     def limits(self) -> tuple[float, float, float]:
         """The numbers that a comparison on a device needs beside the factors."""
@@ -241,7 +236,7 @@ class Noise:
             coarsest: the bits in the mantissas of the coarsest type that the program computes with.
             run: runs a jitted function on the device that holds this leaf and those of moved runs; None for the host.
         """
-        self._wanted, self._coarsest, self._run = wanted, coarsest, run
+        self._wanted, self._coarsest, self._run = wanted if run else np.asarray(wanted), coarsest, run
         self._squares: Any = None
         self._smooth: Any = None
         self._sums: list[Any] = []
@@ -258,7 +253,7 @@ class Noise:
         else:
             sums, flat = np.zeros(4), self._squares.reshape(-1)
             with np.errstate(all="ignore"):
-                for part, mine, its in chunks(moved, self._wanted, wide=wide_type(self._wanted)):
+                for part, mine, its in chunks(np.asarray(moved), self._wanted, wide=wide_type(self._wanted)):
                     squares, more = deviations(np, mine, its)
                     flat[part] += squares
                     sums += more
@@ -269,9 +264,8 @@ class Noise:
         unit, is_known = _UNITS * 2.0 ** -_mantissa(self._wanted.dtype), bool(self._sums)
         base, multiple = self._terms(is_known=is_known)
         if self._smooth is None:
-            wanted = np.asarray(self._wanted)
-            wide = wanted.astype(np.result_type(wanted.dtype, np.float32))
-            squares = self._squares / len(self._sums) if is_known else np.zeros(wanted.shape, np.float32)
+            wide = np.asarray(self._wanted, np.result_type(self._wanted.dtype, np.float32))
+            squares = self._squares / len(self._sums) if is_known else np.zeros(wide.shape, np.float32)
             with np.errstate(all="ignore"):
                 self._smooth = smoothed(np, squares, wide, base, multiple)
         block, column, noise, rms = (np.asarray(part, np.float32) for part in self._smooth)

@@ -69,7 +69,7 @@ class CallArguments:
         """Returns unmodified arguments for one run: fresh ones where an earlier run may have overwritten its own."""
         return self.fresh() if self.may_be_overwritten else self.shared()
 
-    def moved(self, run: int, coarsest: int | None, *, on_device: bool) -> tuple[Arguments, float] | None:
+    def moved(self, run: int, coarsest: int | None, *, on_device: bool) -> tuple[Arguments, float]:
         """Returns the arguments with their floats moved at random by up to half a unit in the last place.
 
         Args:
@@ -78,11 +78,16 @@ class CallArguments:
             on_device: whether arrays are moved on their device; to compile that there pays for many configs only.
 
         Returns:
-            The arguments, and the share of the deviations that rounding explains; None where none holds floats.
+            The arguments, and the share of the deviations that rounding explains.
+
+        Raises:
+            ValueError: none holds floats.
         """
         arguments, seeds = self.for_run(), iter(range(run << 16, (run + 1) << 16))
         leaves = jax.tree.leaves(self.dynamic(arguments))
         motion = rounding.Motion.of(leaves, coarsest)
+        if not any(map(motion.takes, leaves)):
+            raise ValueError("the arguments cannot be moved")
 
         def move(leaf: Any) -> Any:
             seed, units = np.uint32(next(seeds)), motion.units(leaf)
@@ -91,7 +96,7 @@ class CallArguments:
                 return jax_internals.as_weak(found) if leaf.weak_type else found
             return _with_data(leaf, rounding.moved(np, np.asarray(leaf), seed, units))
 
-        return (self._changed(arguments, motion.takes, move), motion.scale) if any(map(motion.takes, leaves)) else None
+        return self._changed(arguments, motion.takes, move), motion.scale
 
     def widened(self) -> tuple[Arguments, contextlib.AbstractContextManager[Any]]:
         """Returns the arguments with wider floats, and the mode of JAX that takes them.

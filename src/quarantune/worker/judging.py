@@ -329,29 +329,26 @@ class Judge:
         if self._fixed is not None:
             return (self._fixed,) * len(own.leaves)
         device = self._shortcut
-        there = [device is not None and device.is_narrow(leaf) for leaf in own.leaves]
         noises = [
-            compare.noise_of(leaf, coarsest=checked.coarsest, run=device.run)
-            if device is not None and is_there
-            else compare.noise_of(_fetched(leaf), coarsest=checked.coarsest)
-            for leaf, is_there in zip(own.leaves, there, strict=True)
+            compare.noise_of(
+                leaf, coarsest=checked.coarsest, run=device.run if device and device.is_narrow(leaf) else None
+            )
+            for leaf in own.leaves
         ]
         if any(noises) and checked.run is not None:
-            # Whatever goes wrong here, such as too little memory, the noise is taken from the runs before it.
+            # Whatever is wrong, such as too little memory or no floats, the noise is taken from the runs before that.
             with contextlib.suppress(Exception):
                 for run in rounding.runs(checked.taken_s):
-                    moved = self._arguments.moved(run, checked.coarsest, on_device=device is not None)
-                    if moved is None:
-                        break
-                    arguments, scale = moved
+                    arguments, scale = self._arguments.moved(run, checked.coarsest, on_device=device is not None)
                     again = dataclasses.replace(checked, output=checked.run(arguments))
                     found = self._compared(again, self._call.fn, arguments)
                     if found.output.structure != own.output.structure:
                         break
-                    for noise, leaf, is_there in zip(noises, found.leaves, there, strict=True):
+                    for noise, leaf in zip(noises, found.leaves, strict=True):
                         if noise is not None:
-                            noise.add(leaf if is_there else _fetched(leaf), scale)
-        return tuple(Allowance.exact() if noise is None else noise.allowance() for noise in noises)
+                            noise.add(leaf, scale)
+        exact = Allowance(0.0, 0.0, 0.0, is_calibrated=True)
+        return tuple(exact if noise is None else noise.allowance() for noise in noises)
 
     def _expected_in(self, fd: int) -> ComparedOutput:
         """Returns the content of a reference's file, read once."""
