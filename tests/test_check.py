@@ -212,7 +212,7 @@ def test_the_reason_says_where_and_by_how_much_and_what_to_do() -> None:
     told = result.trials[1].message
     assert "7 of 80000 elements (0.00875%) differ by more than rounding explains; the worst is at [5000, " in told
     assert ": got 0.0, expected " in told
-    assert " within 0.1" in told
+    assert " within 0.2" in told
     assert "rounding of the inputs moves the output by 0.0" in told
     assert told.endswith("give rtol and atol to allow more")
     assert result.noise is not None
