@@ -21,6 +21,7 @@ import quarantune
 from quarantune.cache import CacheWarning, TuningCache
 from quarantune.resolve.call_key import CallKey
 from quarantune.resolve.compile_failures import CompileFailures
+from quarantune.results.compile_report import CompileReport
 from quarantune.sandbox import is_inside
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import versions
@@ -253,6 +254,32 @@ def test_a_sweep_knows_what_a_compile_check_found(notes: Path, cache_dir: Path) 
     with quarantune.settings(cache_dir=notes.parent / "mine", cache_path=cache_dir):
         fn.tune(X)
     assert traced(notes) == {"2"}, "what a read-only directory holds is known, too"
+
+
+@pytest.mark.slow
+def test_a_check_compiles_only_configs_without_a_verdict(notes: Path) -> None:
+    def check(fn: quarantune.Autotuned, *values: int, **options: Any) -> CompileReport:
+        structs = jax.ShapeDtypeStruct(X.shape, X.dtype)
+        return quarantune.compile_check(fn, [{"n": n} for n in values], structs, target="cpu", **options)
+
+    fn = kernel(notes, [1, 2, 3])
+    first = check(fn, 1, 2)
+    assert (traced(notes), first.known) == ({"1", "2"}, 0)
+    second = check(fn, 1, 2, 4)
+    assert (traced(notes), second.known) == ({"4"}, 2)
+    assert [trial.outcome for trial in second.trials] == ["error", "ok", "ok"]
+    assert first.trials[1].figures is not None
+    assert second.trials[1].figures == first.trials[1].figures
+    assert "in a compile check: NotImplementedError: n=1 is odd" in second.trials[0].message
+    assert "known since" in second.trials[1].message
+    assert "2 of 3 known from earlier checks" in second.table()
+    assert (check(fn, 1, 2, 4, again=True).known, traced(notes)) == (0, {"1", "2", "4"})
+    assert (check(kernel(notes, [1, 2], factor=2), 1, 2).known, traced(notes)) == (0, {"1", "2"})
+    with quarantune.settings(disable_cache=True):
+        assert (check(fn, 1, 2).known, traced(notes)) == (0, {"1", "2"})
+    fn.tune(X)
+    assert {"2", "3"} <= traced(notes), "a config that compiles is no failure"
+    assert (check(fn, 2, 3).known, traced(notes)) == (2, set()), "a failure in a sweep is one of a check"
 
 
 PROGRAM = """

@@ -29,6 +29,7 @@ def compile_check(
     prune_fn: Callable[..., bool] | None = None,
     compile_timeout: float | None = None,
     memory_limit: int | str | None = None,
+    again: bool = False,
     **kwargs: Any,
 ) -> CompileReport:
     """Compiles every config of a jitted function for a device that need not be here, and runs none of them.
@@ -47,6 +48,8 @@ def compile_check(
         compile_timeout: seconds for loading, tracing, lowering and compiling one config; None for 120.
         memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of the
             free memory.
+        again: whether to compile configs, too, on which an earlier check has the verdict for the same code, device and
+            versions.
         **kwargs: the call's keyword arguments.
 
     Returns:
@@ -76,7 +79,7 @@ def compile_check(
     # The machines of an engine need the compiler, and not this one.
     found = targets.usable(target) if environment.current().executor is None else targets.find(target)
     call = BoundCall(_checked_function(fn, configs, options), args, kwargs)
-    return tuning.check_all(call, found, num_workers=num_workers)
+    return tuning.check_all(call, found, num_workers=num_workers, again=again)
 
 
 def _checked_function(fn: Callable[..., Any], configs: Any, options: Options) -> TunedFunction:

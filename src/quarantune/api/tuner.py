@@ -142,7 +142,7 @@ def compile_configs(
     if target is None:
         compiled = tuning.compile_all(call, num_workers=num_workers)
     else:
-        checked = tuning.check_all(call, targets.usable(target), num_workers=num_workers)
+        checked = tuning.check_all(call, targets.usable(target), num_workers=num_workers, again=False)
         compiled = [(trial, None) for trial in checked.trials]
     functions: dict[str, Callable[..., Any] | None] = {}
     for config, (trial, executable) in zip(expanded, compiled, strict=True):

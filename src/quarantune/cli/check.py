@@ -36,11 +36,14 @@ def check(options: argparse.Namespace, out: Output) -> int:
                 num_workers=options.jobs,
                 compile_timeout=options.compile_timeout,
                 memory_limit=options.memory_limit,
+                again=options.again,
                 **call.kwargs,
             )
         described = call.describe(function.signature)
         out.line(f"{function.name}({described}) on {target.name}")
         out.line(report.table(width=out.width))
+        if report.known:
+            out.line("--again compiles all of them")
         out.line()
         records.append(_record(report, described))
         ended_well &= report.ok if options.all else bool(report.compiled)
@@ -54,6 +57,7 @@ def _record(report: CompileReport, call: str) -> JsonObject:
         "call": call,
         "target": report.target.name,
         "ok": report.ok,
+        "known": report.known,
         "outcomes": count_outcomes(report.trials),
         "trials": [_trial(trial) for trial in report.trials],
     }

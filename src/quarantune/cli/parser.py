@@ -195,6 +195,7 @@ def _add_check(commands: Any) -> None:
     _calls(command)
     command.add_argument("--target", metavar="NAME", required=True, help="the device; `quarantune targets` lists them")
     command.add_argument("--all", action="store_true", help="exit with 1 unless every config compiles")
+    command.add_argument("--again", action="store_true", help="compile what earlier checks have compiled, too")
     command.add_argument("--compile-timeout", metavar="S", type=_SECONDS, help="seconds for compiling one config")
     command.add_argument("--memory-limit", metavar="SIZE", help="host memory for compiling one config, as 8GB")
     command.add_argument("--jobs", metavar="N", type=_COUNT, help="how many configs compile at a time")

@@ -144,16 +144,10 @@ def trial(message: Any, configs: Mapping[int, Config], *, is_check: bool) -> tup
             found,
             config=configs[index],
             outcome=Outcome.OK if is_compiled else found.outcome,
-            figures=None if figures is None else _figures(figures),
+            figures=None if figures is None else CompilerFigures.from_json(figures),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamageError(f"it is no trial: {error!r:.200}") from error
-
-
-def _figures(data: Mapping[str, Any]) -> CompilerFigures:
-    if not all(value is None or (type(value) in (int, float) and value >= 0) for value in data.values()):
-        raise ValueError("these are no figures")
-    return CompilerFigures(**data)
 
 
 def error_of(end: End, name: str, host: str) -> Exception:

@@ -1,4 +1,4 @@
-"""Configs that failed to compile for a kind of device, remembered as data for the sweeps that follow."""
+"""Configs that failed to compile for a kind of device, or compiled in a check, remembered as data for later jobs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from quarantune.cache import journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import versions
+from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.config_values import text_of
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import Outcome, Phase, Route, Trial
@@ -31,10 +32,10 @@ _AT_COMPILE_TIME = frozenset({Outcome.ERROR, Outcome.DEVICE_OOM, Outcome.TIMEOUT
 
 @dataclasses.dataclass(frozen=True)
 class _Failure:
-    """A failed compilation, and the conditions under which it counts.
+    """A failed compilation, or one of a check that did not fail, and the conditions under which it counts.
 
     Attributes:
-        trial: the trial that failed.
+        trial: the trial; of a check that did not fail, it has the compiler's figures.
         source: how it was found, for messages: `a sweep` or `a compile check`.
         found: when, in UTC as ISO text.
         compilers: the versions and flags of the compilers.
@@ -57,11 +58,14 @@ class _Failure:
             KeyError, TypeError, ValueError: it describes none.
         """
         limit, source, found = record["memory_limit_bytes"], record["source"], record["found"]
+        trial = Trial.from_json(record["trial"])
+        if (figures := record.get("figures")) is not None:
+            trial = dataclasses.replace(trial, outcome=Outcome.OK, figures=CompilerFigures.from_json(figures))
         if not isinstance(source, str) or not isinstance(found, str) or not isinstance(record["compilers"], dict):
             raise TypeError("it lacks its source, its time or its versions")
         datetime.datetime.fromisoformat(found)
         return cls(
-            trial=Trial.from_json(record["trial"]),
+            trial=trial,
             source=source,
             found=found,
             compilers=record["compilers"],
@@ -71,8 +75,12 @@ class _Failure:
 
     def to_json(self) -> JsonObject:
         """Returns the failure as JSON-able data."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {"trial": self.trial.to_json()}
+        record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        trial, figures = self.trial, self.trial.figures
+        if figures is not None:  # in files, a trial that is ok has a time
+            trial = dataclasses.replace(trial, outcome=Outcome.NOT_RUN)
+            record["figures"] = dataclasses.asdict(figures)
+        return record | {"trial": trial.to_json()}
 
     def counts(self, limits: SweepLimits, *, start_over: bool) -> bool:
         """Returns whether a config that failed like this need not be compiled again.
@@ -81,7 +89,7 @@ class _Failure:
         failure counts only under limits that are no more generous, and not where the sweep starts over.
         """
         match self.trial.outcome:
-            case Outcome.ERROR | Outcome.DEVICE_OOM:
+            case Outcome.OK | Outcome.ERROR | Outcome.DEVICE_OOM:
                 return True
             case Outcome.TIMEOUT:
                 return not start_over and self.compile_timeout_s >= limits.compile_timeout_s
@@ -98,7 +106,10 @@ class _Failure:
 
 
 class CompileFailures:
-    """The failed compilations of one call on one kind of device, whether or not such a device was there."""
+    """The failed compilations of one call on one kind of device, whether or not such a device was there.
+
+    Of compile checks, those that did not fail are among them, so that a check need not repeat another.
+    """
 
     def __init__(self, keyed: KeyedCall, directory: Path, limits: SweepLimits, *, also: Iterable[Path] = ()) -> None:
         """Names the failures of a call; nothing is read.
@@ -122,11 +133,19 @@ class CompileFailures:
         Args:
             start_over: whether failures that depend on the machine do not count.
         """
-        found = self._read()
-        return {text: self._retold(it) for text, it in found.items() if it.counts(self._limits, start_over=start_over)}
+        return {
+            text: self._retold(it)
+            for text, it in self._read().items()
+            if it.trial.outcome is not Outcome.OK and it.counts(self._limits, start_over=start_over)
+        }
+
+    def verdicts(self) -> dict[str, Trial]:
+        """Returns the trials of configs that a check need not compile again, by the text of the config."""
+        found = self._read().items()
+        return {text: self._retold(it) for text, it in found if it.counts(self._limits, start_over=False)}
 
     def note(self, trial: Trial, *, source: str) -> None:
-        """Remembers a trial that failed to compile, and forgets the failure of a config that now compiles.
+        """Remembers a trial that failed to compile, or has a compiler's figures; forgets a failure that has passed.
 
         Args:
             trial: the trial.
@@ -135,12 +154,12 @@ class CompileFailures:
         Raises:
             CacheWriteError: it cannot be remembered; the message says why.
         """
-        is_failure = _failed_to_compile(trial)
-        if not is_failure and (not self._read() or not _compiled(trial)):
+        is_verdict = _is_verdict(trial)
+        if not is_verdict and (not self._read() or not _compiled(trial)):
             return
         text = text_of(trial.config)
         before = self._read().get(text)
-        if not is_failure and before is None:
+        if not is_verdict and (before is None or before.trial.outcome is Outcome.OK):
             return
         failure = _Failure(
             trial=dataclasses.replace(trial, samples_ms=()),
@@ -153,7 +172,7 @@ class CompileFailures:
         if before is not None and _is_same(before, failure):
             return
         self._journal.append(failure.to_json())
-        if is_failure:
+        if is_verdict:
             self._read()[text] = failure
         else:
             self._read().pop(text, None)
@@ -171,7 +190,7 @@ class CompileFailures:
         return journal.compile_failures(directory, self._name, self._key.device, self._key.text)
 
     def _read(self) -> dict[str, _Failure]:
-        """Returns the last failure of each config under the present versions, unless the config compiled later."""
+        """Returns the last verdict on each config under the present versions."""
         if self._known is not None:
             return self._known
         last: dict[str, _Failure] = {}
@@ -190,12 +209,13 @@ class CompileFailures:
                 f"{refused} records of failed compilations in {str(self._journal.directory)!r} cannot be understood: "
                 "their configs are compiled again"
             )
-        self._known = {text: failure for text, failure in last.items() if _failed_to_compile(failure.trial)}
+        self._known = {text: failure for text, failure in last.items() if _is_verdict(failure.trial)}
         return self._known
 
     def _retold(self, failure: _Failure) -> Trial:
         trial = failure.trial
-        origin = f"known since {failure.found[:10]}: failed to compile for {self._key.device} in {failure.source}"
+        ended = "compiled" if trial.outcome is Outcome.OK else "failed to compile"
+        origin = f"known since {failure.found[:10]}: {ended} for {self._key.device} in {failure.source}"
         return dataclasses.replace(trial, message=f"{origin}: {trial.message}" if trial.message else origin)
 
 
@@ -218,6 +238,10 @@ def _failed_to_compile(trial: Trial) -> bool:
     if trial.outcome is Outcome.DEVICE_OOM:
         return trial.route is Route.APART or "memory space" in trial.message
     return trial.outcome is not Outcome.ERROR or not _is_transient(trial.message)
+
+
+def _is_verdict(trial: Trial) -> bool:
+    return _failed_to_compile(trial) or (trial.outcome is Outcome.OK and trial.figures is not None)
 
 
 def _compiled(trial: Trial) -> bool:

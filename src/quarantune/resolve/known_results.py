@@ -192,10 +192,12 @@ class KnownResults:
         entries = store.read(name)
         return lambda key: entries.get(key.device, {}).get(key.text)
 
-    def usable_entry(self, keyed: KeyedCall, settings: Settings) -> Entry | None:
-        """Returns the cache entry for a call, or None where there is none that can be used."""
+    def usable_entry(self, keyed: KeyedCall, settings: Settings, *, other_than: Entry | None = None) -> Entry | None:
+        """Returns the cache entry for a call, or None where there is none that can be used, or no other."""
         entry = open_store(settings).get(self._function.name, keyed.key.device, keyed.key.text)
-        return entry if entry and self.config_of(entry, keyed.call, settings) is not None else None
+        if entry is None or entry == other_than:
+            return None
+        return entry if self.config_of(entry, keyed.call, settings) is not None else None
 
     def config_of(self, entry: Entry, call: BoundCall, settings: Settings, *, is_own: bool = True) -> Config | None:
         """Returns the config of an entry if it can be used for the config space of a call under these versions.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import settings as environment
+from quarantune.values.config_values import text_of
 from quarantune.values.trial import Config, Trial, TuningFailedError, pruned_trial
 
 if TYPE_CHECKING:
@@ -106,19 +108,23 @@ def compile_all(call: BoundCall, *, num_workers: int | None) -> list[tuple[Trial
     return [(trials[index], swept.executables.get(index)) for index in range(len(call.configs))]
 
 
-def check_all(call: BoundCall, target: Target, *, num_workers: int | None) -> CompileReport:
+def check_all(call: BoundCall, target: Target, *, num_workers: int | None, again: bool) -> CompileReport:
     """Compiles the configs of a call for a device that need not be here; runs none, and remembers those that fail.
 
     Args:
         call: the call.
         target: the device.
         num_workers: how many configs compile at a time; None follows the settings.
+        again: whether configs are compiled for which an earlier job has the verdict.
     """
     check_outside(call)
     described, settings, options = keyed_to_tune(call, target), environment.current(), call.function.options
     trials = {index: pruned_trial(call.configs[index]) for index in call.pruned}
-    left = {index: call.configs[index] for index in call.configs.listed() if index not in trials}
     limits = SweepLimits.of(options, settings, num_workers=num_workers)
+    known = {} if again or settings.disable_cache else _verdicts(described, settings, limits).verdicts()
+    left = {index: call.configs[index] for index in call.configs.listed() if index not in trials}
+    found = {index: known[text] for index, config in left.items() if (text := text_of(config)) in known}
+    trials |= {index: dataclasses.replace(trial, config=left.pop(index)) for index, trial in found.items()}
     with _compiling(described, settings, limits, f" for {target.name}", left, trials) as events:
         if left:
             engines.runner(settings)(
@@ -131,7 +137,11 @@ def check_all(call: BoundCall, target: Target, *, num_workers: int | None) -> Co
                 target=target,
             )
     ordered = tuple(trials[index] for index in range(len(call.configs)))
-    return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text)
+    return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text, known=len(found))
+
+
+def _verdicts(described: KeyedCall, settings: Settings, limits: SweepLimits) -> CompileFailures:
+    return CompileFailures(described, settings.cache_dir, limits, also=settings.cache_path)
 
 
 @contextlib.contextmanager
@@ -146,7 +156,7 @@ def _compiling(
     """Shows the progress of configs that are only compiled, keeps their trials, and remembers those that fail."""
     note: Callable[[Trial], None] = lambda trial: None  # noqa: E731
     if not settings.disable_cache:
-        note = functools.partial(note_check, CompileFailures(described, settings.cache_dir, limits))
+        note = functools.partial(note_check, _verdicts(described, settings, limits))
     config_of = described.call.configs.__getitem__
     with Progress(f"{described.label}{where}", len(configs), shown=settings.progress, config_of=config_of) as progress:
 

@@ -95,7 +95,7 @@ class TuningJob:
         self._context = context
         self._settings = settings
         self._limits = SweepLimits.of(self._options, settings)
-        self._must_tune = start_over
+        self._must_tune = self._start_over = start_over
         self._follows = not (start_over and settings.always_tune)
         self._earlier = earlier
         self._stopped, self._saw_all = EXHAUSTED, True
@@ -152,12 +152,11 @@ class TuningJob:
         Raises:
             TuningFailedError: every config failed in that job.
         """
+        known = self._context.known
 
         def done() -> Entry | None:
-            known = self._context.known
-            entry = known.usable_entry(self._keyed, self._settings) if self._follows else None
-            is_answer = entry and entry != self._earlier and known.is_enough(searched_of(entry), self._settings)
-            return entry if is_answer else None
+            entry = known.usable_entry(self._keyed, self._settings, other_than=self._earlier) if self._follows else None
+            return entry if entry and known.is_enough(searched_of(entry), self._settings) else None
 
         if self._directory is None:
             return None

@@ -36,12 +36,15 @@ class CompileReport:
         target: the device.
         trials: the trial of every config, in their order; `compile_s` and `figures` are set where it compiled.
         key: the key that a sweep of the same call on that device has in the cache.
+        known: how many of the configs were not compiled, because an earlier job has the verdict on the same code,
+            device and versions.
     """
 
     name: str
     target: Target
     trials: tuple[Trial, ...]
     key: str
+    known: int = 0
 
     @property
     def ok(self) -> bool:
@@ -74,8 +77,11 @@ class CompileReport:
         Args:
             width: columns; None for those of the terminal, 120 where there is none.
         """
-        known = list(_columns(self.trials))
-        return report.table(self._briefly(), width=width, figures=dict(known))
+        columns = list(_columns(self.trials))
+        table = report.table(self._briefly(), width=width, figures=dict(columns))
+        if self.known:
+            table += f"\n{self.known} of {len(self.trials)} known from earlier checks or sweeps, and not compiled again"
+        return table
 
     def _briefly(self) -> tuple[Trial, ...]:
         return tuple(dataclasses.replace(trial, message=briefly(trial.message)) for trial in self.trials)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,3 +30,14 @@ class CompilerFigures:
     vmem_bytes: int | None = None
     flops: float | None = None
     moved_bytes: float | None = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CompilerFigures:
+        """Returns the figures that `dataclasses.asdict` has described.
+
+        Raises:
+            AttributeError, TypeError, ValueError: these are no figures.
+        """
+        if not all(value is None or (type(value) in (int, float) and value >= 0) for value in data.values()):
+            raise ValueError("these are no figures")
+        return cls(**data)
