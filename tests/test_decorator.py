@@ -478,8 +478,7 @@ def test_a_sweep_in_which_all_configs_fail_raises_and_is_remembered(sweeps: list
         assert isinstance(caught.value, RuntimeError)
         message = str(caught.value)
         assert message.startswith("All 2 configs failed")
-        for n in (1, 2):
-            assert f"n={n}: error (compile) ArithmeticError: n={n} is no good" in message
+        assert "n=1 and 1 more: error (compile) ArithmeticError: n=1 is no good (test_decorator.py:" in message
         assert [trial.outcome for trial in caught.value.trials] == [Outcome.ERROR] * 2
         assert "shape" in caught.value.key
     assert len(sweeps) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import textwrap
@@ -17,6 +18,7 @@ _REASON_ROWS = 20
 _MOST_REASON_CHARS = 1500
 _LEAST_CONFIG_WIDTH = 16
 _COMPILE_HEADING = "compile s"
+_OWN_LINE = re.compile(r"^  (\S.*):(\d+), in ", re.MULTILINE)
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d[\d.,]*")
 _GAP = "  "
 _NO_STANDING = Standing()
@@ -129,16 +131,20 @@ class _Reasons:
         key = self._key(trial)
         return "" if key is None else f" [{self._numbers[key]}]"
 
+    def groups(self) -> Iterable[tuple[tuple[Outcome, object, str], list[Trial]]]:
+        """Returns the trials of each reason, in the order of the first ones."""
+        return self._groups.items()
+
     def notes(self) -> Iterable[str]:
         """Yields the reasons."""
-        for key, trials in self._groups.items():
+        for key, trials in self.groups():
             outcome, phase, _ = key
             where = f" ({phase})" if phase is not None else ""
             messages = list(dict.fromkeys(map(reason, trials)))
             how_many = f", {len(trials)} configs" if len(trials) > 1 else ""
             first = f", for {format_config(trials[0].config)}" if len(messages) > 1 else ""
             text = _cut(messages[0], _MOST_REASON_CHARS)
-            yield f"[{self._numbers[key]}] {outcome.value}{where}{how_many}{first}: {text}"
+            yield f"[{self._numbers[key]}] {outcome.value}{where}{how_many}{first}: {text}{_place(trials[0])}"
 
 
 def _grid(trials: Sequence[Trial], standing: Standing, figures: Figures, reasons: _Reasons, width: int) -> list[str]:
@@ -200,13 +206,14 @@ def failure_message(name: str, trials: Sequence[Trial]) -> str:
             f"let it keep at least one, or add configs that it accepts"
         )
     lines = [f"All {len(trials)} configs failed for {name}:"]
-    for trial in trials[:_REASON_ROWS]:
-        phase = f" ({trial.phase.value})" if trial.phase is not None else ""
-        lines.append(
-            f"  {format_config(trial.config)}: {trial.outcome.value}{phase} {_cut(reason(trial), 200)}".rstrip()
-        )
-    if len(trials) > _REASON_ROWS:
-        lines.append(f"  ... and {len(trials) - _REASON_ROWS} more")
+    alike = [trials for _, trials in _Reasons(trials).groups()]
+    for first, *others in alike[:_REASON_ROWS]:
+        phase = f" ({first.phase.value})" if first.phase is not None else ""
+        more = f" and {len(others)} more" if others else ""
+        text = f"{first.outcome.value}{phase} {_cut(reason(first), 200)}".rstrip()
+        lines.append(f"  {format_config(first.config)}{more}: {text}{_place(first)}")
+    if len(alike) > _REASON_ROWS:
+        lines.append(f"  ... and {len(alike) - _REASON_ROWS} other reasons")
     if log := next((trial.log_tail for trial in trials if trial.log_tail.strip()), ""):
         lines += ["The first one's last output:", *(f"  | {printable(line)}" for line in log.splitlines()[-12:])]
     return "\n".join(lines)
@@ -220,6 +227,12 @@ def counted(counts: Mapping[str, int]) -> str:
 def reason(trial: Trial) -> str:
     """Returns the message of a trial on one line that any terminal can show."""
     return printable(" ".join(trial.message.split()))
+
+
+def _place(trial: Trial) -> str:
+    """Returns the line of the author's own files where an exception was raised, as its log tells it."""
+    found = _OWN_LINE.search(trial.log_tail) if trial.outcome is Outcome.ERROR else None
+    return f" ({os.path.basename(found[1])}:{found[2]})" if found else ""
 
 
 def _cut(text: str, width: int) -> str:

@@ -25,8 +25,8 @@ from quarantune.sweep.request import Finish
 from quarantune.transport.call import Call
 from quarantune.values.trial import Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 from quarantune.worker.bench import Bench, Measurement, Program
+from quarantune.worker.error_report import describe_error, readable
 from quarantune.worker.failures import WrongResultError, outcome_of
-from quarantune.worker.main import describe_error, readable
 
 _logger = logging.getLogger("quarantune")
 

@@ -12,16 +12,16 @@ import os
 import sys
 import time
 import traceback
-import types
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
 from quarantune.sandbox import codec, messages, spool, wire
 from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.wire import Connection
-from quarantune.sandbox.worker_program import ErrorDescription, Shared
+from quarantune.sandbox.worker_program import Shared
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Phase
+from quarantune.worker.error_report import describe_error, readable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -37,9 +37,6 @@ _NICENESS = 10
 _LONGEST_PROVEN_S = 2.0
 """While the caller traces a program, it watches nothing."""
 _MOST_LINES = 5000
-_MESSAGE_CHARS = 4000
-_TRACEBACK_LINES = 12
-_TRACEBACKS = (types.TracebackType, type(None))
 
 
 def main(connection: Connection, shared: Shared, task: Frame, fds: list[int]) -> NoReturn:
@@ -347,7 +344,7 @@ class Worker:
             text=about.text,
             traceback="" if is_wrong else about.traceback,  # the place where it is raised here tells nothing
             agreement=messages.Agreement(error.group) if isinstance(error, WrongResultError) else None,
-            place=_shorten(place_of(error, about.text)),
+            place=shortened(place_of(error, about.text)),
             goes_on=goes_on,
         )
 
@@ -396,44 +393,6 @@ def load_call(payload_fd: int, cwd: str | None, is_other: Callable[[], bool] = l
     return call
 
 
-def readable(error: BaseException) -> BaseException:
-    """Returns an exception, or a stand-in for one that raises another when it is looked at: configs raise anything."""
-    kind, name_of = type(error), type.__dict__["__qualname__"].__get__  # whatever its metaclass says
-    try:
-        parts = (str(error), f"{kind.__module__} {kind.__qualname__} {kind.__name__}")
-        if {*map(type, parts)} == {str} and error.__class__ is kind and type(error.__traceback__) in _TRACEBACKS:
-            return error
-        reason = "its parts are of odd types"
-    except BaseException as broken:
-        reason = name_of(type(broken))
-    stand_in: type[BaseException] = type(name_of(kind), (BaseException,), {"__module__": "builtins"})
-    trace = BaseException.__dict__["__traceback__"].__get__(error)
-    return stand_in(f"(it cannot be printed: {reason})").with_traceback(trace)
-
-
-def describe_error(error: BaseException) -> ErrorDescription:
-    """Describes an exception; never raises, whatever the exception and its class do when they are looked at."""
-    error = readable(error)
-    try:
-        trace = "".join(traceback.format_exception(error))
-    except BaseException:  # an exception that it came from cannot be read
-        trace = ""
-    kind = type(error)
-    return ErrorDescription(
-        error=f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")[:_MESSAGE_CHARS],
-        text=_shorten(str(error)),
-        traceback="\n".join(trace.splitlines()[-_TRACEBACK_LINES:])[-_MESSAGE_CHARS:],
-    )
-
-
 def _only_compiles(task: Task) -> bool:
     """Returns whether a task is to compile a config that this worker will not run."""
     return isinstance(task, messages.Compile) and (task.must_save or task.is_check)
-
-
-def _shorten(text: str) -> str:
-    """Returns a long text without its middle, since a callback's error has its reason at the end."""
-    if len(text) <= _MESSAGE_CHARS:
-        return text
-    half = _MESSAGE_CHARS // 2
-    return f"{text[:half]} [...] {text[-half:]}"
