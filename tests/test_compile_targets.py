@@ -394,3 +394,18 @@ def test_a_description_that_jax_cannot_read_fails_with_its_name(cache_dir: Path)
     report = quarantune.compile_check(triton_matmul, {"tile": [64]}, *[struct(512, 512)] * 2, target=damaged)
     assert report.trials[0].outcome is Outcome.ERROR
     assert f"JAX {jax.__version__} cannot compile for NVIDIA H100 80GB HBM3 here: " in report.trials[0].message
+
+
+@functools.partial(jax.jit, static_argnames=["steps"])
+def blackwell_matmul(a: Any, b: Any, steps: int = 4) -> Any:
+    from jax.experimental.pallas.ops.gpu import blackwell_matmul_mgpu as blackwell
+
+    config = blackwell.TuningConfig(tile_m=128, tile_n=128, tile_k=64, max_concurrent_steps=steps, collective=False)
+    return blackwell.matmul_kernel(a, b, config)
+
+
+@needs_cuda
+def test_the_diagnostic_behind_a_failed_pass_is_in_the_message() -> None:
+    arrays = (struct(1024, 1024, dtype=jnp.float16),) * 2
+    report = quarantune.compile_check(blackwell_matmul, {"steps": [4]}, *arrays, target="H100")
+    assert "Pass pipeline failed: 'nvvm.tcgen05.alloc' op is not supported on sm_90a" in report.trials[0].message

@@ -10,6 +10,7 @@ from quarantune.scheduler.plan import Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.same_program import SamePrograms
 from quarantune.scheduler.source import ConfigSource
+from quarantune.scheduler.verdicts import with_diagnostic
 from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker
 from quarantune.values.trial import Config, Outcome, Phase, Trial
 
@@ -160,7 +161,7 @@ class Jobs:
             config=job.config,
             outcome=outcome,
             phase=phase,
-            message=verdict.message,
+            message=with_diagnostic(verdict.message, log),
             time_ms=None if timing is None else timing.time_ms,
             samples_ms=() if timing is None else timing.samples_ms,
             own_ms=None if timing is None else timing.cpu_ms,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from quarantune.host import machine
@@ -12,6 +13,9 @@ from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.workers import Verdict, Worker, Workers, WorkerState
 from quarantune.values.trial import Outcome, is_plausible_ms
 
+_UNTOLD = "Pass pipeline failed"
+"""All that Mosaic's message may say; its diagnostic is in the log."""
+_DIAGNOSTIC = re.compile(r"\berror: (\S.*)")
 _MOST_FORGIVEN = 5
 """So often may workers of one config be killed before they begin with it, until that counts against the config."""
 
@@ -49,6 +53,12 @@ def forgive(worker: Worker) -> None:
     if job is not None and not worker.was_heard and job.forgiven < _MOST_FORGIVEN:
         job.was_lost = False
         job.forgiven += 1
+
+
+def with_diagnostic(message: str, log: str) -> str:
+    """Returns a compiler's message, with the diagnostic from the log where it says only that something failed."""
+    found = _DIAGNOSTIC.search(log) if message.endswith(_UNTOLD) else None
+    return f"{message}: {found[1]}" if found else message
 
 
 class Exits:
