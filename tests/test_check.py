@@ -55,8 +55,17 @@ def test_honest_programs_pass_and_bugs_are_found(name: str) -> None:
     assert misjudged(name) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in QUICK])
+LONG = ("attention", "matmul bfloat16", "matmul float16", "matmul float8_e4m3fn", "matmul that overflows float16")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.corpus if name.startswith(LONG) else pytest.mark.slow)
+        for name in FAMILIES
+        if name not in QUICK
+    ],
+)
 def test_honest_programs_pass_and_bugs_are_found_in_the_whole_corpus(name: str) -> None:
     assert misjudged(name) == []
 
