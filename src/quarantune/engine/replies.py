@@ -98,17 +98,16 @@ def phase(message: Mapping[str, Any]) -> tuple[int, str]:
         raise DamageError(f"it is no phase: {error!r:.200}") from error
 
 
-def program(message: Mapping[str, Any]) -> tuple[Config, dict[str, int]]:
+def program(message: Mapping[str, Any]) -> tuple[Config, Mapping[str, int]]:
     """Returns a config and the lines of its program.
 
     Raises:
         DamageError: the message is no such thing.
     """
-    try:
-        config, lines = message["program"]
-        return dict(config), {str(line): int(count) for line, count in lines.items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        raise DamageError(f"it is no program: {error!r:.200}") from error
+    match message["program"]:
+        case dict(config), dict(lines):
+            return config, lines
+    raise DamageError("it is no program")
 
 
 def trials(result: Any) -> Iterator[JsonObject]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -19,7 +20,7 @@ from quarantune.sweep.events import SweepEvents
 from quarantune.transport import assignment, binding, differentiation, inputs
 from quarantune.transport.call import Call
 from quarantune.transport.problem import Problem
-from quarantune.transport.program_lines import ProgramLines, difference
+from quarantune.transport.program_lines import ProgramLines
 from quarantune.values.config_values import restore
 from quarantune.values.options import Options
 from quarantune.values.texts import shown
@@ -55,33 +56,29 @@ def _compare(name: str, call: Call, time_grad: bool, config: Config, theirs: Map
         differ = _difference(functools.partial(_traced, call, config, time_grad), theirs)
     except Exception as error:  # of a function that a worker could trace
         _logger.debug("%s: there is no proof that workers run its program: %r", name, error)
-        return
-    if differ is None:
-        return
-    here, there, place = differ
-    told = " and ".join(
-        f"{shown(line)} only in {process}" for line, process in ((here, "this process"), (there, "a worker")) if line
-    )
-    raise DifferentProgramError(name, f"there is {told}{place}")
+    else:
+        if differ:
+            raise DifferentProgramError(name, differ)
 
 
-def _difference(trace: Callable[[int | None], ProgramLines], theirs: Mapping[str, int]) -> tuple[str, str, str] | None:
-    """Returns the lines by which the program of this process and a worker's differ, and where the former is made.
+def _difference(trace: Callable[[int | None], ProgramLines], theirs: Mapping[str, int]) -> str:
+    """Returns how the program of this process differs from a worker's, and where it is made.
 
     Returns:
-        None where the two are equal, and where no value of the program need be to blame: the function calls kernels,
+        Nothing where the two are equal, and where no value of the program need be to blame: the function calls kernels,
         which only this process tunes, asks for the devices of its process, or draws numbers, or JAX has traced an inner
         function earlier in one of the processes.
     """
     with assignment.without_tuning() as reached:
         if trace(_SHARED).counts == theirs or reached:
-            return None
+            return ""
         with jax_internals.questions() as asked:
             ours = trace(next(_numbers))
         if asked or theirs in (ours.counts, trace(None).counts) or trace(next(_numbers)).counts != ours.counts:
-            return None
-    here, there = difference(ours.counts, theirs)
-    return here, there, ours.place(here)
+            return ""
+    other = Counter(theirs)
+    here, there = (next(iter(lines), "nothing") for lines in (ours.counts - other, other - ours.counts))
+    return f"there is {shown(here)} only in this process and {shown(there)} only in a worker{ours.place(here)}"
 
 
 def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> ProgramLines:

@@ -11,11 +11,11 @@ import collections
 import dataclasses
 import enum
 import hashlib
-import inspect
 import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from inspect import ismodule
 from typing import Any
 
 import numpy as np
@@ -52,10 +52,10 @@ class ProgramLines:
         if origin is None:
             return ""
         code, number = origin
-        module = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == code.co_filename), None)
-        held = {name: getattr(module, name, len) for name in code.co_names}
-        data = [name for name, value in held.items() if not (callable(value) or inspect.ismodule(value))]
-        used = ", ".join([*code.co_freevars, *data])
+        spaces = (getattr(module, "__dict__", {}) for module in list(sys.modules.values()))
+        names = next((space for space in spaces if space.get("__file__") == code.co_filename), {})
+        values = [name for name in code.co_names if not callable(value := names.get(name, len)) and not ismodule(value)]
+        used = ", ".join([*code.co_freevars, *values])
         return f", made by {code.co_filename}:{number} in {code.co_qualname}{used and f', which uses {used}'}"
 
     def _add(self, jaxpr: Any) -> None:
@@ -99,12 +99,6 @@ class ProgramLines:
                 texts = [self._text(item, depth + 1) for item in items]
                 return f"({','.join(texts if isinstance(value, (tuple, list)) else sorted(texts))})"
         return ""
-
-
-def difference(one: Mapping[str, int], other: Mapping[str, int]) -> tuple[str, str]:
-    """Returns the first line that one program has more often, and the first that the other one has; empty for none."""
-    more, less = ([line for line in a if a[line] > b.get(line, 0)] for a, b in ((one, other), (other, one)))
-    return next(iter(more), ""), next(iter(less), "")
 
 
 def _operand(operand: Any, values: Mapping[Any, str]) -> str:

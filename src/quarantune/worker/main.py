@@ -24,7 +24,7 @@ from quarantune.values.trial import Phase
 from quarantune.worker.error_report import describe_error, readable, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from quarantune.host.waits import RunTime
     from quarantune.transport.call import Call
@@ -221,12 +221,10 @@ class Worker:
         """Tells a traced program, unless it is too large, or took so long that the caller should not trace it, too."""
         from quarantune.transport.program_lines import ProgramLines
 
-        lines: Mapping[str, int] = {}
-        if time.thread_time() - began_s < _LONGEST_PROVEN_S:
-            with contextlib.suppress(Exception):  # the program may be fine all the same
-                lines = ProgramLines(jaxpr).counts
-        if 0 < len(lines) <= _MOST_LINES:
-            self._send(messages.Traced(**self._heading(), lines=lines))
+        with contextlib.suppress(Exception):  # the config may be fine all the same
+            is_quick = time.thread_time() - began_s < _LONGEST_PROVEN_S
+            if is_quick and len(lines := ProgramLines(jaxpr).counts) <= _MOST_LINES:
+                self._send(messages.Traced(**self._heading(), lines=lines))
 
     def _yield_cpu(self) -> None:
         """Lets the worker that measures beside compile workers have a CPU whenever it needs one."""
