@@ -196,6 +196,15 @@ def test_a_crash_reports_the_python_stack(when: str) -> None:
     assert "in segfault" in crashed.log_tail
 
 
+@pytest.mark.parametrize("misdeed", ["hang", pytest.param("hang_holding_the_gil", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("when", ["tracing", pytest.param("running", marks=pytest.mark.slow)])
+def test_a_timeout_reports_the_python_stack(misdeed: str, when: str) -> None:
+    with nothing_is_left(), quarantune.settings(**HASTE):
+        _, hung = tune(GOOD, (misdeed, when))
+    assert hung.outcome == "timeout"
+    assert f"in {misdeed}" in hung.log_tail
+
+
 def test_an_error_keeps_its_traceback_and_the_output() -> None:
     failed, flooded = tune(("fail", "tracing"), ("flood", "tracing"))
     assert "in fail" in failed.log_tail

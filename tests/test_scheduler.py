@@ -206,7 +206,7 @@ class FakeSandbox:
         if not worker.doomed:
             self._doom(worker, 0, 0.05)
 
-    def kill(self, number: int) -> None:
+    def kill(self, number: int, *, shows_stack: bool = False) -> None:
         worker = self.workers[number]
         self.killed.append(number)
         self._compiling.discard(number)

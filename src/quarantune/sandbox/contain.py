@@ -6,14 +6,18 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import re
 import resource
 import signal
 import sys
 import time
 from collections.abc import Collection, Iterable
 
-from quarantune.host import machine
+from quarantune.host import machine, proc
 
+_SHOW_STACK = signal.SIGRTMAX - 3
+"""Has a worker report its stack; JAX, CUDA and Python use none of the real-time signals."""
+_STACK_DEADLINE_S, _STACK_WAIT_S = 0.2, 0.01
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 2.0
@@ -82,6 +86,22 @@ def redirect_output(log_fd: int) -> None:
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
     faulthandler.enable(file=2, all_threads=False)
+    faulthandler.register(_SHOW_STACK, file=2)
+
+
+def show_stack(pid: int) -> None:
+    """Has a worker write its Python stack to its log; one that blocks all signals, or is stopped, does not."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, _SHOW_STACK)
+    deadline = time.monotonic() + _STACK_DEADLINE_S
+    while time.monotonic() < deadline and _is_pending(pid):
+        time.sleep(_STACK_WAIT_S)
+    time.sleep(_STACK_WAIT_S)  # the report takes less than a millisecond once it has begun
+
+
+def _is_pending(pid: int) -> bool:
+    pending = re.search(rb"^ShdPnd:\t([0-9a-f]+)$", proc.read(f"/proc/{pid}/status"), re.MULTILINE)
+    return pending is not None and bool(int(pending[1], 16) >> (_SHOW_STACK - 1) & 1)
 
 
 def kill_tree(pid: int) -> None:

@@ -164,6 +164,8 @@ class Forker:
                     self._report(client, Exited(order.number, None))
             case Kill():
                 if (pid := client.children.get(order.number)) is not None:
+                    if order.shows_stack:
+                        contain.show_stack(pid)
                     contain.kill_tree(pid)
             case Import():
                 spawning.import_modules(order.modules)

@@ -161,11 +161,16 @@ class Sandbox:
         """Closes the connection to a worker, so that it ends."""
         self._workers.disconnect(number)
 
-    def kill(self, number: int) -> None:
-        """Kills a worker and everything it started; `Ended` follows."""
+    def kill(self, number: int, *, shows_stack: bool = False) -> None:
+        """Kills a worker and everything it started; `Ended` follows.
+
+        Args:
+            number: the worker's number.
+            shows_stack: whether the worker writes to its log where it is.
+        """
         if self._link.state is not LinkState.CLOSED:
             self._link.wake()
-        self._link.order(Kill(number))
+        self._link.order(Kill(number, shows_stack))
 
     def pid(self, number: int) -> int | None:
         """Returns a worker's process id, once it is known."""

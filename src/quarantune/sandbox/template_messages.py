@@ -92,9 +92,11 @@ class Kill:
 
     Attributes:
         number: the child, as numbered by the message that started it.
+        shows_stack: whether it writes to its log, before it dies, where it is.
     """
 
     number: int
+    shows_stack: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

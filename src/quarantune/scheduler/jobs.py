@@ -248,6 +248,6 @@ class Jobs:
 
 def _informative_part(log: str) -> str:
     """Returns a log's end, or the surroundings of faulthandler's report, which begins with the latest call."""
-    report = log.rfind("Fatal Python error")
+    report = max(log.rfind("Fatal Python error"), log.rfind("(most recent call first):"))
     start = len(log) - _LOG_TAIL_CHARS if report < 0 else report - _LOG_TAIL_CHARS // 4
     return log[max(0, start) :][:_LOG_TAIL_CHARS]
