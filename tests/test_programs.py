@@ -75,6 +75,22 @@ def test_notes_for_profilers_are_removed_and_nothing_else() -> None:
     np.testing.assert_array_equal(lowered.compile()(X), noted(X))
 
 
+def test_a_function_that_needs_its_device_is_compiled_with_it_at_once_the_next_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "4")
+    caplog.set_level(logging.INFO, "quarantune")
+
+    def called_back(x: Any, do: int = 1) -> Any:
+        return jax.pure_callback(lambda value: np.asarray(value * 1.0), x, x) * do
+
+    calls_back = tuner(called_back, [1, 2])
+    for size, times in ((8, 1), (16, 1)):
+        result = calls_back.run(jnp.ones(size))
+        assert {trial.route for trial in result.trials} == {"together"}
+        assert len([text for text in caplog.messages if "compiling on the device" in text]) == times
+
+
 # --- what loading takes -------------------------------------------------------------------------------------
 
 

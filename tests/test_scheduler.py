@@ -1328,6 +1328,26 @@ def test_configs_with_the_same_program_end_with_the_last_device(route: Route) ->
     assert set(result.outcomes) == {"timeout", "lost"} or set(result.outcomes) == {"timeout"}
 
 
+@pytest.mark.parametrize("loads", [0, 2])
+def test_where_the_first_program_cannot_be_loaded_no_other_is_tried(loads: int) -> None:
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "Measure":
+            return None
+        begins = (0.1, worker.says("PhaseEntered", "load"))
+        if len([given for given in sandbox.given if given.do == "Measure"]) <= loads:
+            return [begins, *measures(worker)]
+        return [begins, (0.3, worker.raises("load", "unfit", message="Invalid metadata"))]
+
+    clock = Clock()
+    sandbox = FakeSandbox(clock, act)
+    result = run(plan_for(Route.APART, configs_per_worker=1), 12, clock=clock, sandbox=sandbox)
+    left = set(result.leftovers.unfit)
+    assert len(left) == 12 - loads
+    if not loads:
+        assert len(result.given("Measure")) == 1
+        assert set(result.leftovers.unfit.values()) == {"Invalid metadata"}
+
+
 def test_no_config_goes_on_waiting_for_an_unfit_program() -> None:
     def act(worker: FakeWorker) -> list[Step] | None:
         if worker.do != "Compile":

@@ -46,8 +46,11 @@ class Apart:
     def on_compiled(self, worker: Worker, job: Job) -> None:
         """Takes the executable of a job from a worker, which ends by itself unless the config keeps it from ending."""
         job.protect_executable()
-        self._run.jobs.ready.append(job)
         self.free(worker)
+        if reason := self._run.jobs.unloadable:
+            self._run.jobs.leave_unfit(job, reason)
+        else:
+            self._run.jobs.ready.append(job)
 
     def free(self, worker: Worker) -> None:
         """Takes its job from a worker that has compiled it, which may compile another one or ends by itself."""

@@ -55,7 +55,8 @@ class Confirmation:
             )
             unconfirmed[left.first_at[place]] = dataclasses.replace(error, trial=trial)
             confirmed.add(place)
-        return dataclasses.replace(left, unconfirmed=unconfirmed, confirmed=frozenset(confirmed))
+        none_fits = len(left.unfit) == len(self._run.jobs.begun)
+        return dataclasses.replace(left, unconfirmed=unconfirmed, confirmed=frozenset(confirmed), none_fits=none_fits)
 
 
 def settle(

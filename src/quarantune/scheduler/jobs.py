@@ -39,6 +39,8 @@ class Jobs:
         begun: all jobs so far.
         compiled: how many were compiled for other workers.
         lost_compilers: how many ended the worker that compiled them.
+        has_loaded: whether a worker could load a program that another had compiled.
+        unloadable: why programs that other workers compiled cannot be loaded; empty while one may be.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class Jobs:
         self.begun: list[Job] = []
         self.compiled = 0
         self.lost_compilers = 0
+        self.has_loaded = False
+        self.unloadable = ""
         self._source = source
         self._places: set[str] = set()
         self._source_waits = False
@@ -191,14 +195,18 @@ class Jobs:
     def leave_unfit(self, job: Job, reason: str) -> None:
         """Leaves a job to the other route, with those not yet begun: their programs are of the same kind."""
         self._is_left = True
-        unfits = [job, *job.same_program, *self.pending]
+        ready = list(self.ready) if self.unloadable else []
+        unfits = [job, *ready, *(same for each in [job, *ready] for same in each.same_program), *self.pending]
         self.programs.forget(unfits)
         for unfit in unfits:
             self.leftovers.unfit[unfit.index] = reason
             self.leftovers.unfit_configs[unfit.index] = unfit.config
             self._reference.ended(unfit.index)
             self.unfinished -= 1
+            unfit.close_executable()
         self.pending.clear()
+        if ready:
+            self.ready.clear()
 
     def fail_waiting(self, verdict: Verdict) -> None:
         """Ends all jobs that no worker has."""

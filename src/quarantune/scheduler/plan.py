@@ -101,6 +101,7 @@ class Leftovers:
         unconfirmed: the configs that failed where there was no device, by index.
         first_at: of those, the first config of each place where one failed.
         confirmed: the places where that one failed on the device, too, with the same error.
+        none_fits: whether all configs are unfit.
         raised_at: the places where configs failed while they were compiled with their device, by index.
     """
 
@@ -109,6 +110,7 @@ class Leftovers:
     unconfirmed: dict[int, Unconfirmed] = dataclasses.field(default_factory=dict)
     first_at: dict[str, int] = dataclasses.field(default_factory=dict)
     confirmed: frozenset[str] = frozenset()
+    none_fits: bool = False
     raised_at: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def doubt(self, index: int, error: Unconfirmed) -> None:

@@ -64,6 +64,7 @@ class Replies:
             worker.close_output()
         match reply:
             case PhaseEntered():
+                self._run.jobs.has_loaded |= state is WorkerState.MEASURING and worker.phase is not Phase.LOAD
                 self._begin(worker)
             case Ready() if device is not None and worker.is_standby:
                 self._on_ready(worker, device, reply)
@@ -167,6 +168,8 @@ class Replies:
             if not is_early or run.plan.is_together:
                 raise ValueError("no program is unfit here")
             if worker.job is not None and not worker.used:
+                if worker.phase is Phase.LOAD and not run.jobs.has_loaded:
+                    run.jobs.unloadable = reply.text
                 run.jobs.leave_unfit(worker.job, reply.text)
                 worker.job = None
                 run.workers.retire(worker)

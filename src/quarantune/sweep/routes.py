@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
@@ -52,6 +53,10 @@ _CONFIGS_PER_TPU_WORKER = 1000
 _COMPILES_PER_WORKER = 32
 """How many configs one compile worker takes for an accelerator. The first takes 0.3 s more than others: on an H200, 648
 configs of which 59% fail take a second less than with 8 for each worker, which grows by less than 1 MB per config."""
+
+
+_need_their_device: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
+"""Functions of which an earlier sweep of this process could compile no config without its device."""
 
 
 class Routes:
@@ -205,6 +210,9 @@ class Routes:
         if leftovers.unfit:
             reason = next(iter(leftovers.unfit.values()))
             _logger.info("%s: compiling on the device, because %s", self._problem.name, reason)
+            if leftovers.none_fits:
+                with contextlib.suppress(TypeError):  # not every callable can be referred to
+                    _need_their_device.add(self._problem.fn)
             self._run_route(Route.TOGETHER, leftovers.unfit_configs, self._finish, self._source)
 
         self._confirm(leftovers, self._finish, functools.partial(self._run_route, Route.TOGETHER), self._source)
@@ -218,6 +226,8 @@ class Routes:
         """Returns whether one worker compiles a config and another measures it."""
         if self._on_many_devices:
             return False  # a worker without a device compiles for a single device
+        if self._problem.fn in _need_their_device:
+            return False
         if self._on_cpu:
             # A CPU worker is cheap: handing an executable to another one saves no time.
             return self._configs_per_worker() > 1 and jax_internals.is_jitted(self._problem.fn)
