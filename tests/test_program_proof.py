@@ -180,6 +180,19 @@ def test_inside_a_trace_programs_are_compared(monkeypatch: pytest.MonkeyPatch) -
     assert found == [""]
 
 
+def test_only_the_defaults_are_traced_in_this_process() -> None:
+    traced = []
+
+    @quarantune.autotune({"n": [4, 1, 2, 3]}, rep=1, warmup=0)
+    @jax.jit(static_argnames=["n"])
+    def noting(x: jax.Array, n: int = 2) -> jax.Array:
+        traced.append(n)
+        return x * n / n
+
+    noting.tune(jnp.ones(4))
+    assert set(traced) == {2}
+
+
 def _lines(fn: Callable[..., Any], *args: Any) -> ProgramLines:
     return ProgramLines(jax.jit(fn).trace(*args).jaxpr)
 

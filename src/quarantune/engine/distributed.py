@@ -16,10 +16,11 @@ from quarantune.engine.shards import Shards
 from quarantune.engine.whole_sweeps import WholeSweeps
 from quarantune.measure import finals
 from quarantune.measure.finals import Final
+from quarantune.scheduler.proof import Proof
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.proof import proof_of
+from quarantune.sweep.proof import comparison
 from quarantune.sweep.swept import Swept
 from quarantune.transport.problem import Problem
 from quarantune.values.options import Options
@@ -84,7 +85,7 @@ def run(
         deadline_s=lambda count: limits.compile_timeout_s + limits.longest_sweep_s(count),
         troubled=[index for index in configs if index in troubled],
         is_check=target is not None,
-        proof=proof_of(problem, call, options, events, is_check=target is not None),
+        proof=Proof(comparison(problem, call, options, is_check=target is not None)),
         on_tick=relay.on_tick,
         on_phase=relay.on_phase,
     )

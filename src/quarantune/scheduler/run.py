@@ -101,7 +101,7 @@ class Run:
             options=self.plan.options,
             target=self.plan.target,
             is_check=self.plan.is_check,
-            shows_program=self.plan.proof.is_due,
+            shows_program=self.plan.proof.wants(job.index),
         )
 
     def save_compiled(self, job: Job, device: DeviceState | None, *, worker: Worker | None = None) -> None:

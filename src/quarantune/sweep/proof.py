@@ -1,7 +1,7 @@
 """Compares the program that workers tune with the one that this process would run.
 
 A value that the program has set travels to workers where the function's code names it. Another one is noticed by its
-effect: this process traces a config that a worker has traced without harm, and the two programs must be the same.
+effect: this process traces the defaults after a worker has traced them, and the two programs must be the same.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from quarantune import jax_internals
-from quarantune.scheduler.proof import Proof
-from quarantune.sweep.events import SweepEvents
+from quarantune.scheduler.proof import Compare
 from quarantune.transport import assignment, binding, differentiation, inputs
 from quarantune.transport.call import Call
 from quarantune.transport.problem import Problem
@@ -32,22 +31,19 @@ _SHARED = 0
 _numbers = itertools.count(_SHARED + 1)
 
 
-def proof_of(problem: Problem, call: Call, options: Options, events: SweepEvents, *, is_check: bool) -> Proof:
-    """Returns the proof of a sweep; none for callables, on several devices, or for a device that need not be here.
+def comparison(problem: Problem, call: Call, options: Options, *, is_check: bool) -> Compare | None:
+    """Returns the comparison for a sweep; None for callables, on several devices, or for one that need not be here.
 
     Args:
         problem: the call.
         call: the same in the form that travels, as it is in this process.
         options: the author's options.
-        events: receives programs where another process is the caller's.
         is_check: whether configs are compiled for a device that need not be here.
     """
     is_spread = call.devices_needed > 1 or bool(jax_internals.bound_axes())
-    if events.on_program is not None:
-        return Proof(events.on_program)
     if is_check or is_spread or not jax_internals.is_jitted(call.fn):
-        return Proof()
-    return Proof(functools.partial(_compare, problem.name, call, options.time_grad))
+        return None
+    return functools.partial(_compare, problem.name, call, options.time_grad)
 
 
 def _compare(name: str, call: Call, time_grad: bool, config: Config, theirs: Mapping[str, int]) -> None:

@@ -20,12 +20,13 @@ from quarantune.devices import device, discovery, targets
 from quarantune.devices.targets import Target
 from quarantune.host.shared_files import Directory
 from quarantune.sandbox import codec, shortages, spawning, spool, template, wire
+from quarantune.scheduler.proof import Proof
 from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.proof import proof_of
+from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.transport import payload
@@ -36,7 +37,7 @@ from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
-from quarantune.values.trial import END, Config, Trial
+from quarantune.values.trial import END, UNTUNED, Config, Trial
 from quarantune.worker import program_values
 
 _logger = logging.getLogger("quarantune")
@@ -125,16 +126,19 @@ def _run(
     possible: Sequence[Config],
 ) -> Swept:
     """Runs configs where the isolation wants it, and adds their trials to `measured`."""
-    finish = _finisher(request, measured)
+    finish, problem = _finisher(request, measured), request.problem
     is_check = request.target is not None
-    isolation = Isolation.PROCESS if is_check else isolation_of(request.settings, request.problem)
+    isolation = Isolation.PROCESS if is_check else isolation_of(request.settings, problem)
     if isolation is Isolation.NONE:
         return _run_here(request, packed, configs, measured, finish)
     measures_here = isolation is Isolation.COMPILE and not request.compile_only
     _check(request, packed, possible, measures_here=measures_here)
-    proof = proof_of(request.problem, packed.call, request.options, request.events, is_check=is_check)
+    # Other configs may do anything while they are traced, and do it in workers alone, unless the caller runs them all.
+    only = () if request.compile_only or problem.untuned is None else (problem.default, UNTUNED)
+    compare = comparison(problem, packed.call, request.options, is_check=is_check)
+    proof = Proof(request.events.on_program or compare, only)
     request = dataclasses.replace(request, proof=proof)
-    with shortages.with_advice(request.problem.name):
+    with shortages.with_advice(problem.name):
         swept = _run_in_workers(request, packed, configs, measured, finish, measures_here=measures_here)
     return dataclasses.replace(swept, is_traced=not proof.is_due)
 
