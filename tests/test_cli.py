@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import logging
 import os
@@ -146,12 +147,18 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        ("", "COMMAND"),
-        ("tun", "did you mean 'tune'"),
-        ("cache prun", "did you mean 'prune'"),
+        ("tun", "Did you mean 'tune'"),
+        ("cache prun", "Did you mean 'prune'"),
+        ("help cache prun", "Did you mean 'prune'"),
+        ("--verson", "quarantune: there is no option '--verson'. Did you mean '--version'?"),
+        ("--json cache list", "Options of a command follow it"),
+        ("tune --forc", "quarantune tune: there is no option '--forc'. Did you mean '--force'?"),
+        ("tune K:scale --arg f32[8]", "Did you mean '--args'?"),
+        ("cache list --jsn", "quarantune cache list: there is no option '--jsn'. Did you mean '--json'?"),
+        ("report kernels.scale -p", "there is no option '-p' (see quarantune report --help)"),
         ("tune", "MODULE:FUNCTION"),
         ("tune K:scale", "--args --shapes --inputs"),
-        ("tune K:scale --args f32[8 --args f32[8", "write arrays as bf16[4096,4096]"),
+        ("tune K:scale --args f32[8", "write arrays as bf16[4096,4096]"),
         ("tune K:scale --args f32[8,x]", "'x' is no size"),
         ("tune K:scale --args f33[8]", "Did you mean 'f32'"),
         ("tune K:scale --args bf16", "write bf16[]"),
@@ -174,6 +181,9 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("tune K:scale --args f32[8],f32[8],causl=true", "Did you mean 'causal'"),
         ("tune K:scale --args f32[8],f32[8],f32[8]", "--static causal=4"),
         ("tune K:scale --args f32[8],f32[8],1,2,3", "too many positional arguments"),
+        ("tune K:scale --args f32[8],x=f32[8]", "two values for 'x', one by its place and one by its name"),
+        ("tune K:scale --args f32[8] --args f32[4]", "--args: given twice"),
+        ("tune tunes.py:tuner --args f32[8]", "tunes.py:5 with RuntimeError: "),
         ("tune K:scale --args f32[8],y=fast", "y is no static parameter"),
         ("tune K:scale --args f64[8],f32[8]", "set JAX_ENABLE_X64=1"),
         ("tune K:scale --args f32[8],f32[8],causal=1 --static causal=0", "both give causal"),
@@ -199,16 +209,16 @@ def test_the_arguments_of_a_call_are_read_as_people_write_them() -> None:
         ("cache export out --device H20", "Did you mean 'H200'"),
         ("cache prune --older-than soon", "as 90d, 12h or 30m"),
         ("cache verify K:plain", "put @quarantune.autotune(configs) on it"),
-        ("cache path --json", "unrecognized arguments"),
+        ("cache path --json", "there is no option '--json'"),
         ("report kernels.scal", "Did you mean 'kernels.scale'"),
         ("report kernels.scale --device A100", "nothing is cached for kernels.scale on A100"),
         ("report kernels.scale -o nowhere/page.html", "give another file with -o"),
         ("replay nowhere", "'nowhere' cannot be read"),
         ("replay bad.txt", "bad.txt is no JSON"),
         ("replay bad.txt --seeds 0", "whole number of at least 1"),
-        ("completion tcsh", "choose from bash, zsh, fish"),
-        ("doctor --args f32[8]", "unrecognized arguments"),
-        ("targets all", "unrecognized arguments"),
+        ("completion tcsh", "Choose from bash, zsh, fish"),
+        ("doctor --args f32[8]", "there is no option '--args'"),
+        ("targets all", "quarantune targets: unrecognized arguments: all"),
     ],
 )
 @pytest.mark.usefixtures("filled", "no_process")
@@ -225,6 +235,7 @@ def test_bad_input_ends_with_code_2_and_one_line_that_names_the_fix(
         ("bad.txt", "f32[8] f32[8]\nf32\n"),
         ("fails.py", "1 / 0\n"),
         ("needs.py", "import not_installed_here\n"),
+        ("tunes.py", "import quarantune\n\n\ntuner = quarantune.AutoTuner(lambda x, n: x, [{'n': 1}])\ntuner.run(1)\n"),
     ):
         Path(name).write_text(text)
     code, out, err = run(*words.replace("K", kernels).split())
@@ -300,7 +311,7 @@ def test_every_command_has_help_and_a_handler(run: Run) -> None:
         assert max(map(len, out.splitlines())) <= 100
         if handler := parser.get_default("run"):
             handlers.add(handler)
-    assert len(handlers) == 15
+    assert len(handlers) == 16
     for handler in handlers:
         module, _, name = handler.partition(":")
         assert callable(getattr(importlib.import_module(f"quarantune.cli.{module}"), name))
@@ -385,7 +396,7 @@ def test_two_caches_are_compared_merged_and_exported(run: Run, filled: Store, tm
 
     shipped = tmp_path / "shipped"
     code, out, _ = run("cache", "export", shipped, "kernels.n*")
-    assert (code, out) == (0, f"1 results written to {shipped}\n")
+    assert (code, out) == (0, f"1 result written to {shipped}\n")
     assert run("cache", "diff", shipped, "--cache-dir", shipped)[0] == 0
     assert [file.name for file in shipped.iterdir()] == ["kernels.norm.json"]
 
@@ -395,7 +406,9 @@ def test_damage_is_found_and_named(run: Run, filled: Store) -> None:
     filled.path("kernels.norm").write_text("{")
     code, out, _ = run("cache", "verify")
     assert code == 1
-    assert is_one_line_about(out, "kernels.norm.json", "is not JSON")
+    problem, summary = out.splitlines()
+    assert is_one_line_about(f"{problem}\n", "kernels.norm.json", "is not JSON")
+    assert summary == f"1 problem found in {str(filled.directory)!r}"
     assert json.loads(run("cache", "verify", "--json")[1])["problems"]
     with warnings.catch_warnings():
         warnings.simplefilter("default")
@@ -430,13 +443,14 @@ def test_old_results_are_pruned_with_their_trials_and_others_stay(run: Run, fill
     }
 
     code, out, _ = run("cache", "prune")
-    assert out.endswith("0 results and 2 other files removed\n")
+    assert out.endswith("\n2 other files removed; results of any age stay without --older-than\n")
+    assert run("cache", "prune")[1] == "nothing removed; results of any age stay without --older-than\n"
     assert all(journal.exists() for journal in journals)
     code, out, _ = run("cache", "prune", "--older-than", "30d", "kernels.scale", "--device", "H100")
-    assert out.endswith("1 results and 0 other files removed\n")
+    assert out == "kernels.scale on H100, a\n1 result removed\n"
     code, out, _ = run("cache", "prune", "--older-than", "30d")
     assert code == 0
-    assert out.endswith("2 results and 1 other files removed\n")
+    assert out.endswith("2 results and 1 other file removed\n")
     assert [tuple(record.key) for record in TuningCache(filled.directory)] == [("kernels.norm", "c", "H200")]
     assert not any(path.exists() for path in (*journals, damaged, dead))
     assert fresh.exists()
@@ -459,14 +473,66 @@ def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store) -> Non
     assert {device: list(entries) for device, entries in looked("kernels.scale").items()} == {"H200": ["a"]}
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("words", ["cache show", "--help", "help cache", "--version"])
 @pytest.mark.usefixtures("filled")
-def test_a_reader_that_leaves_early_is_no_error() -> None:
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    command = f"{sys.executable} -m quarantune cache show | true; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, text=True, timeout=60)
-    assert done.stdout in ("0\n", "1\n")
-    assert done.stderr == ""
+def test_a_reader_that_leaves_early_is_no_error(words: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # it has left before the first line
+    command = [sys.executable, "-m", "quarantune", *words.split()]
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": ""}
+    with os.fdopen(writer, "wb") as out:
+        done = subprocess.run(command, env=environ, stdout=out, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_keys_are_shown_as_calls(run: Run, cache_dir: Path, tmp_path: Path) -> None:
+    key = '{"call":{"x":{"dtype":"float32","shape":[8]}},"code":"0123"}'
+    Store(cache_dir).merge("kernels.scale", {"H200": {key: entry(8, 2)}})
+    Store(tmp_path / "empty").merge("kernels.other", {"H200": {"odd": entry(8, 2)}})
+    for command in (["cache", "prune", "--older-than", "1d", "--dry-run"], ["cache", "diff", tmp_path / "empty"]):
+        assert "kernels.scale(x f32[8]) on H200, code 0123\n" in run(*command)[1]
+    assert "only there: kernels.other on H200, odd\n" in run("cache", "diff", tmp_path / "empty")[1]
+
+
+@pytest.mark.parametrize(("words", "title"), [((), "quarantune"), (("cache",), "quarantune cache")])
+def test_an_unfinished_command_shows_its_commands(words: tuple[str, ...], title: str, run: Run) -> None:
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert err == run("help", *words)[1]
+    assert err.startswith(f"usage: {title} ")
+    assert "commands:\n  COMMAND\n" in err
+
+
+def test_help_and_version_are_spelt_in_several_ways(run: Run) -> None:
+    assert run("help", "cache", "prune") == run("cache", "prune", "--help")
+    assert run("-V") == run("--version")
+    assert run("-V")[1].startswith("quarantune ")
+    for words in ((), ("tune",), ("check",), ("cache", "list")):
+        assert not re.search(r"docs/|\.md\b|README", run(*words, "--help")[1])  # pip installs no documents
+
+
+def test_terminals_show_colours_and_files_do_not(run: Run, filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        encoding = "utf-8"
+
+        def isatty(self) -> bool:
+            return True
+
+    def shown(**environ: str) -> tuple[str, str]:
+        with monkeypatch.context() as patched:
+            patched.delenv("NO_COLOR", raising=False)
+            for name, value in {"TERM": "xterm", **environ}.items():
+                patched.setenv(name, value)
+            patched.setattr(sys, "stdout", Terminal())
+            patched.setattr(sys, "stderr", Terminal())
+            assert [cli.main(words) for words in (["cache", "list", "kernels.norm"], ["tun"])] == [0, 2]
+            return sys.stdout.getvalue(), sys.stderr.getvalue()  # type: ignore[attr-defined]
+
+    out, err = shown()
+    assert out.startswith("\x1b[1mkernels.norm on H200\x1b[0m\n")
+    assert err.startswith("\x1b[1;31mquarantune\x1b[0m: there is no 'tun'")
+    for plain in (shown(NO_COLOR="1"), shown(TERM="dumb"), run("cache", "list", "kernels.norm")[1:]):
+        assert "\x1b" not in "".join(plain)
 
 
 def test_a_report_is_written(run: Run, tmp_path: Path, filled: Store) -> None:
@@ -579,6 +645,7 @@ def test_calls_are_tuned_ahead_of_time_and_a_program_finds_them(run: Run, kernel
     assert failed["config"] is None
     assert "All 2 configs failed" in failed["error"]
 
+    assert re.search(r"\n4 results looked at: \d \w+", run("cache", "verify", f"{file.name}:scale")[1])
     code, out, _ = run("cache", "verify", f"{file.name}:scale", "--json")
     assert code in (0, 1)  # with two configs that do the same, either may be faster now
     assert {it["kernel_type"] for it in json.loads(out)["entries"]} == {f"{kernels}.scale"}

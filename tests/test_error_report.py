@@ -104,4 +104,4 @@ def test_many_reasons_are_cut_to_those_of_the_first_configs() -> None:
     lines = failure_message("f", trials).splitlines()
     assert len(lines) < 25
     assert re.fullmatch(r"  \.\.\. and \d+ other reasons", lines[-1])
-    assert "[59] error (compile): E: " in table(trials)
+    assert "[59] error (compile): E: " in table(trials, width=120)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
+import json
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +15,7 @@ from quarantune.cache.errors import CacheWriteError
 from quarantune.cache.keys import canonical_json, safe_name
 from quarantune.cache.store import Store
 from quarantune.host.shared_files import Directory
+from quarantune.values.call_text import call_text
 from quarantune.values.texts import did_you_mean
 
 
@@ -28,6 +31,15 @@ class CacheKey(NamedTuple):
     kernel_type: str
     problem_size: str
     device: str
+
+    def __str__(self) -> str:
+        """Returns the call as people write it, as `kernels.scale(x f32[8]) on NVIDIA H200, code 3472601ec4d8`."""
+        with contextlib.suppress(ValueError, RecursionError):
+            match json.loads(self.problem_size):
+                case {"call": call, **rest}:
+                    more = f", {call_text(rest)}" if rest else ""
+                    return f"{self.kernel_type}({call_text(call)}) on {self.device}{more}"
+        return f"{self.kernel_type} on {self.device}, {self.problem_size}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +58,8 @@ class EntryPair:
 
     def __str__(self) -> str:
         """Returns the problem and the two configs on one line."""
-        name, problem, device = self.key
         configs = " and ".join(canonical_json(entry.get("config")) for entry in (self.kept, self.other))
-        return f"{name} on {device}, {problem}: {configs}"
+        return f"{self.key}: {configs}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,7 +108,7 @@ class CacheDiff:
             f"{len(self.same)} the same"
         ]
         for where, keys in (("here", self.only_here), ("there", self.only_there)):
-            lines += [f"  only {where}: {key.kernel_type} on {key.device}, {key.problem_size}" for key in keys]
+            lines += [f"  only {where}: {key}" for key in keys]
         return "\n".join([*lines, *(f"  here and there: {pair}" for pair in self.different)])
 
 

@@ -7,12 +7,13 @@ import contextlib
 import fnmatch
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quarantune.cache import CacheKey, Contents, Entry, Store, TuningCache, exchange, pruning, safe_name
-from quarantune.cli.output import DONE, FAILED, InputError, Output, columns, input_errors
+from quarantune.cli.output import DONE, FAILED, InputError, Output, columns, counted, input_errors
 from quarantune.values import settings as environment
 from quarantune.values.call_text import call_text
 from quarantune.values.config_values import freeze
@@ -43,7 +44,7 @@ def list_entries(options: argparse.Namespace, out: Output) -> int:
             if found:
                 out.line()
             found = True
-            out.line(f"{printable(name)} on {printable(device)}")
+            out.line(out.styled(f"{printable(name)} on {printable(device)}", "1"))
             if out.as_json:
                 records += [_record(CacheKey(name, key, device), entry) for key, entry in entries.items()]
             else:
@@ -64,8 +65,8 @@ def show(options: argparse.Namespace, out: Output) -> int:
                 out.line()
             found = True
             records.append(_record(key, entry) | {"entry": entry})
-            for line in _details(key, entry):
-                out.line(line)
+            first, *lines = _details(key, entry)
+            out.line("\n".join([out.styled(first, "1"), *lines]))
     if not found:
         out.line(f"nothing is cached in {str(store.directory)!r}")
     out.json(records)
@@ -98,7 +99,9 @@ def verify(options: argparse.Namespace, out: Output) -> int:
     problems = TuningCache(directory).problems()
     for problem in problems:
         out.line(printable(problem))
-    if not problems:
+    if problems:
+        out.line(f"{counted(len(problems), 'problem')} found in {str(directory)!r}")
+    else:
         out.line(f"every file in {str(directory)!r} is whole")
     document: JsonObject = {"directory": str(directory), "problems": problems}
     is_right = not problems
@@ -106,6 +109,9 @@ def verify(options: argparse.Namespace, out: Output) -> int:
         entries = measure_again()
         for entry in entries:
             out.line(printable(str(entry)))
+        verdicts = Counter(str(entry.verdict) for entry in entries)
+        summary = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
+        out.line(f"{counted(len(entries), 'result')} looked at" + (f": {summary}" if summary else ""))
         document["entries"] = [entry.to_dict() for entry in entries]
         is_right &= not any(entry.verdict == "stale" for entry in entries)
     out.json(document)
@@ -166,7 +172,7 @@ def export(options: argparse.Namespace, out: Output) -> int:
         keys = cache.export(options.directory, names=options.names or None, devices=options.device)
     if not keys:
         raise InputError(f"nothing is cached in {str(cache.directory)!r}, so there is nothing to export")
-    out.line(f"{len(keys)} results written to {options.directory}")
+    out.line(f"{counted(len(keys), 'result')} written to {options.directory}")
     out.json({"directory": str(Path(options.directory).absolute()), "written": [_key(key) for key in keys]})
     return DONE
 
@@ -188,11 +194,14 @@ def prune(options: argparse.Namespace, out: Output) -> int:
         dry_run=options.dry_run,
     )
     for key in found.entries:
-        out.line(printable(f"{key.kernel_type} on {key.device}, {key.problem_size}"))
+        out.line(printable(str(key)))
     for file in found.files:
         out.line(printable(str(file)))
+    numbers = ((len(found.entries), "result"), (len(found.files), "other file"))
+    removed = " and ".join(counted(number, noun) for number, noun in numbers if number)
     verb = "would be removed" if options.dry_run else "removed"
-    out.line(f"{len(found.entries)} results and {len(found.files)} other files {verb}")
+    kept = "" if age_s is not None else "; results of any age stay without --older-than"
+    out.line(f"{removed or 'nothing'} {verb}{kept}")
     out.json(
         {
             "dry_run": options.dry_run,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -123,7 +124,10 @@ def _check(call: Call, function: TunedFunction, name: str) -> None:
     try:
         bound = signature.bind_partial(*call.args, **call.kwargs).arguments
     except TypeError as error:
-        raise InputError(f"{call.source}: {message_of(error)}: {name} takes {_shown_signature(function)}") from None
+        reason = message_of(error)
+        if twice := re.fullmatch(r"multiple values for argument '(.*)'", reason):
+            reason = f"two values for {twice[1]!r}, one by its place and one by its name"
+        raise InputError(f"{call.source}: {reason}: {name} takes {_shown_signature(function)}") from None
     for parameter, value in bound.items():
         if parameter in function.tunables:
             raise InputError(f"{call.source}: {parameter} is tuned here: leave it out")

@@ -6,24 +6,25 @@ import argparse
 import textwrap
 
 from quarantune import doctor
-from quarantune.cli.output import DONE, FAILED, Output
+from quarantune.cli.output import DONE, ERROR_STYLE, FAILED, Output
 from quarantune.doctor import Check
 from quarantune.values.texts import printable
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
+_STYLES = {"ok": "32", "warn": "33", "fail": ERROR_STYLE}
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Prints each finding as soon as it is known, with its remedy."""
 
     def show(check: Check) -> None:
-        lines = textwrap.wrap(
-            printable(f"{_MARKS[check.status]}  {check.name}: {check.found}"), out.width, subsequent_indent=" " * 6
-        )
+        mark = _MARKS[check.status]
+        lines = textwrap.wrap(printable(f"{mark}  {check.name}: {check.found}"), out.width, subsequent_indent=" " * 6)
         if check.remedy:
             lines += textwrap.wrap(
                 printable(check.remedy), out.width, initial_indent=" " * 6 + "-> ", subsequent_indent=" " * 9
             )
+        lines[0] = lines[0].replace(mark, out.styled(mark, _STYLES[check.status]), 1)
         out.line("\n".join(lines))
 
     checks = doctor.run(on_check=show)

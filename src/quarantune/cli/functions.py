@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from quarantune.cli.output import InputError, message_of
+from quarantune.host.installed import is_installed
+from quarantune.sandbox import MARK
 from quarantune.values.texts import did_you_mean, shown
 
 
@@ -85,7 +89,8 @@ def _import(name: str, label: str, directory: Path) -> ModuleType:
         sys.path.insert(0, str(directory))
     importlib.invalidate_caches()
     try:
-        return importlib.import_module(name)
+        with _tuning_nothing():
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise InputError(f"{label}: its import needs the module {error.name!r}: install it") from error
@@ -98,8 +103,21 @@ def _import(name: str, label: str, directory: Path) -> ModuleType:
         ) from error
 
 
+@contextlib.contextmanager
+def _tuning_nothing() -> Iterator[None]:
+    """Lets a module be imported as workers import it: its own calls run untuned, and it is told not to tune."""
+    was_inside = MARK in os.environ
+    os.environ.setdefault(MARK, "importing")
+    try:
+        yield
+    finally:
+        if not was_inside:
+            del os.environ[MARK]
+
+
 def _place(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
+    """Returns the last line of an error that is in a file of the author."""
+    frames = [it for it in traceback.extract_tb(error.__traceback__) if not is_installed(it.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "its start"
 
 

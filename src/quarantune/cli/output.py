@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
-DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes: done; the command was right, and its answer is no; the command cannot be carried out; Ctrl-C."""
+DONE, FAILED, WRONG, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
+"""Exit codes: done; the command was right, and its answer is no; the command cannot be carried out; Ctrl-C;
+the reader of the output left, as with a program that SIGPIPE ends."""
+
+ERROR_STYLE = "1;31"
+"""Bold red, in which pytest and others write on terminals what is wrong."""
 
 
 class InputError(Exception):
@@ -40,6 +45,23 @@ def message_of(error: BaseException) -> str:
     return " ".join(str(text).split()) or type(error).__name__
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns a number with its noun, as `1 result` or `2 results`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def styled(text: str, style: str, stream: TextIO) -> str:
+    """Returns text in a style of terminals, where the stream is a terminal that shows colours.
+
+    Args:
+        text: the text.
+        style: numbers of ECMA-48, as `1` for bold or `1;31` for bold red.
+        stream: where the text goes.
+    """
+    is_plain = not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+    return text if is_plain else f"\x1b[{style}m{text}\x1b[0m"
+
+
 class Output:
     """Writes text or JSON, as the user asked for."""
 
@@ -62,6 +84,10 @@ class Output:
         """Writes text with a line end, unless JSON was asked for."""
         if not self.as_json:
             self._write(text)
+
+    def styled(self, text: str, style: str) -> str:
+        """Returns text in a style, where it is read on a terminal."""
+        return styled(text, style, self._stream)
 
     def json(self, value: Any) -> None:
         """Writes a value, if JSON was asked for; times that are not known become null."""

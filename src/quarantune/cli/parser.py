@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import difflib
+import itertools
 import re
 import sys
 import textwrap
@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from quarantune._version import __version__
+from quarantune.cli.output import ERROR_STYLE, styled
+from quarantune.values.texts import did_you_mean
 
 _FUNCTION = "the function: MODULE:FUNCTION, as in kernels:matmul, or path/kernels.py:matmul"
 _EPILOG = """\
@@ -18,9 +20,11 @@ exit codes:
   0  done
   1  the work failed, or the answer is no: nothing could be tuned, two caches differ, ...
   2  the command cannot be carried out; the message names the remedy
-  130  interrupted
+  130  interrupted; 141 if the reader of the output left
 
-environment variables: QUARANTUNE_CACHE_DIR and others, which the README lists"""
+environment variables: QUARANTUNE_CACHE_DIR and others, which the page "Environment" of the
+documentation lists"""
+_OPTION = re.compile(r"--?[A-Za-z][\w-]*")
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,15 +33,47 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Reads the words of this command, and refuses what it does not take, so that its own help is named."""
+        self._given = list(sys.argv[1:] if args is None else args)
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         """Ends the program with exit code 2 and a message that names the nearest choice."""
+        given = self._given
         if found := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             known = [name.strip(" '") for name in found[2].split(",")]
-            close = difflib.get_close_matches(found[1], known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
-            message = f"there is no {found[1]!r}: {hint}"
-        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
+            hint = did_you_mean(found[1], known) or f" Choose from {', '.join(known)}."
+            message = f"there is no {found[1]!r}.{hint}"
+            given = given[: given.index(found[1])] if found[1] in given else []
+        elif "required" not in message and "unrecognized" not in message:
+            given = []
+        known_options = self._option_string_actions.keys()
+        for option in [word.partition("=")[0] for word in itertools.takewhile(lambda word: word != "--", given)]:
+            if _OPTION.fullmatch(option) and not {option, option[:2]} & known_options:
+                # Without the dashes, which all options have in common.
+                near = did_you_mean(option.lstrip("-"), [known.lstrip("-") for known in known_options])
+                own = "" if self.get_default("run") else " Options of a command follow it."
+                hint = near.replace("'", "'--", 1) or own
+                message = f"there is no option {option!r}.{hint}"
+                break
+        name = styled(self.prog, ERROR_STYLE, sys.stderr)
+        print(f"{name}: {message.rstrip('.')} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
+
+
+class _Once(argparse.Action):
+    """Keeps the value of an option, of which a second one would silently replace the first."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if getattr(namespace, self.dest) is not None:
+            raise argparse.ArgumentError(
+                self, "given twice: write several calls into a file for --shapes, or leave one out"
+            )
+        setattr(namespace, self.dest, values)
 
 
 def make_parser() -> Parser:
@@ -47,8 +83,9 @@ def make_parser() -> Parser:
         description="Tune JAX and Pallas kernels, and look at what is tuned.",
         epilog=_EPILOG,
     )
-    parser.add_argument("--version", action="version", version=f"quarantune {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    parser.set_defaults(run="", parser=parser)
+    parser.add_argument("-V", "--version", action="version", version=f"quarantune {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     _add_tune(commands)
     _add_check(commands)
     _add_cache(commands)
@@ -78,6 +115,8 @@ def make_parser() -> Parser:
         ),
     )
     command.add_argument("shell", choices=("bash", "zsh", "fish"))
+    command = _add(commands, "help", "program:show_help", "show the help of a command")
+    command.add_argument("words", metavar="COMMAND", nargs="*", help="the command, as in: quarantune help cache prune")
     return parser
 
 
@@ -93,7 +132,7 @@ def _add(
 
 
 def _json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="print JSON; docs/cli.md describes it")
+    command.add_argument("--json", action="store_true", help='print JSON, which the page "The command line" describes')
 
 
 def _cache_dir(command: argparse.ArgumentParser) -> None:
@@ -108,15 +147,20 @@ def _calls(command: Parser) -> None:
     given = command.add_mutually_exclusive_group(required=True)
     given.add_argument(
         "--args",
+        action=_Once,
         metavar="ARGUMENTS",
         help="the arguments of one call: arrays as dtype[sizes], numbers, and name=value, "
         "as in 'bf16[4096,4096] bf16[4096,4096] causal=true'",
     )
     given.add_argument(
-        "--shapes", metavar="FILE", help="a file with the arguments of one call on each line, as in --args; - for stdin"
+        "--shapes",
+        action=_Once,
+        metavar="FILE",
+        help="a file with the arguments of one call on each line, as in --args; - for stdin",
     )
     given.add_argument(
         "--inputs",
+        action=_Once,
         metavar="MODULE:FUNCTION",
         help="a function without parameters that returns the arguments: a tuple, or a dict of keyword arguments; "
         "or that yields such for one call after another",
@@ -167,14 +211,14 @@ def _add_tune(commands: Any) -> None:
     command.add_argument(
         "--search",
         metavar="NAME",
-        help="auto, exhaustive, random, surrogate or optuna:<sampler>: see docs/searching.md",
+        help='auto, exhaustive, random, surrogate or optuna:<sampler>: see the page "Searching large spaces"',
     )
     command.add_argument("--max-trials", metavar="N", type=_COUNT, help="try at most N configs for each call")
     command.add_argument("--time-budget", metavar="S", type=_SECONDS, help="try configs for at most S seconds per call")
     command.add_argument(
         "--executor",
         metavar="ADDRESS",
-        help="tune on a cluster: dask://HOST:PORT, ray://HOST:PORT, or ray://auto (see docs/clusters.md)",
+        help='tune on a cluster: dask://HOST:PORT, ray://HOST:PORT, or ray://auto (see the page "Beyond one machine")',
     )
     _cache_dir(command)
     _json(command)
@@ -215,8 +259,8 @@ def _add_cache(commands: Any) -> None:
         help="look at saved results, compare, copy and remove them",
         description="Look at saved results, compare, copy and remove them.",
     )
-    cache.set_defaults(run="", command="cache")
-    known = cache.add_subparsers(title="commands", metavar="COMMAND", dest="action", required=True)
+    cache.set_defaults(run="", command="cache", parser=cache)
+    known = cache.add_subparsers(title="commands", metavar="COMMAND", dest="action")
     any_names = "functions by their names in the cache, in which * stands for any text (default: all)"
 
     command = _add(known, "list", "cache:list_entries", "list the results, one line for each call")

@@ -7,7 +7,7 @@ import webbrowser
 from pathlib import Path
 
 from quarantune.cli import cache
-from quarantune.cli.output import DONE, InputError, Output, input_errors
+from quarantune.cli.output import DONE, InputError, Output, counted, input_errors
 from quarantune.results import html_report
 from quarantune.results.cached_results import cached_results
 
@@ -23,7 +23,7 @@ def write(options: argparse.Namespace, out: Output) -> int:
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be written ({error.strerror}): give another file with -o") from error
     trials = sum(len(result.trials) for result in results)
-    out.line(f"{len(results)} results with {trials} trials written to {path}")
+    out.line(f"{counted(len(results), 'result')} with {counted(trials, 'trial')} written to {path}")
     out.json({"file": str(path), "function": results[0].name, "results": len(results), "trials": trials})
     if options.open:
         webbrowser.open(path.as_uri())

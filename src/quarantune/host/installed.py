@@ -23,6 +23,8 @@ def is_installed(file: str) -> bool:
     A package that was installed into any directory (`pip install --target`) counts, if pip left its record beside it.
     One that was installed to be edited does not: its files are where its author works.
     """
+    if file.startswith("<frozen "):  # a module of Python's own program, such as the one that imports others
+        return True
     path = os.path.normpath(file)  # not `abspath`, which fails where the working directory is gone
     if path.startswith(_homes()) or not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep)):
         return True

@@ -173,7 +173,7 @@ def check_outside(call: BoundCall) -> None:
     """Raises in a worker, where tuning would start workers that tune, and so on."""
     if sandbox.is_inside():
         raise RuntimeError(
-            f"{call.name}: a worker that runs another config, or imports the module of its function, was "
-            f"asked to tune: put calls of tune(), run() and compile_configs() in a module under "
+            f"{call.name}: a process that runs another config, or imports the module of a function to tune it, "
+            f"was asked to tune: put calls of tune(), run() and compile_configs() in a module under "
             f"`if __name__ == '__main__':` or into a function that the module does not call as it is imported"
         )

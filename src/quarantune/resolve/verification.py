@@ -72,9 +72,8 @@ class Verified:
 
     def __str__(self) -> str:
         """Returns the verdict on one line."""
-        name, problem, device = self.key
         changed = f" (made under {self.changed})" if self.changed else ""
-        return f"{self.verdict}: {name} on {device}, {problem}: {self.reason}{changed}"
+        return f"{self.verdict}: {self.key}: {self.reason}{changed}"
 
     def to_dict(self) -> JsonObject:
         """Returns the entry as JSON holds it."""
