@@ -32,7 +32,7 @@ from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.reference_task import NoReferenceError
 from quarantune.scheduler.same_program import SamePrograms
-from quarantune.scheduler.source import ConfigSource
+from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
 from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.compiling import CompileTarget, OutputArray
 from quarantune.values.tolerance import Tolerance
@@ -355,6 +355,7 @@ def run(
     on_tick: Callable[[], None] = lambda: None,
     reference: Reference | None = None,
     tries: int | None = None,
+    source: ConfigSource = NOTHING_MORE,
 ) -> Result:
     """Runs configs `{"id": 0}` and so on, and checks the invariants of every sweep."""
     clock = clock or Clock()
@@ -374,6 +375,7 @@ def run(
         on_trial=on_trial,
         on_tick=on_tick,
         reference=reference,
+        source=source,
         clock=clock,
         available_memory=available_memory,
     )
@@ -926,6 +928,44 @@ def test_checking_and_measuring_share_a_deadline_that_begins_with_the_device(rou
     assert result.trials[0].phase is Phase.MEASURE
     assert result.trials[0].message == "checking and measuring took longer than 2 s"
     assert result.trials[0].compile_s == 1.0
+
+
+@pytest.mark.parametrize("again_ms", [2.0, 9.0], ids=["quiet by then", "busy still"])
+def test_a_config_whose_runs_were_disturbed_is_measured_once_more_after_the_others(again_ms: float) -> None:
+    seen: list[int | None] = []
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "Measure":
+            return None
+        seen.append(worker.trial)
+        if worker.trial or seen.count(0) > 1:
+            return [(0.2, measured(worker, again_ms, again_ms, again_ms))]
+        return [(0.2, measured(worker, 8.0, 9.0, 9.0, own_ms=[5.0, 6.0, 7.0], cpu_ms=5.0))]
+
+    result = run(plan_for(Route.TOGETHER, parked=8), 3, act)
+    assert sorted(seen) == [0, 0, 1, 2]
+    assert seen[-1] == 0
+    assert result.outcomes == ["ok"] * 3
+    assert result.trials[0].own_ms == min(again_ms, 5.0)
+    assert result.trials[0].samples_ms == ((2.0,) * 3 if again_ms == 2.0 else (8.0, 9.0, 9.0))
+
+
+def test_a_disturbed_config_keeps_its_times_where_the_time_is_over_before_it_is_measured_again() -> None:
+    is_over: list[bool] = []
+
+    class Ending(type(NOTHING_MORE)):  # type: ignore[misc]
+        def reason_to_stop(self) -> str:
+            return "the time is over" if is_over else ""
+
+    def act(worker: FakeWorker) -> list[Step] | None:
+        if worker.do != "Measure":
+            return None
+        is_over.append(True)
+        return [(0.2, measured(worker, 8.0, 9.0, 9.0, own_ms=[5.0, 6.0, 7.0], cpu_ms=5.0))]
+
+    result = run(plan_for(Route.TOGETHER, parked=8), 3, act, source=Ending())
+    assert result.outcomes == ["ok", "not_run", "not_run"]
+    assert result.trials[0].own_ms == 5.0
 
 
 @pytest.mark.parametrize("disturbed", [0, 5], ids=["quiet", "busy"])

@@ -33,6 +33,8 @@ _ALONE_MS = 30.0
 _STRAY = 0.25
 """A sample was disturbed if it took this share longer than it should: of the time of the fastest config, or of what
 another config takes longer than that, as its shortest run may have been disturbed less than most."""
+_WAITED = 0.05
+"""The largest share of a sample spent waiting for a CPU of which the rest can be believed."""
 _FEWEST_RUNS = 2
 ALL_DISTURBED = 0.0025
 """The highest acceptable probability that all runs that rule a config out were disturbed."""
@@ -303,6 +305,19 @@ class _Sampler:
     def _all_disturbed(self) -> bool:
         """Whether every run was disturbed, so that the next may be the first that shows the config's own time."""
         return bool(self.samples) and all(sample.is_disturbed for sample in self.samples)
+
+
+def is_doubtful(samples_ms: Sequence[float], own_ms: Sequence[float]) -> bool:
+    """Returns whether other processes disturbed the samples of a config so much that none of them may be its own time.
+
+    Args:
+        samples_ms: the samples.
+        own_ms: the same without waits for a CPU; empty for a clock that is free of the effects of other processes.
+    """
+    undisturbed = sorted(own for whole, own in zip(samples_ms, own_ms, strict=False) if own > (1 - _WAITED) * whole)
+    if len(own_ms) < 2:
+        return bool(own_ms) and not undisturbed
+    return len(undisturbed) < 2 or undisturbed[1] > _BEHIND * undisturbed[0]
 
 
 def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, noise: Noise) -> bool:

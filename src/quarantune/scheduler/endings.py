@@ -64,7 +64,8 @@ class Endings:
         run, verdict = self._run, Verdict(Outcome.NOT_RUN, reason)
         run.jobs.not_run(reason)
         for worker in run.workers:
-            if worker.job is not None and worker.state in (WorkerState.COMPILING, WorkerState.PARKED):
+            is_early = worker.state in (WorkerState.COMPILING, WorkerState.PARKED)
+            if worker.job is not None and is_early and worker.job.doubtful is None:
                 run.workers.kill_with_verdict(worker, verdict)
 
     def _settle(self, job: Job, worker: Worker, verdict: Verdict) -> None:

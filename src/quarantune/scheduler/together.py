@@ -73,6 +73,9 @@ class Together:
         worker.was_disturbed = worker.was_disturbed or reply.is_disturbed
         if worker.job is not None:
             self._run.race.note_first_run(worker.job.index, worker.run_ms, worker.cpu_ms)
+        self._park_again(worker, device)
+
+    def _park_again(self, worker: Worker, device: DeviceState) -> None:
         worker.held_s += self._run.clock() - worker.assigned_at
         worker.transition(WorkerState.PARKED)
         worker.deadline, device.measuring = NEVER, None
@@ -84,6 +87,11 @@ class Together:
         message = f"its first run was stopped after {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
         self._end_as_slow(worker, message, run_ms, cpu_ms, Phase.CHECK)
         self._run.workers.retire(worker)  # the run goes on in it
+
+    def repeat(self, worker: Worker, device: DeviceState, run_ms: float) -> None:
+        """Parks a worker whose runs were disturbed, to measure its job once more after those that wait."""
+        worker.run_ms, worker.was_disturbed = run_ms, True
+        self._park_again(worker, device)
 
     def measure_on(self, device: DeviceState) -> None:
         """Has the next parked config run: all run once, then those that may still win go on, the fastest first."""

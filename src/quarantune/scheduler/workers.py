@@ -13,7 +13,7 @@ from quarantune.devices.leases import Lease
 from quarantune.host import memory
 from quarantune.sandbox import codec, spool
 from quarantune.sandbox.events import Event
-from quarantune.sandbox.messages import Reply, Task
+from quarantune.sandbox.messages import Measured, Reply, Task
 from quarantune.scheduler.plan import KILL_DEADLINE_S, STARTUP_DEADLINE_S
 from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.trial import Config, Outcome, Phase
@@ -117,6 +117,7 @@ class Job:
         limit_bytes: its own memory limit where that is not the plan's.
         same_program: configs that lowered to the same program, and get the outcome of this one.
         raised_at: the place of the exception that it failed with, or did at an earlier try.
+        doubtful: its times, where other processes disturbed them, so that it is measured once more.
     """
 
     index: int
@@ -134,6 +135,7 @@ class Job:
     limit_bytes: int | None = None
     same_program: list[Job] = dataclasses.field(default_factory=list)
     raised_at: str = ""
+    doubtful: Measured | None = None
 
     def close_executable(self) -> None:
         """Closes the file of the executable, if there is one."""
