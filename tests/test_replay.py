@@ -18,6 +18,7 @@ import quarantune
 from quarantune import Outcome, Trial
 from quarantune.cache import Journal
 from quarantune.cache.journal import compile_failures
+from quarantune.search import models
 from quarantune.values.trial import Config
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "examples" / "spaces").glob("*.json.gz"))
@@ -217,6 +218,8 @@ def test_the_example_prints_a_table_for_each_recording(
     printed = capsys.readouterr().out
     assert len(re.findall(r"^[ab]\.json: 64 configs, 0% of them fail; best 2 ms", printed, re.MULTILINE)) == 2
     assert len(re.findall(r"^(surrogate|random) .* of 2 ", printed, re.MULTILINE)) == 4
+    assert "| space | configs | fail | surrogate | random |" in printed
+    assert len(re.findall(r"^\| [ab] \| 64 \| 0% \| \d+ / \d+ \| (\d+|-) / (\d+|-) \|$", printed, re.MULTILINE)) == 2
 
 
 @pytest.mark.slow
@@ -229,6 +232,28 @@ def test_asking_costs_little_at_400_trials() -> None:
     result = quarantune.replay(trials, "surrogate", seeds=range(3), max_trials=400)
     assert [len(run.best_ms) for run in result.runs["surrogate"]] == [400] * 3
     assert min(run.cpu_ms for run in result.runs["surrogate"]) <= 5
+
+
+@pytest.mark.slow
+def test_asking_one_by_one_costs_little_at_1000_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    real = models.Models.forecast
+
+    def counted(*given: Any) -> Any:
+        made.append(len(given[2]))
+        return real(*given)
+
+    monkeypatch.setattr(models.Models, "forecast", counted)
+    sizes = {name: list(range(1, 11)) for name in "abcd"}
+    trials = [
+        Trial(config=config, outcome=Outcome.OK, time_ms=1 + sum((value - 6) ** 2 for value in config.values()) / 9)
+        for config in quarantune.grid(**sizes)
+    ]
+    run = quarantune.replay(trials, "surrogate", seeds=range(1), max_trials=1000, batch=1).runs["surrogate"][0]
+    better = sum(after < before for before, after in itertools.pairwise(run.best_ms))
+    assert len(run.best_ms) == 1000
+    assert len(made) <= 1000 / 8 + better + 1
+    assert run.cpu_ms <= 6  # some 2 on a quiet machine
 
 
 @pytest.mark.slow

@@ -21,7 +21,9 @@ from quarantune import Outcome, Trial, search
 from quarantune.host import blas
 from quarantune.search import Space, models, optuna_search
 from quarantune.search.densities import Densities
+from quarantune.search.features import Features
 from quarantune.search.fields import Fields
+from quarantune.search.gaussian import GaussianProcess
 from quarantune.values.search_choice import check_search
 from quarantune.values.trial import Config
 
@@ -227,6 +229,34 @@ def test_the_densities_prefer_what_the_good_have_more_often() -> None:
     assert min(ratio[0] - ratio[3], ratio[0] - ratio[4]) > 1
 
 
+def test_numbers_of_many_and_choices_are_also_told_from_each_other_one_by_one() -> None:
+    lists = {"size": [16, 32, 64], "choice": [2, 0, 1], "many": list(range(8, 80, 8)), "flag": [0, 1]}
+    features = Features(Fields(Space(lists)))
+    codes = np.array([[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 8, 0], [1, 0, 0, 0]])
+    points = features.points(codes)
+    assert features.ordered == 5  # many has its halvings, too
+    assert points.shape[1] == 5 + 3 + 9
+    apart = ((points[1:, features.ordered :] - points[0, features.ordered :]) ** 2).sum(1)
+    assert apart.round(9).tolist() == [1, 1, 1, 0]
+
+
+def test_a_forecast_that_is_told_a_value_equals_one_that_is_made_with_it() -> None:
+    rng = np.random.default_rng(1)
+    points, values = rng.random((12, 2)), rng.standard_normal(12)
+    process = GaussianProcess(np.array([0, 1]), 2)
+    process.learn(points[:9], values[:9], steps=5)
+    told = process.predict(points)
+    told.observe(9)
+    told.observe(10)
+    told.tell(10, values[10])
+    told.tell(9, values[9])  # in another order than they were asked
+    told.tell(11, values[11])
+    process.learn(points, values, steps=0)
+    anew = process.predict(points)
+    assert told.mean == pytest.approx(anew.mean, abs=1e-4)
+    assert told.variance == pytest.approx(anew.variance, abs=1e-4)
+
+
 @pytest.mark.parametrize("others", [0, 1, 2, 3])
 def test_both_models_choose_however_many_configs_are_under_way(others: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {"densities": 0, "process": 0}
@@ -240,8 +270,8 @@ def test_both_models_choose_however_many_configs_are_under_way(others: int, monk
 
         monkeypatch.setattr(owner, name, counted)
 
-    counting(models.Models, "_densest", "densities")
-    counting(models, "_improvement", "process")
+    counting(models.Forecast, "_densest", "densities")
+    counting(models.Forecast, "_most_improving", "process")
     made = search.make("surrogate", Space({"a": list(range(20)), "b": list(range(20))}))
     pending = made.ask(others)
     for number in range(16 + 30):

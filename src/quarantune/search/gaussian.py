@@ -13,8 +13,9 @@ from scipy import linalg, optimize
 from quarantune.search.features import Floats
 
 _JITTER = 1e-8
-_SCALE, _SCALE_SPREAD = np.log(0.5), 1.2
-"""The prior of the length scales' logarithms: half of an axis, within a factor of three."""
+_SCALE, _SCALE_APART, _SCALE_SPREAD = np.log(0.5), np.log(2.0), 1.2
+"""The prior of the length scales' logarithms: half of an axis, within a factor of three; longer between numbers that
+are told from each other one by one, which is needed where their size does not explain the values."""
 _NOISE, _NOISE_SPREAD = np.log(1e-2), 2.0
 """The prior of the logarithm of the noise's share of the variance."""
 
@@ -22,15 +23,18 @@ _NOISE, _NOISE_SPREAD = np.log(1e-2), 2.0
 class GaussianProcess:
     """A function of points, learned from noisy values with mean 0 and variance 1."""
 
-    def __init__(self, groups: NDArray[np.int64]) -> None:
+    def __init__(self, groups: NDArray[np.int64], ordered: int) -> None:
         """Begins with the prior's length scales.
 
         Args:
             groups: the group of each coordinate, counted from 0.
+            ordered: so many coordinates, the first, are those of sizes and words.
         """
         self._groups = groups
         self._count = int(groups.max(initial=-1)) + 1
-        self._theta: Floats = np.append(np.full(self._count, _SCALE), _NOISE)
+        apart = np.isin(np.arange(self._count), groups[ordered:])
+        self._prior: Floats = np.append(np.where(apart, _SCALE_APART, _SCALE), _NOISE)
+        self._theta = self._prior
 
     @property
     def noise(self) -> float:
@@ -67,6 +71,7 @@ class GaussianProcess:
         parts = [points[:, self._groups == group] for group in range(self._count)]
         squares = np.array([_squares(part, part) for part in parts]).reshape(self._count, len(points), len(points))
         flat = squares.reshape(self._count, -1)
+        spreads = np.append(np.full(self._count, _SCALE_SPREAD), _NOISE_SPREAD)
 
         def loss(theta: Floats) -> tuple[float, Floats]:
             inverse = np.exp(-2 * theta[:-1])
@@ -84,8 +89,7 @@ class GaussianProcess:
             variance = max(float(values @ weights) / len(points), 1e-6)
             outer = np.outer(weights, weights) / variance - inverted
             slopes = (flat @ (outer * (5 / 3) * (1 + radius) * decay).ravel()) * inverse
-            prior = np.append((theta[:-1] - _SCALE) / _SCALE_SPREAD, (theta[-1] - _NOISE) / _NOISE_SPREAD)
-            spreads = np.append(np.full(self._count, _SCALE_SPREAD), _NOISE_SPREAD)
+            prior = (theta - self._prior) / spreads
             value = 0.5 * len(points) * np.log(variance) + np.log(np.diag(factor)).sum() + 0.5 * (prior @ prior)
             gradient = -0.5 * np.append(slopes, np.trace(outer) * noise) + prior / spreads
             return float(value), gradient
@@ -98,7 +102,7 @@ class GaussianProcess:
 
 
 class Prediction:
-    """The mean and variance of a function at some points, which observations at some of them would lower.
+    """The mean and variance of a function at some points, which observations at some of them change.
 
     Attributes:
         mean: the expected values.
@@ -106,30 +110,46 @@ class Prediction:
     """
 
     def __init__(self, points: Floats, mean: Floats, solved: Floats, noise: float) -> None:
-        self.mean = mean
+        self.mean = self._mean_before = mean
         self.variance: Floats = np.maximum(1 - (solved**2).sum(0), 1e-10)
         self._points = points
         self._solved = solved
         self._noise = noise
-        self._seen: list[tuple[Floats, float]] = []
+        self._seen: dict[int, tuple[Floats, float]] = {}
+        self._values: dict[int, float] = {}
 
     def observe(self, index: int) -> None:
-        """Lowers the variance as if the value at one of the points were known to equal its mean."""
+        """Lowers the variance as if the value at one of the points were known; until it is told, it equals its mean."""
         covariance = _matern(_squares(self._points, self._points[index : index + 1]))[:, 0]
         covariance -= self._solved.T @ self._solved[:, index]
-        for earlier, total in self._seen:
+        for earlier, total in self._seen.values():
             covariance -= earlier * (earlier[index] / total)
         total = float(self.variance[index]) + self._noise
-        self._seen.append((covariance, total))
+        self._seen[index] = (covariance, total)
         self.variance = np.maximum(self.variance - covariance * covariance / total, 1e-10)
+
+    def tell(self, index: int, value: float) -> None:
+        """Takes the value at one of the points."""
+        if index not in self._seen:
+            self.observe(index)
+        self._values[index] = value
+        self.mean = self._mean_before.copy()
+        for seen, (covariance, total) in self._seen.items():
+            if seen in self._values:
+                self.mean += covariance * ((self._values[seen] - self.mean[seen]) / total)
 
 
 def _matern(squares: Floats) -> Floats:
     """Returns Matern's covariance with smoothness 5/2, by the squared distance."""
     radius = np.sqrt(5 * squares)
-    return np.asarray((1 + radius + radius * radius / 3) * np.exp(-radius))
+    decay = np.exp(-radius)
+    decay *= (radius / 3 + 1) * radius + 1
+    return np.asarray(decay)
 
 
 def _squares(a: Floats, b: Floats) -> Floats:
     """Returns the squared distances between the rows of two matrices."""
-    return np.asarray(np.maximum((a * a).sum(1)[:, None] + (b * b).sum(1)[None] - 2 * a @ b.T, 0))
+    squares = (-2 * a) @ b.T
+    squares += (a * a).sum(1)[:, None]
+    squares += (b * b).sum(1)
+    return np.asarray(np.maximum(squares, 0, out=squares))

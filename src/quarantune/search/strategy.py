@@ -44,6 +44,10 @@ class Strategy(abc.ABC):
         if trial.outcome is not Outcome.NOT_RUN:
             self._taken.add(position)
             self.trials[position] = trial
+            self.learn(position, trial)
+
+    def learn(self, position: int, trial: Trial) -> None:  # noqa: B027  most searches have no use for it
+        """Takes note of the trial of a config of the space, which `trials` holds from now on."""
 
     @abc.abstractmethod
     def pick(self, n: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -15,10 +16,10 @@ from quarantune.search.features import Features, Floats
 from quarantune.search.fields import Fields
 from quarantune.search.strategy import Strategy
 from quarantune.values.space import Space
-from quarantune.values.trial import Config, Outcome
+from quarantune.values.trial import Config, Outcome, Trial
 
 if TYPE_CHECKING:
-    from quarantune.search.models import Models
+    from quarantune.search.models import Forecast, Models
 
 _STARTS = 16
 """So many configs are spread over the space before the models choose."""
@@ -26,7 +27,9 @@ _SPREAD_OVER = 12
 """The next start is the best of so many random configs."""
 _CANDIDATES = 1000
 """The models choose among so many configs; half of them are near the best ones."""
-_PARENTS = 6
+_SERVES = 8
+"""New candidates are looked at after so many trials, or after one that was better than all before it."""
+_PARENTS = 9
 """The number of the best configs whose neighbours and crossovers are candidates."""
 _MUTATIONS = 0.5
 """The mean number of values that are changed at random in a crossover."""
@@ -51,32 +54,48 @@ class Surrogate(Strategy):
         self._features = Features(self._fields)
         self._sizes = np.array([len(values) for values in self._fields.values], np.int64)
         self._models: Models | None = None
+        self._forecast: Forecast | None = None
+        self._positions: list[int] = []
+        self._indices: dict[int, int] = {}
+        self._renewal = 0
+        self._best = math.inf
+        self._logs: dict[int, float] = {}
         with contextlib.suppress(RuntimeError):  # no further thread can start: they are imported when they are needed
             threading.Thread(target=_import_models, daemon=True).start()
 
+    def learn(self, position: int, trial: Trial) -> None:
+        """Takes the logarithm of the config's time, or NaN for a failure; a lost config has neither."""
+        self._logs.pop(position, None)
+        if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.level_ms:
+            self._logs[position] = math.log(trial.level_ms)
+        elif trial.outcome.is_failure and trial.outcome is not Outcome.LOST:
+            self._logs[position] = math.nan
+        if self._forecast is not None and position in self._logs:
+            if self._logs[position] < self._best:
+                self._forecast = None
+            elif position in self._indices:
+                self._forecast.tell(self._indices[position], self._logs[position])
+
     def pick(self, n: int) -> list[int]:
         """Returns the configs that promise most, given all trials so far."""
-        told, logs = self._results()
+        told, works = list(self._logs), np.isfinite(list(self._logs.values()))
         picked: list[int] = []
-        works = np.isfinite(logs)
         while len(picked) < n and (len(told) + len(self.pending) + len(picked) < _STARTS or works.sum() < 2):
             start = self._start(told, works, [*self.pending, *picked])
             if start is None:
                 return picked
             picked.append(start)
-        if len(picked) < n:
-            picked += self._promising(told, logs, n - len(picked), picked)
+        while len(picked) < n:
+            if self._forecast is None or len(self.trials) >= self._renewal:
+                self._renew(picked)
+            if self._forecast is None:
+                break
+            chosen = self._forecast.choose(n - len(picked), turn=len(self.trials) + len(self.pending) + len(picked))
+            promising = [self._positions[index] for index in chosen]
+            picked += [position for position in promising if self.is_free(position) and position not in picked]
+            if not chosen:
+                self._forecast = None
         return picked
-
-    def _results(self) -> tuple[list[int], Floats]:
-        """Returns the configs that count as measured, and the logarithms of their times; NaN for failures."""
-        logs: dict[int, float] = {}
-        for position, trial in self.trials.items():
-            if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.level_ms:
-                logs[position] = float(np.log(trial.level_ms))
-            elif trial.outcome.is_failure and trial.outcome is not Outcome.LOST:
-                logs[position] = np.nan
-        return list(logs), np.array(list(logs.values()), np.float64)
 
     def _start(self, told: Sequence[int], works: NDArray[np.bool_], pending: Sequence[int]) -> int | None:
         """Returns one of a few random configs: far from all others, and rather near those that work."""
@@ -91,18 +110,22 @@ class Surrogate(Strategy):
         works_there = (near @ works + 0.5) / (near.sum(1) + 1)
         return int(drawn[int(np.argmax(np.sqrt(squares.min(1)) * works_there**2))])
 
-    def _promising(self, told: Sequence[int], logs: Floats, n: int, picked: Sequence[int]) -> list[int]:
-        """Returns the candidates that the models choose."""
+    def _renew(self, picked: Sequence[int]) -> None:
+        """Has the models look at new candidates, if any are left."""
         if self._models is None:
             self._models = _import_models()(self._fields, self._features, self._rng)
-        best_first = np.argsort(np.where(np.isfinite(logs), logs, np.inf), kind="stable")
+        told, logs = list(self._logs), np.array(list(self._logs.values()), np.float64)
+        best_first = np.argsort(logs, kind="stable")  # failures are the last
         parents = [told[index] for index in best_first[: min(_PARENTS, int(np.isfinite(logs).sum()))]]
-        candidates = self._candidates(parents, picked)
-        pending = [*sorted(self.pending), *picked]
-        known, near, under_way = map(self._fields.codes, (told, candidates, pending))
-        turn = len(self.trials) + len(pending)
-        chosen = self._models.choose(known, logs, near, under_way, n=n, turn=turn)
-        return [candidates[index] for index in chosen]
+        candidates, pending = self._candidates(parents, picked), [*sorted(self.pending), *picked]
+        self._forecast = None
+        if candidates:
+            known, near, under_way = map(self._fields.codes, (told, candidates, pending))
+            self._forecast = self._models.forecast(known, logs, near, under_way)
+        self._positions = [*candidates, *pending]
+        self._indices = {position: index for index, position in enumerate(self._positions)}
+        self._best = float(np.nanmin(logs))
+        self._renewal = len(self.trials) + _SERVES
 
     def _candidates(self, parents: Sequence[int], picked: Sequence[int]) -> list[int]:
         """Returns free configs: neighbours and crossovers of the parents, and random ones."""
@@ -124,7 +147,8 @@ class Surrogate(Strategy):
         return sorted({*near.tolist(), *self._drawing.draw(_CANDIDATES - len(near)).tolist()}.difference(picked))
 
     def _points(self, positions: Sequence[int]) -> Floats:
-        return self._features.points(self._fields.codes(positions))
+        """Returns configs as points in which only sizes and words count."""
+        return self._features.points(self._fields.codes(positions))[:, : self._features.ordered]
 
 
 def _import_models() -> type[Models]:
