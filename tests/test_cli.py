@@ -311,7 +311,7 @@ def test_every_command_has_help_and_a_handler(run: Run) -> None:
         assert max(map(len, out.splitlines())) <= 100
         if handler := parser.get_default("run"):
             handlers.add(handler)
-    assert len(handlers) == 16
+    assert len(handlers) == 17
     for handler in handlers:
         module, _, name = handler.partition(":")
         assert callable(getattr(importlib.import_module(f"quarantune.cli.{module}"), name))

@@ -6,12 +6,12 @@ import argparse
 import textwrap
 
 from quarantune import doctor
-from quarantune.cli.output import DONE, ERROR_STYLE, FAILED, Output
+from quarantune.cli.output import DONE, ERROR_STYLE, FAILED, OK_STYLE, Output
 from quarantune.doctor import Check
 from quarantune.values.texts import printable
 
 _MARKS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
-_STYLES = {"ok": "32", "warn": "33", "fail": ERROR_STYLE}
+_STYLES = {"ok": OK_STYLE, "warn": "33", "fail": ERROR_STYLE}
 
 
 def run(options: argparse.Namespace, out: Output) -> int:

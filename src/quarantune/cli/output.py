@@ -14,8 +14,8 @@ DONE, FAILED, WRONG, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
 """Exit codes: done; the command was right, and its answer is no; the command cannot be carried out; Ctrl-C;
 the reader of the output left, as with a program that SIGPIPE ends."""
 
-ERROR_STYLE = "1;31"
-"""Bold red, in which pytest and others write on terminals what is wrong."""
+ERROR_STYLE, OK_STYLE = "1;31", "32"
+"""Bold red and green, in which pytest and others write on terminals what is wrong and what is right."""
 
 
 class InputError(Exception):

@@ -87,6 +87,7 @@ def make_parser() -> Parser:
     parser.add_argument("-V", "--version", action="version", version=f"quarantune {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     _add_tune(commands)
+    _add_run(commands)
     _add_check(commands)
     _add_cache(commands)
     _add_report(commands)
@@ -221,6 +222,22 @@ def _add_tune(commands: Any) -> None:
         help='tune on a cluster: dask://HOST:PORT, ray://HOST:PORT, or ray://auto (see the page "Beyond one machine")',
     )
     _cache_dir(command)
+    _json(command)
+
+
+def _add_run(commands: Any) -> None:
+    command = _add(
+        commands,
+        "run",
+        "run:run",
+        "run one config alone in the sandbox, and show everything that it prints",
+        details="Nothing is saved. The exit code is 1 unless the config works.",
+        examples=("""quarantune run kernels:matmul --config '{"bm": 64}' --args 'bf16[4096,4096] bf16[4096,4096]'""",),
+    )
+    _calls(command)
+    command.add_argument(
+        "--config", metavar="JSON", required=True, help="the config; what it leaves out has the function's defaults"
+    )
     _json(command)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 
@@ -23,9 +25,9 @@ from quarantune.values import settings as environment
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
-from quarantune.values.trial import TuningFailedError, count_outcomes
+from quarantune.values.trial import Trial, TuningFailedError, count_outcomes
 
-_FOR_PEOPLE = ("shown", "times", "table")
+_FOR_PEOPLE = ("shown", "times", "table", "trials")
 """The parts of a record that are not for programs."""
 
 
@@ -46,6 +48,8 @@ def tune(options: argparse.Namespace, out: Output) -> int:
             for record in _records(tuned, function, wanted, options):
                 records.append(record)
                 _show(record, out, alone=len(wanted) == 1)
+                if repeating := _repeating(record["trials"], options):
+                    out.line(f"to repeat one that failed, alone:\n  {repeating}")
     out.json([{key: value for key, value in record.items() if key not in _FOR_PEOPLE} for record in records])
     return FAILED if any(record["error"] for record in records) else DONE
 
@@ -115,12 +119,18 @@ def _tune(tuned: ahead.Tuned, function: TunedFunction, call: Call, force: bool) 
         "shown": "",
         "times": "",
         "table": "",
+        "trials": (),
     }
     try:
         with input_errors(TypeError, ValueError, ImportError):
             result = ahead.result_of(tuned, call.args, call.kwargs, anew=force)
     except TuningFailedError as error:
-        return record | {"outcomes": count_outcomes(error.trials), "key": error.key, "error": str(error)}
+        return record | {
+            "outcomes": count_outcomes(error.trials),
+            "key": error.key,
+            "error": str(error),
+            "trials": error.trials,
+        }
     record |= _of_result(result)
     if isinstance(tuned, Contextual):
         chosen = tuned.lookup(*call.args, **call.kwargs) or {}
@@ -146,7 +156,18 @@ def _of_result(result: TuningResult) -> JsonObject:
         "tie": [encode(config) for config in result.tie],
         "stopped": result.stopped,
         "table": result.table if result.trials else "",
+        "trials": result.trials,
     }
+
+
+def _repeating(trials: Sequence[Trial], options: argparse.Namespace) -> str:
+    """Returns the command that runs the first config that failed; empty where none did, or no text gave the call."""
+    failed = next((trial for trial in trials if trial.outcome.is_failure), None)
+    if failed is None or options.args is None:
+        return ""
+    config = ["--config", json.dumps(encode(failed.config))]
+    call = ["--args", options.args, *(word for text in options.static for word in ("--static", text))]
+    return shlex.join(["quarantune", "run", options.function, *config, *call])
 
 
 def _show(record: JsonObject, out: Output, *, alone: bool) -> None:
