@@ -10,7 +10,7 @@ from typing import Any
 from quarantune import __version__
 
 project = "quarantune"
-author = "the developers of quarantune"
+author = "the quarantune developers"
 release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
