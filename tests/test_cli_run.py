@@ -54,6 +54,12 @@ def quarantune_never_ends():
         pass
 
 
+@quarantune.autotune({"block": [1, 2]})
+@jax.jit(static_argnames=["block"])
+def differs(x, block: int = 1):
+    return x.reshape(-1, block).sum() * (1 + os.getpid())
+
+
 @quarantune.contextual_autotune(n_repeat=1)
 def layer(x):
     return total(x)
@@ -179,6 +185,21 @@ def test_kernels_are_run_by_their_own_names(run: Run) -> None:
     code, _, err = run('{"block": 8}', function="layer")
     assert (code, err.count("\n")) == (2, 1)
     assert "run one of the kernels that it calls" in err
+
+
+@pytest.mark.slow
+def test_a_function_that_is_another_program_in_workers_is_one_line(run: Run) -> None:
+    code, out, err = run('{"block": 2}', function="differs")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "workers run another program than this process" in err
+
+
+@pytest.mark.slow
+def test_defaults_that_fail_are_told_beside_a_config_that_works(run: Run, kernels: str) -> None:
+    text = Path(f"{kernels}.py").read_text()
+    Path(f"{kernels}.py").write_text(text.replace("negate=False, block: int = 8", "negate=False, block: int = 24"))
+    code, out, _ = run('{"block": 8}')
+    assert (code, "with block=8: ok, " in out, "  its defaults failed (error: TypeError" in out) == (0, True, True)
 
 
 @pytest.mark.slow

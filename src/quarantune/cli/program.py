@@ -23,7 +23,16 @@ from quarantune.cli.output import (
 )
 from quarantune.cli.parser import make_parser
 
-_FAILURES = frozenset({"TuningFailedError", "ReferenceFailedError", "SandboxError", "CacheWriteError", "EngineError"})
+_FAILURES = frozenset(
+    {
+        "TuningFailedError",
+        "ReferenceFailedError",
+        "DifferentProgramError",
+        "SandboxError",
+        "CacheWriteError",
+        "EngineError",
+    }
+)
 """The library's errors that say that the work failed. By name, because the import of their classes takes time."""
 
 

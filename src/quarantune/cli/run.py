@@ -50,7 +50,9 @@ def _show(label: str, alone: Alone, out: Output) -> None:
     outcome = out.styled(trial.outcome.value, OK_STYLE if is_ok else ERROR_STYLE)
     out.line(f"{label}: {outcome}{phase}{time}{compiling}")
     message = "" if trial.message in alone.log else trial.message
-    for line in [*message.splitlines(), *alone.complaint.splitlines()]:
+    # Where the config is wrong, its message says all that the complaint about one config can say.
+    complaint = "" if trial.outcome is Outcome.WRONG else alone.complaint
+    for line in [*message.splitlines(), *complaint.splitlines()]:
         out.line(f"  {printable(line)}")
 
 
