@@ -14,14 +14,12 @@ from quarantune.api.autotune import Autotuned
 from quarantune.api.tuner import AutoTuner
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import keyed_to_tune
-from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import settings as environment
 from quarantune.values.json_object import JsonObject
-from quarantune.values.space import Space
 from quarantune.values.texts import did_you_mean
 from quarantune.values.trial import Trial
 
@@ -86,14 +84,6 @@ def _with_config(call: BoundCall, raw: JsonObject) -> BoundCall:
     if (unknown := next((name for name in raw if name not in call.tunables), None)) is not None:
         near = did_you_mean(unknown, call.tunables) or f" Tuned are: {', '.join(sorted(call.tunables))}."
         raise ValueError(f"{function.name} has no tunable {unknown!r}.{near}")
-    space = Space.of([call.find(raw) or raw], fn_name=function.name, parameters=function.signature)
-    alone = TunedFunction(
-        function.fn,
-        space,
-        name=function.name,
-        signature=function.signature,
-        static_names=function.static_names,
-        options=function.options,
-    )
-    alone.check(space.examples())
-    return BoundCall(alone, call.args, call.kwargs)
+    options: Any = vars(function.options) | {"name": function.name}
+    alone = AutoTuner(function.fn, [call.find(raw) or raw], **options)
+    return BoundCall(alone._resolver.function, call.args, call.kwargs)

@@ -23,16 +23,7 @@ from quarantune.cli.output import (
 )
 from quarantune.cli.parser import make_parser
 
-_FAILURES = frozenset(
-    {
-        "TuningFailedError",
-        "ReferenceFailedError",
-        "DifferentProgramError",
-        "SandboxError",
-        "CacheWriteError",
-        "EngineError",
-    }
-)
+_FAILURES = ("TuningFailed", "ReferenceFailed", "DifferentProgram", "Sandbox", "CacheWrite", "Engine")
 """The library's errors that say that the work failed. By name, because the import of their classes takes time."""
 
 
@@ -80,7 +71,7 @@ def _code_of(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         raise
     except Exception as error:
-        if type(error).__name__ not in _FAILURES:
+        if type(error).__name__.removesuffix("Error") not in _FAILURES:
             raise
         return _say(options.command, message_of(error), FAILED)
 
