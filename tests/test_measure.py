@@ -86,7 +86,7 @@ def test_noise_is_sampled_until_the_median_is_known_to_one_percent() -> None:
 @pytest.mark.parametrize("rep", [1, 2, 3, 4, 5, 7, 20])
 def test_never_more_than_rep_samples_are_taken(rep: int) -> None:
     take = Sampler(itertools.cycle([1.0, 2.0, 3.0]))
-    samples = sampling.measure(take, rep=rep)
+    samples = sampling.measure(take, rep=rep, clock=Time())
     assert len(samples.samples_ms) == rep
     assert take.taken == rep + 1
 

@@ -86,11 +86,14 @@ def redirect_output(log_fd: int) -> None:
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)  # noqa: SIM115
     faulthandler.enable(file=2, all_threads=False)
-    faulthandler.register(_SHOW_STACK, file=2)
+    faulthandler.register(_SHOW_STACK, file=2, chain=True)
 
 
 def show_stack(pid: int) -> None:
-    """Has a worker write its Python stack to its log; one that blocks all signals, or is stopped, does not."""
+    """Has a worker write its Python stack to its log and die; one that blocks all signals, or is stopped, does neither.
+
+    Were it not to die at once, a call that the signal interrupts would return, and the config would go on.
+    """
     with contextlib.suppress(OSError):
         os.kill(pid, _SHOW_STACK)
     deadline = time.monotonic() + _STACK_DEADLINE_S

@@ -149,6 +149,7 @@ class Replies:
             samples_ms, cpu_ms = checked_samples(reply.samples_ms), reply.cpu_ms
         elif isinstance(self._route, Together) and not reply.is_slow and is_doubtful(samples_ms, reply.own_ms):
             job.doubtful = reply
+            race.note_time(job.index, cpu_ms)  # it takes no longer than that
             self._route.repeat(worker, device, max(samples_ms))
             return
         verdict = Verdict(Outcome.OK, "")

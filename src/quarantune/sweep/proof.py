@@ -6,11 +6,15 @@ effect: this process traces the defaults after a worker has traced them, and the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
+import sys
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from jax.experimental.xla_metadata import set_xla_metadata
 
@@ -90,5 +94,34 @@ def _traced(call: Call, config: Config, time_grad: bool, number: int | None) -> 
     jitted, keywords = binding.applied(differentiation.with_gradient(call.fn) if time_grad else call.fn, config)
     args, kwargs = inputs.call_as_structs(call)
     # What JAX traces under other metadata it keeps apart.
-    with jax_internals.outside_of_traces(), set_xla_metadata(**({} if number is None else {"quarantune": str(number)})):
+    with (
+        _unheard(),
+        jax_internals.outside_of_traces(),
+        set_xla_metadata(**({} if number is None else {"quarantune": str(number)})),
+    ):
         return ProgramLines(jitted.trace(*args, **kwargs, **keywords).jaxpr)
+
+
+class _Others:
+    """A stream that loses what one thread writes."""
+
+    def __init__(self, stream: Any, thread: int) -> None:
+        self._stream, self._thread = stream, thread
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else int(self._stream.write(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """Loses what this thread prints in the block: the function prints while it is traced, and was not called yet."""
+    before = sys.stdout
+    sys.stdout = others = _Others(before, threading.get_ident())
+    try:
+        yield
+    finally:
+        if sys.stdout is others:
+            sys.stdout = before

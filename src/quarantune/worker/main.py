@@ -112,8 +112,7 @@ class Worker:
 
     def _may_go_on(self, task: Task) -> bool:
         """Returns whether there may be a further task, and a config would find this process as the last one did."""
-        is_done = not isinstance(task, messages.Compile) or _only_compiles(task)
-        return not task.last and (not is_done or self._is_as_it_was())
+        return not task.last and (not _only_compiles(task) or self._is_as_it_was())
 
     def _is_as_it_was(self) -> bool:
         """Returns whether JAX's settings are as they were before a config was compiled here, if one was."""
@@ -194,10 +193,12 @@ class Worker:
         from quarantune.worker.compiler_figures import read_figures
         from quarantune.worker.failures import NeedsDeviceError
 
-        self._trace_context = jax_internals.trace_context()()
         if task.must_save:
             self._yield_cpu()
         self._enter(Phase.COMPILE)
+        if not self._is_as_it_was():
+            raise RuntimeError("an earlier config has changed JAX's settings in this worker")
+        self._trace_context = jax_internals.trace_context()()
         self._program = None  # that of an earlier config, with its memory
         self._program = bench.compile(
             dict(task.config),
