@@ -295,7 +295,8 @@ def test_static_parts_of_outputs_are_compared_by_value() -> None:
             x * 2, types.SimpleNamespace(update=update(0.1)) if do == 0.3 else update(0.5 if do == 0.2 else 0.1)
         )
 
-    assert ends(swept(step, [0.1, 0.15, 0.2], np.ones(3, np.float32)).trials) == ["ok", "ok", "wrong"]
+    result = swept(step, [0.1, 0.15, 0.2], np.ones(3, np.float32))
+    assert ends(result.trials) == ["ok", "ok", "wrong"], result.table()
 
 
 # --- the parts ------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 import quarantune
 from quarantune.sweep import routes
 from quarantune.transport import program_text
+from quarantune.worker.judging import structure_of
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -73,6 +74,17 @@ def test_notes_for_profilers_are_removed_and_nothing_else() -> None:
     program_text.remove_notes(lowered)
     assert lowered.as_text() == text.replace(r', xla_metadata_payload = "{\22config\22: \22\22}"', "") != text
     np.testing.assert_array_equal(lowered.compile()(X), noted(X))
+
+
+def test_programs_whose_outputs_hold_other_functions_are_never_taken_for_one() -> None:
+    def identity(rate: float) -> str | None:
+        def step(x: Any) -> Any:
+            return x, jax.tree_util.Partial(lambda y: y - rate)
+
+        lowered = jax.jit(step).lower(X)
+        return program_text.identity(lowered, lowered.as_text(), {}, structure_of)
+
+    assert identity(0.1) == identity(0.1) != identity(0.2)
 
 
 def test_a_function_that_needs_its_device_is_compiled_with_it_at_once_the_next_time(

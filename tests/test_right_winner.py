@@ -42,6 +42,7 @@ from quarantune.sweep.swept import Swept
 from quarantune.transport import inputs, payload, program_text
 from quarantune.values.tolerance import Tolerance
 from quarantune.worker.bench import Bench
+from quarantune.worker.judging import structure_of
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -514,7 +515,7 @@ def test_a_program_that_was_compiled_without_its_device_is_found_by_its_text(
     there, here = (jax.jit(scaled, static_argnames=["do"]) for _ in range(2))
     placed = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     lowered = there.trace(placed, placed, do=1).lower()
-    identity = program_text.identity(lowered, lowered.as_text(), {})
+    identity = program_text.identity(lowered, lowered.as_text(), {}, structure_of)
     assert identity is not None
     executable = jax_internals.executable_parts(lowered.compile()).program
     x = np.eye(4, dtype=np.float32)

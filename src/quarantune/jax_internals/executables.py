@@ -22,7 +22,7 @@ def interface(lowered: jax.stages.Lowered) -> str | None:
     about = getattr(lowering, "compile_args", {})
     if getattr(lowering, "const_args", []) or not {"kept_var_idx", "global_out_avals"} <= set(about):
         return None
-    return f"{sorted(about['kept_var_idx'])} {about['global_out_avals']} {lowered.out_tree}"
+    return f"{sorted(about['kept_var_idx'])} {about['global_out_avals']}"
 
 
 def prepare_to_load(executable: bytes) -> None:

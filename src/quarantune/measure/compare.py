@@ -54,7 +54,7 @@ class Flat:
         found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
         leaves = tuple((jax.tree_util.keystr(path), leaf) for path, leaf in found)
         shown = str(structure).removeprefix("PyTreeDef(").removesuffix(")")
-        return cls(_described(structure, describe), shown, leaves)
+        return cls(described_structure(structure, describe), shown, leaves)
 
     def mapped(self, change: Callable[[Any], Any]) -> Flat:
         """Returns the same with other leaves."""
@@ -66,12 +66,13 @@ class Flat:
         return [leaf for _, leaf in self.leaves]
 
 
-def _described(structure: Any, describe: Callable[[Any], Any]) -> Any:
+def described_structure(structure: Any, describe: Callable[[Any], Any]) -> Any:
+    """Returns the containers of a pytree as data, with what `describe` returns for their static parts."""
     node = structure.node_data()
     if node is None:
         return "*"
     kind, static = node
-    children = [_described(child, describe) for child in structure.children()]
+    children = [described_structure(child, describe) for child in structure.children()]
     return [f"{kind.__module__}.{kind.__qualname__}", None if static is None else describe(static), children]
 
 

@@ -62,12 +62,14 @@ def _module_of(
     A worker without the device compiled it, so that JAX has another key for it here. The program's text tells whether
     it is the same.
     """
+    from quarantune.worker.judging import structure_of  # which calls do not need that find their result
+
     try:
         _, options = binding.split(fn, config)
         jitted, keywords = binding.applied(fn, config)
         lowered = jitted.trace(*args, **kwargs, **keywords).lower()
         text = lowered.as_text()
-        identity = program_text.identity(lowered, text, options)
+        identity = program_text.identity(lowered, text, options, structure_of)
     except Exception:
         return {}  # the call meets the same error, and reports it
     name = _MODULE.search(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quarantune import jax_internals
@@ -45,7 +45,9 @@ def remove_notes(lowered: Any) -> None:
     lowered.compiler_ir().operation.walk(remove)
 
 
-def identity(lowered: Any, text: str, compiler_options: Mapping[str, Any]) -> str | None:
+def identity(
+    lowered: Any, text: str, compiler_options: Mapping[str, Any], structure: Callable[[Any], object]
+) -> str | None:
     """Returns a hash that two programs share only if they do the same.
 
     It covers the program's text, its interface and the compiler options.
@@ -54,6 +56,7 @@ def identity(lowered: Any, text: str, compiler_options: Mapping[str, Any]) -> st
         lowered: the program.
         text: its text.
         compiler_options: the options that it is to be compiled with, in addition to those of its function.
+        structure: describes the structure of its output with the static parts, which are no part of the program.
 
     Returns:
         The hash; None where the program calls back into Python, as its text holds only the index of the function in a
@@ -62,5 +65,6 @@ def identity(lowered: Any, text: str, compiler_options: Mapping[str, Any]) -> st
     interface = jax_internals.interface(lowered)
     if calls_back(text) or interface is None:
         return None
-    whole = f"{interface} {text_of(compiler_options)} {_NOTES.sub('', _PLACES.sub('', text))}"
+    program = _NOTES.sub("", _PLACES.sub("", text))
+    whole = f"{interface} {structure(lowered.out_tree)} {text_of(compiler_options)} {program}"
     return PREFIX + hashlib.sha256(whole.encode()).hexdigest()

@@ -26,7 +26,7 @@ from quarantune.values.trial import Config
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError
-from quarantune.worker.judging import Checked, Judge
+from quarantune.worker.judging import Checked, Judge, structure_of
 from quarantune.worker.stale_memory import StaleMemory
 
 _FLUSH_BYTES = 256 << 20
@@ -410,7 +410,7 @@ class Bench:
         """
         text = lowered.as_text()
         _, compiler_options = binding.split(self._jitted, config)
-        program = program_text.identity(lowered, text, compiler_options)
+        program = program_text.identity(lowered, text, compiler_options, structure_of)
         if program is not None and not self._options.check_grad:
             arrays = jax.tree.leaves(lowered.out_info)
             announce(program, tuple(OutputArray(array.shape, array.dtype.name) for array in arrays))

@@ -377,6 +377,11 @@ def _flat(tree: Any) -> Flat:
     return Flat.of(tree, described.describe)
 
 
+def structure_of(tree: jax.tree_util.PyTreeDef) -> Any:
+    """Returns the containers of a pytree and their static parts as data that is the same in all processes."""
+    return compare.described_structure(tree, described.describe)
+
+
 def _identity(fd: int) -> tuple[int, int]:
     about = os.fstat(fd)
     return about.st_dev, about.st_ino
