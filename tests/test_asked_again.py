@@ -60,6 +60,7 @@ def test_a_block_that_always_tunes_does_so_once_for_each_call_in_memory(sweeps: 
     assert len(sweeps) == 5
 
 
+@pytest.mark.slow
 def test_a_block_that_always_tunes_holds_for_tuners_and_inside_jit_too(sweeps: list[str]) -> None:
     tuner = quarantune.AutoTuner(scaled().__wrapped__, CONFIGS, rep=1, ref_fn=None)
     tuner.run(X)

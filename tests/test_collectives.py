@@ -38,6 +38,7 @@ sweep.run = lambda *args, **kwargs: (sweeps.append(args[0].name), run(*args, **k
 run_script = functools.partial(run_on_devices, program=PRELUDE, devices=4)
 
 
+@pytest.mark.slow
 def test_a_collective_is_tuned_on_a_mesh_of_the_same_axes(tmp_path: Path) -> None:
     run_script(
         tmp_path,

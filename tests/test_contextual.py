@@ -56,6 +56,7 @@ def chosen(result: quarantune.ContextualResult) -> dict[str, Any]:
     return {name: choice.config["ms"] for name, choice in zip(result.labels, result.kernels, strict=True)}
 
 
+@pytest.mark.slow
 def test_kernels_are_tuned_in_turn_with_the_others_at_their_best_so_far() -> None:
     first, second = kernel("first", {"ms": [15, 3]}), kernel("second", {"ms": [12, 20, 2]})
 
@@ -163,6 +164,7 @@ def test_untuned_a_function_runs_with_its_kernels_own_defaults() -> None:
         assert shifted(X)[0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
 def test_a_config_that_crashes_in_its_context_is_contained() -> None:
     def crash_beside_others(x: Any, ms: float) -> Any:
@@ -385,6 +387,7 @@ def test_the_table_shows_each_kernels_winner_and_the_total_gain() -> None:
     assert np.array_equal(result.fn(X), X)
 
 
+@pytest.mark.slow
 def test_without_a_sandbox_the_same_configs_win() -> None:
     one, two = kernel("one", {"ms": [10, 1]}), kernel("two", {"ms": [1, 10]})
 
@@ -402,6 +405,7 @@ def test_without_a_sandbox_the_same_configs_win() -> None:
         assert chosen(result) == {"one": 1, "two": 1}
 
 
+@pytest.mark.slow
 def test_inside_an_outer_jit_the_kernels_are_tuned_as_a_whole_and_baked_in(sweeps: list[str]) -> None:
     only = kernel("only", {"ms": [10, 1]}, lambda x, ms: pause(x, ms) + ms)
 

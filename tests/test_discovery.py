@@ -24,6 +24,7 @@ def initialize():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
 def test_a_hanging_plugin_ends_the_probe_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = tmp_path / "jax_plugins" / "hanging"

@@ -55,6 +55,7 @@ def run(directory: Path, script: str, **modules: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_not_run_again_by_its_workers(tmp_path: Path) -> None:
     count = tmp_path / "count"
     script = f"""
@@ -131,6 +132,7 @@ print(main.kernel)
     assert run(tmp_path, script) == "<autotuned __main__.kernel>\n"
 
 
+@pytest.mark.slow
 def test_a_module_from_a_path_inserted_at_run_time_is_tuned(tmp_path: Path) -> None:
     away = tmp_path / "away"
     away.mkdir()

@@ -104,7 +104,8 @@ else:
 """
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_process_whose_name_is_no_text_tunes(method: str, tmp_path: Path) -> None:
     """Names are cut after 15 bytes, also in the middle of a character."""
     again = "with quarantune.settings(always_tune=True): agree()\nassert kernel.lookup(X) == {'n': 2}"
@@ -168,6 +169,7 @@ with quarantune.settings(isolation="none", disable_cache=True):
     assert not started.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_a_program_whose_standard_streams_are_closed_tunes(is_cached: bool, tmp_path: Path) -> None:
     report = "import traceback\ntry:\n    agree()\nexcept BaseException:\n"

@@ -146,6 +146,7 @@ def far(x: Any, n: int = 40_000) -> Any:
     return x + 0 * jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y @ x), x)
 
 
+@pytest.mark.slow
 def test_defaults_far_behind_take_part_in_few_rounds_which_is_told() -> None:
     result = quarantune.AutoTuner(far, {"n": [100, 101]}, ref_fn=None, name="far").run(X)
     samples = {each.config["n"]: len(each.samples_ms) for each in result.finalists}
@@ -302,6 +303,7 @@ def test_an_interrupted_sweep_that_goes_on_has_the_defaults_in_its_final(
     assert result.speedup is not None
 
 
+@pytest.mark.slow
 def test_unchecked_defaults_that_are_no_config_are_timed_but_never_win(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

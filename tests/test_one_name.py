@@ -70,7 +70,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        pytest.param(name, way, marks=() if way in ("imported", "child") else pytest.mark.slow)
+        pytest.param(name, way, marks=() if name == "mod" and way in ("imported", "child") else pytest.mark.slow)
         for name, ways in WAYS.items()
         for way in ways
     ],

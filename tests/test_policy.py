@@ -429,6 +429,7 @@ BROKEN: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_an_entry_with_a_nonsensical_config_is_a_miss_with_a_warning(
     name: str, swept: list[list[Any]], cache_dir: Path
 ) -> None:
@@ -454,6 +455,7 @@ def test_a_cached_config_with_a_bad_number_is_a_miss_with_a_warning(name: str, c
     assert entry_of(cache_dir)["config"] == {"n": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("nonsense", "refused"),
     [
@@ -659,6 +661,7 @@ def test_nothing_is_printed_unless_wanted(name: str, capfd: pytest.CaptureFixtur
     assert capfd.readouterr() == ("n=2 sees (4,)\n", "")  # the caller's own tracing; what workers print is kept apart
 
 
+@pytest.mark.slow
 def test_a_config_with_trouble_at_another_shape_runs_last(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

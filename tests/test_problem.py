@@ -438,6 +438,7 @@ def test_an_object_that_holds_itself_can_be_described() -> None:
     assert describe.describe_static(loop) == describe.describe_static(other)
 
 
+@pytest.mark.slow
 def test_every_process_describes_static_values_alike(tmp_path: Path) -> None:
     path = tmp_path / "describe.py"
     path.write_text(

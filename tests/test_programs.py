@@ -134,6 +134,7 @@ def factor_by_hand(x: Any, do: int = 1) -> Any:
     return call(x * do, uplo=np.uint8(ord("L")))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("route")
 def test_programs_that_call_what_tracing_them_registers_are_tuned_and_compared(
     caplog: pytest.LogCaptureFixture,
@@ -195,6 +196,7 @@ def switch(x: Any, do: str = "") -> Any:
     return x + int(do[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
 def test_no_config_meets_the_settings_that_another_has_left_in_its_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -155,6 +155,7 @@ def slipping(x: Any) -> Any:
 slipping.defjvp(lambda primals, tangents: (slipping(*primals), tangents[0] * 3.0))
 
 
+@pytest.mark.slow
 @everywhere
 def test_gradients_are_compared_with_those_of_the_defaults(isolation: str) -> None:
     kernel = tuned(lambda x, do: slipping(x) if do == 3 else x * 2.0, [2, 3], default=1, check_grad=True)

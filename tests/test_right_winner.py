@@ -442,6 +442,7 @@ def test_programs_with_different_output_structures_are_never_merged() -> None:
     assert ends(trials) == ["ok", "wrong"]
 
 
+@pytest.mark.slow
 def test_programs_with_constants_for_arguments_are_never_merged(tmp_path: Path) -> None:
     script = tmp_path / "constants.py"
     script.write_text(

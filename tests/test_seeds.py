@@ -152,6 +152,7 @@ def blocks(*sizes: int) -> list[dict[str, int]]:
     return [{"block_M": size, "block_N": 64} for size in sizes]
 
 
+@pytest.mark.slow
 def test_tilelangs_decorator_takes_a_problems_space_and_a_blocks_inputs(
     sweeps: list[list[Any]],
 ) -> None:

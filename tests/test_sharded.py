@@ -187,6 +187,7 @@ def test_configs_in_this_process_run_on_the_callers_devices(axis_type: str, tmp_
     )
 
 
+@pytest.mark.slow
 def test_a_worker_has_the_cpu_devices_that_its_arguments_need(tmp_path: Path) -> None:
     run_script(
         tmp_path,

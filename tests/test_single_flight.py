@@ -319,6 +319,7 @@ def test_a_stopped_holder_is_taken_over_and_may_go_on_later(fleet: Fleet, cache_
     assert holder_pid(cache_dir) is None
 
 
+@pytest.mark.slow
 def test_waiting_is_visible_and_ctrl_c_ends_it_at_once(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     tuning, waiting = fleet.hand_out(2)
     (place / "shut").touch()

@@ -101,6 +101,7 @@ def test_configs_that_run_in_the_callers_process_are_judged_alike(
     assert not jax.config.jax_enable_x64
 
 
+@pytest.mark.slow
 def test_gradients_are_judged_alike() -> None:
     @jax.custom_vjp
     def naive(x: Any) -> Any:

@@ -308,16 +308,14 @@ class _Sampler:
 
 
 def is_doubtful(samples_ms: Sequence[float], own_ms: Sequence[float]) -> bool:
-    """Returns whether other processes disturbed the samples of a config so much that none of them may be its own time.
+    """Returns whether a config waited for a CPU in so many of its samples that none of them may be its own time.
 
     Args:
         samples_ms: the samples.
         own_ms: the same without waits for a CPU; empty for a clock that is free of the effects of other processes.
     """
-    undisturbed = sorted(own for whole, own in zip(samples_ms, own_ms, strict=False) if own > (1 - _WAITED) * whole)
-    if len(own_ms) < 2:
-        return bool(own_ms) and not undisturbed
-    return len(undisturbed) < 2 or undisturbed[1] > _BEHIND * undisturbed[0]
+    waited = [own <= (1 - _WAITED) * whole for whole, own in zip(samples_ms, own_ms, strict=False)]
+    return waited.count(False) < min(2, len(waited))
 
 
 def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, noise: Noise) -> bool:

@@ -141,7 +141,7 @@ class Run:
         is_first = worker.run_ms is None
         worker.assigned_at = self.clock()
         worker.deadline = worker.assigned_at + self.plan.timeout_s - worker.held_s
-        if is_together and (is_first or job.doubtful is not None):
+        if is_together and is_first:
             job.close_executable()  # of an earlier try
             job.executable_fd = spool.create("executable")
         offer = self.reference.offer()

@@ -293,6 +293,8 @@ class Worker:
         from quarantune.worker.failures import NeedsDeviceError
 
         try:
+            os.ftruncate(fd, 0)  # of an earlier measurement of the same program
+            os.lseek(fd, 0, os.SEEK_SET)
             bench.save(program, fd)
         except NeedsDeviceError:
             pass
