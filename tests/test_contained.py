@@ -97,6 +97,8 @@ LONG = (
     "flood_forever",
     "exit_with_7",
     "leave_a_child",
+    "hang_deaf_to_signals",
+    "hold_shared_memory_and_hang",
 )
 """Misdeeds tested in the slow tier only, because others of their kind are in the quick tier."""
 
@@ -160,7 +162,9 @@ def _rebuild(misdeed: str, children: tuple[Any]) -> Fragile:
 jax.tree_util.register_pytree_node(Fragile, lambda fragile: ((fragile.x,), fragile.misdeed), _rebuild)
 
 
-@pytest.mark.parametrize("misdeed", ["kill_itself", "segfault", "hang_holding_the_gil", "fail"])
+@pytest.mark.parametrize(
+    "misdeed", ["kill_itself", "segfault", pytest.param("hang_holding_the_gil", marks=pytest.mark.slow), "fail"]
+)
 def test_a_standby_worker_that_dies_costs_no_config_its_result(
     misdeed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ print("once")
     assert count.read_text() == "x"
 
 
+@pytest.mark.slow
 def test_functions_from_every_source_are_tuned(tmp_path: Path) -> None:
     script = f"""{DEFINE}
 def closure(factor, table):

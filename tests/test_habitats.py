@@ -48,7 +48,8 @@ def run(script: str, *args: str, cwd: Path, environ: dict[str, str | None] | Non
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_modules_of_the_working_directory_do_not_shadow_python_modules(method: str, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     for name in ("json", "re", "enum", "functools", "socket", "selectors", "numpy", "jax", "cloudpickle"):

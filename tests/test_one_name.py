@@ -67,14 +67,8 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(name, way, marks=() if name == "mod" and way in ("imported", "child") else pytest.mark.slow)
-        for name, ways in WAYS.items()
-        for way in ways
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name, ways in WAYS.items() for way in ways])
 def test_a_file_has_one_name_however_it_runs(name: str, way: str, tuned: Path) -> None:
     found, config = python(WAYS[name][way], tuned)
     assert found == f"{name}.kernel"

@@ -314,6 +314,7 @@ def squared(x: Any, factor: float) -> Any:
 squared.defvjp(lambda x, factor: (x * x, x), lambda factor, x, g: (factor * x * g,))
 
 
+@pytest.mark.slow
 @everywhere
 def test_check_grad_finds_a_wrong_gradient_behind_a_right_output(isolation: str) -> None:
     configs = [2.0, 3.0, 2.00001]

@@ -557,7 +557,7 @@ def test_a_module_that_makes_forking_unsafe_is_loaded_by_each_worker(
         ("fork", "orphan_and_vanish"),
         ("fork", "orphan_and_segfault"),
         ("fork", "orphan_and_fail"),
-        ("spawn", "orphan"),
+        pytest.param("spawn", "orphan", marks=pytest.mark.slow),
     ],
 )
 def test_grandchildren_in_other_sessions_die_before_an_exit_is_reported(
@@ -895,7 +895,7 @@ def test_a_log_is_shortened_where_files_have_no_holes(monkeypatch: pytest.Monkey
     os.close(fd)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_no_worker_can_change_the_payload_or_the_arrays(method: str, load: Callable[..., ModuleType]) -> None:
     with sandbox_for(load(WORKLOAD).act, np.ones(100_000), method=method) as sandbox:
         worker = run(sandbox, do="write_to_the_inputs")

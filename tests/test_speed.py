@@ -134,6 +134,7 @@ def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Pa
     assert min(write_s for _, write_s in times) < 2 * 0.300
 
 
+@pytest.mark.slow
 def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
