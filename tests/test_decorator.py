@@ -491,7 +491,6 @@ def test_a_sweep_in_which_all_configs_fail_raises_and_is_remembered(sweeps: list
     np.testing.assert_array_equal(fn(X, n=0), X)
 
 
-@pytest.mark.slow
 def test_failed_sweeps_leave_no_process_no_descriptor_and_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

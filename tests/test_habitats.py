@@ -400,7 +400,7 @@ try:
     import tuning_module
 except Exception as error:
     text = str(error)
-assert "imports the module of its function" in text and "__name__" in text, text
+assert "imports the module of a function to tune it" in text and "__name__" in text, text
 """
     run(script, cwd=tmp_path)
 
@@ -416,7 +416,7 @@ try:
     import tuning_module
 except UserWarning as warning:
     text = str(warning)
-assert "imports the module of its function" in text, text
+assert "imports the module of a function to tune it" in text, text
 """
     run(script, cwd=tmp_path)
 

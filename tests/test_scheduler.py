@@ -756,6 +756,12 @@ def workers_of(result: Result, trial: int) -> list[int]:
     return [worker.number for worker in result.given("Compile") if worker.trial == trial]
 
 
+def test_configs_that_are_only_compiled_with_their_device_end_once_each() -> None:
+    result = run(plan_for(Route.TOGETHER, compile_only=True, exclusive=False), 8)
+    assert result.outcomes == ["ok"] * 8
+    assert len(result.given("Compile")) == 8
+
+
 @pytest.mark.parametrize("one_owner", [False, True])
 def test_a_worker_with_its_device_compiles_and_measures_many_configs(one_owner: bool) -> None:
     plan = reusing(devices=one_device(one_owner), slots=1 if one_owner else 2)

@@ -40,7 +40,7 @@ def hold(x: Any, name: str, n: int = 0) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_only_what_a_config_made_is_removed(start_method: str) -> None:
-    name = f"quarantune-test-{os.getpid()}-{start_method}"
+    name = f"shared-names-{os.getpid()}-{start_method}"
     ours = SharedMemory(name=name, create=True, size=1 << 12)
     try:
         with quarantune.settings(start_method=start_method, compile_timeout=10, disable_cache=True):
@@ -77,7 +77,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_what_a_config_made_goes_although_the_caller_is_killed(tmp_path: Path) -> None:
-    name = f"quarantune-test-{os.getpid()}-killed"
+    name = f"shared-names-{os.getpid()}-killed"
     (tmp_path / "script.py").write_text(KILLED)
     done = subprocess.run([sys.executable, str(tmp_path / "script.py"), name], timeout=100, check=False)
     assert done.returncode == -signal.SIGKILL

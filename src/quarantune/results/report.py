@@ -210,7 +210,7 @@ def failure_message(name: str, trials: Sequence[Trial]) -> str:
     for first, *others in alike[:_REASON_ROWS]:
         phase = f" ({first.phase.value})" if first.phase is not None else ""
         more = f" and {len(others)} more" if others else ""
-        text = f"{first.outcome.value}{phase} {_cut(reason(first), 200)}".rstrip()
+        text = f"{first.outcome.value}{phase} {_cut(reason(first), 400)}".rstrip()
         lines.append(f"  {format_config(first.config)}{more}: {text}{_place(first)}")
     if len(alike) > _REASON_ROWS:
         lines.append(f"  ... and {len(alike) - _REASON_ROWS} other reasons")

@@ -64,7 +64,7 @@ class Together:
 
     def free(self, worker: Worker) -> None:
         """Takes its job from a worker, which may take another one or ends."""
-        if self._run.plan.compile_only or not self._run.free(worker):
+        if not self._run.free(worker):
             self._run.workers.retire(worker)
 
     def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
