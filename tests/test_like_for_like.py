@@ -83,12 +83,13 @@ def shown_everywhere(result: TuningResult, line: str, cache_dir: Path, directory
     assert (result.time_ms, result.default_time_ms, result.speedup) == (best_ms, default_ms, default_ms / best_ms)
     assert result.speedup_interval is not None
     assert result.speedup_interval[0] < result.speedup < result.speedup_interval[1]
+    n = result.best_config["n"]
     told = f"{ratio_text(result.speedup)} faster than the defaults ({best_ms:.4g} ms against {default_ms:.4g} ms)"
-    assert line.splitlines()[-1].endswith(f"best n=30, {told}; saved")
-    assert repr(result).startswith(f"TuningResult: n=30, {told}\n")
+    assert line.splitlines()[-1].endswith(f"best n={n}, {told}; saved")
+    assert repr(result).startswith(f"TuningResult: n={n}, {told}\n")
     assert told in result._repr_html_()
     table = result.table(width=200)
-    assert re.search(rf"^\* +30 +ok +{best_ms:.4g} +{ratio_text(result.speedup)} ", table, re.MULTILINE)
+    assert re.search(rf"^\* +{n} +ok +{best_ms:.4g} +{ratio_text(result.speedup)} ", table, re.MULTILINE)
     rows = {json.dumps({"n": row["n"]}): row for row in result.to_dicts()}
     for config, finalist in of.items():
         if config in rows:
