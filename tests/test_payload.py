@@ -404,7 +404,7 @@ from quarantune.transport import inputs, payload
 
 out = Path(sys.argv[1])
 report, calls = {}, {}
-before = _jax_internals.config_values()
+before = jax.config.values
 
 def to_lists(tree):
     return jax.tree_util.tree_map(lambda x: np.asarray(x).astype(np.float64).tolist(), tree)
@@ -418,7 +418,7 @@ for blob in sorted(out.glob("*.blob"), key=lambda path: "closed_over" in path.na
         entry["error"] = traceback.format_exc()
     entry["backend"], entry["x64"] = _jax_internals.backends_initialized(), jax.config.jax_enable_x64
     for name, value in before.items():
-        if _jax_internals.config_values()[name] != value:
+        if jax.config.values[name] != value:
             jax.config.update(name, value)
 
 for blob, call in calls.items():

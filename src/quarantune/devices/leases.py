@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import struct
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -70,7 +69,7 @@ class Lease:
         Returns:
             Whether measuring may begin: the lease is held now, or its holder is passed over.
         """
-        if self._held or sys.platform != "linux":
+        if self._held:
             return True
         if self._had_turn:
             self._had_turn = False

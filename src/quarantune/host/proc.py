@@ -25,6 +25,15 @@ def lines(file: str | Path) -> list[bytes]:
     return [line for line in read(file).split(b"\n") if line]
 
 
+def pids(root: Path = Path("/")) -> list[int]:
+    """Returns the ids of all processes.
+
+    Args:
+        root: the root of the file system; another one in tests.
+    """
+    return [int(name) for name in os.listdir(root / "proc") if name.isdigit()]
+
+
 def status(pid: int | str) -> list[bytes]:
     """Returns the fields of a process's `stat` from its state on; empty where the process is gone.
 

@@ -1,123 +1,51 @@
 """The only package that uses JAX's private names, each with the reason why no public name will do."""
 
-from quarantune.jax_internals.arrays import (
-    array_type,
-    as_weak,
-    aval,
-    aval_of,
-    is_plain_aval,
-    key_data_shape,
-    key_dtype,
-    key_impl,
-    raw_sharding_of,
-    typed_ndarray,
-)
-from quarantune.jax_internals.backends import answer_for_device, backends_initialized, load_plugins, target_config
-from quarantune.jax_internals.compilation_cache import (
-    compilation_cache_in_memory,
-    has_compilation_cache,
-    seed_compilation_cache,
-)
-from quarantune.jax_internals.configuration import (
-    CONTEXTS,
-    config_values,
-    contexts,
-    set_contexts,
-    trace_context,
-    trace_context_names,
-    user_contexts,
-)
-from quarantune.jax_internals.coordination import Coordination, CoordinationError, coordination
-from quarantune.jax_internals.custom_rules import custom_rule_types, custom_rules
-from quarantune.jax_internals.executables import (
-    ExecutableParts,
-    executable_from_parts,
-    executable_parts,
-    interface,
-    prepare_to_load,
-)
-from quarantune.jax_internals.jit import (
-    JitOptions,
-    clear_caches,
-    is_jitted,
-    jit_options,
-    pjit_type,
-    with_compiler_options,
-    without_compiler_options,
-)
-from quarantune.jax_internals.pytrees import (
-    HeldBack,
-    PytreeRegistration,
-    pytree_registration,
-    pytree_registrations_held_back,
-    register_pytree,
-)
-from quarantune.jax_internals.tracing import (
-    bound_axes,
-    equations,
-    is_differentiated,
-    is_tracing,
-    origin_of,
-    outside_of_traces,
-    primitive_type,
-    questions,
-    varying_axes,
-)
-
-__all__ = [
-    "CONTEXTS",
-    "Coordination",
-    "CoordinationError",
-    "ExecutableParts",
-    "HeldBack",
-    "JitOptions",
-    "PytreeRegistration",
-    "answer_for_device",
-    "array_type",
-    "as_weak",
-    "aval",
-    "aval_of",
-    "backends_initialized",
-    "bound_axes",
-    "clear_caches",
-    "compilation_cache_in_memory",
-    "config_values",
-    "contexts",
-    "coordination",
-    "custom_rule_types",
-    "custom_rules",
-    "equations",
-    "executable_from_parts",
-    "executable_parts",
-    "has_compilation_cache",
-    "interface",
-    "is_differentiated",
-    "is_jitted",
-    "is_plain_aval",
-    "is_tracing",
-    "jit_options",
-    "key_data_shape",
-    "key_dtype",
-    "key_impl",
-    "load_plugins",
-    "origin_of",
-    "outside_of_traces",
-    "pjit_type",
-    "prepare_to_load",
-    "primitive_type",
-    "pytree_registration",
-    "pytree_registrations_held_back",
-    "questions",
-    "raw_sharding_of",
-    "register_pytree",
-    "seed_compilation_cache",
-    "set_contexts",
-    "target_config",
-    "trace_context",
-    "trace_context_names",
-    "typed_ndarray",
-    "user_contexts",
-    "varying_axes",
-    "with_compiler_options",
-    "without_compiler_options",
-]
+from quarantune.jax_internals.arrays import array_type as array_type
+from quarantune.jax_internals.arrays import as_weak as as_weak
+from quarantune.jax_internals.arrays import aval as aval
+from quarantune.jax_internals.arrays import aval_of as aval_of
+from quarantune.jax_internals.arrays import is_plain_aval as is_plain_aval
+from quarantune.jax_internals.arrays import key_data_shape as key_data_shape
+from quarantune.jax_internals.arrays import key_dtype as key_dtype
+from quarantune.jax_internals.arrays import key_impl as key_impl
+from quarantune.jax_internals.arrays import raw_sharding_of as raw_sharding_of
+from quarantune.jax_internals.arrays import typed_ndarray as typed_ndarray
+from quarantune.jax_internals.backends import answer_for_device as answer_for_device
+from quarantune.jax_internals.backends import backends_initialized as backends_initialized
+from quarantune.jax_internals.backends import load_plugins as load_plugins
+from quarantune.jax_internals.backends import target_config as target_config
+from quarantune.jax_internals.compilation_cache import compilation_cache_in_memory as compilation_cache_in_memory
+from quarantune.jax_internals.compilation_cache import has_compilation_cache as has_compilation_cache
+from quarantune.jax_internals.compilation_cache import seed_compilation_cache as seed_compilation_cache
+from quarantune.jax_internals.coordination import Coordination as Coordination
+from quarantune.jax_internals.coordination import coordination as coordination
+from quarantune.jax_internals.executables import ExecutableParts as ExecutableParts
+from quarantune.jax_internals.executables import executable_from_parts as executable_from_parts
+from quarantune.jax_internals.executables import executable_parts as executable_parts
+from quarantune.jax_internals.executables import interface as interface
+from quarantune.jax_internals.executables import prepare_to_load as prepare_to_load
+from quarantune.jax_internals.jit import JitOptions as JitOptions
+from quarantune.jax_internals.jit import clear_caches as clear_caches
+from quarantune.jax_internals.jit import custom_rule_types as custom_rule_types
+from quarantune.jax_internals.jit import custom_rules as custom_rules
+from quarantune.jax_internals.jit import is_jitted as is_jitted
+from quarantune.jax_internals.jit import jit_options as jit_options
+from quarantune.jax_internals.jit import pjit_type as pjit_type
+from quarantune.jax_internals.jit import with_compiler_options as with_compiler_options
+from quarantune.jax_internals.jit import without_compiler_options as without_compiler_options
+from quarantune.jax_internals.pytrees import pytree_registration as pytree_registration
+from quarantune.jax_internals.pytrees import pytree_registrations_held_back as pytree_registrations_held_back
+from quarantune.jax_internals.pytrees import register_pytree as register_pytree
+from quarantune.jax_internals.state import contexts as contexts
+from quarantune.jax_internals.state import set_contexts as set_contexts
+from quarantune.jax_internals.state import trace_context as trace_context
+from quarantune.jax_internals.state import trace_context_names as trace_context_names
+from quarantune.jax_internals.tracing import bound_axes as bound_axes
+from quarantune.jax_internals.tracing import equations as equations
+from quarantune.jax_internals.tracing import is_differentiated as is_differentiated
+from quarantune.jax_internals.tracing import is_tracing as is_tracing
+from quarantune.jax_internals.tracing import origin_of as origin_of
+from quarantune.jax_internals.tracing import outside_of_traces as outside_of_traces
+from quarantune.jax_internals.tracing import primitive_type as primitive_type
+from quarantune.jax_internals.tracing import questions as questions
+from quarantune.jax_internals.tracing import varying_axes as varying_axes

@@ -1,18 +1,18 @@
-"""JAX's settings around a call: those that change the program, and those that a worker takes over."""
+"""JAX's options and contexts around a call: those that change the program, and those that a worker takes over."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from quarantune.jax_internals import configuration
-
 _logger = logging.getLogger("quarantune")
 
-_DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Mapping[str, Any] = {
     "jax_accurate_erf_inv": False,
     "jax_allow_f16_reductions": True,
     "jax_auto_pcast": True,
@@ -59,33 +59,12 @@ _DEFAULTS: Mapping[str, Any] = {
 """The options that change the program, with their defaults. JAX does not keep the defaults: the value of an option
 includes its environment variable from the start."""
 
-NOT_OF_THE_CALL = frozenset(
-    {
-        # Meshes and devices, as far as they matter, are described with the arguments.
-        "abstract_mesh_context_manager",
-        "axis_env_state",
-        "jax_default_device",
-        "mesh_context_manager",
-        # These do not affect a sweep, or JAX itself sets them while it traces.
-        "check_vma",
-        "eager_constant_folding",
-        "jax_disable_jit",
-        "jax_mutable_array_checks",
-        "jax_no_collectives",
-        "jax_no_execution",
-        # JAX sets these while it traces the body of a kernel or exports one, where no call is tuned.
-        "layout_tracing_mode",
-        "pallas_dynamic_shapes_export",
-        "pallas_fuser_disable_nested_fuse",
-        "pallas_grid_context",
-        # Profiling, and the file names in a program.
-        "jax_enable_pgle",
-        "jax_hlo_source_file_canonicalization_regex",
-        "jax_pgle_profiling_runs",
-        "jax_xla_profile_version",
-    }
+CONTEXTS = (
+    "compute_on_context_manager",
+    "pallas_tpu_interpret_mode_context_manager",
+    "xla_metadata_context_manager",
 )
-"""The parts of JAX's own key that are left out of the key of a call."""
+"""JAX's contexts: values for a thread that are in JAX's key for a program but are not options; None unless set."""
 
 # Options of a process rather than a program: its devices, caches, peers and debugging. The sandbox sets those of a
 # worker.
@@ -134,8 +113,8 @@ def describe(describe_value: Callable[[Any], Any], *, own: str | None = None) ->
     Returns:
         JSON-able descriptions by name; empty if nothing has been set.
     """
-    values = configuration.config_values()
-    options = {name: values[name] for name, default in _DEFAULTS.items() if not _is(values.get(name, default), default)}
+    values = jax.config.values
+    options = {name: values[name] for name, default in DEFAULTS.items() if not _is(values.get(name, default), default)}
 
     def described(value: Any) -> Any:
         try:
@@ -143,15 +122,10 @@ def describe(describe_value: Callable[[Any], Any], *, own: str | None = None) ->
         except TypeError:  # a value of some library's, without a description
             return {"type": type(value).__qualname__}
 
-    found = {name: described(value) for name, value in {**options, **configuration.contexts()}.items()}
-    if users := [value for value in configuration.user_contexts() if value is not None and value != own]:
+    found = {name: described(value) for name, value in {**options, **contexts()}.items()}
+    if users := [value for value in user_contexts() if value is not None and value != own]:
         found["user_context"] = [described(value) for value in users]
     return found
-
-
-def is_known(name: str) -> bool:
-    """Returns whether this module either uses or deliberately ignores a part of JAX's own key."""
-    return name in _DEFAULTS or name in NOT_OF_THE_CALL or name in (*configuration.CONTEXTS, "user_context")
 
 
 def _is(value: Any, default: Any) -> bool:
@@ -164,7 +138,7 @@ def options_to_travel() -> Mapping[str, Any]:
     """Returns the JAX options that a worker takes over, by name."""
     return {
         name: value
-        for name, value in configuration.config_values().items()
+        for name, value in jax.config.values.items()
         if not name.startswith(_PROCESS_OPTIONS) and isinstance(value, (bool, int, float, str, type(None)))
     }
 
@@ -178,7 +152,7 @@ def adopt_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
     Returns:
         The options that are unknown here, because the module that registers them is not imported yet.
     """
-    here = configuration.config_values()
+    here = jax.config.values
     for name, value in options.items():
         if name in here and here[name] != value:
             jax.config.update(name, value)
@@ -193,3 +167,56 @@ def adopt_late_options(options: Mapping[str, Any]) -> None:
     """
     for name, value in adopt_options(options).items():
         _logger.debug("JAX has no option %s in this process; the caller's value %r is left out", name, value)
+
+
+# --- contexts, and the part of JAX's own key that does not come from the call ---
+
+
+@functools.cache
+def trace_context() -> Callable[[], tuple[Any, ...]]:
+    """Returns JAX's function for the part of its key for a program that does not come from the call.
+
+    Private because there is no public way to know whether a program traced earlier would be traced the same now.
+    """
+    from jax._src import config
+
+    read: Callable[[], tuple[Any, ...]] = config.trace_context
+    return read
+
+
+def trace_context_names() -> tuple[str, ...]:
+    """Returns a name for each part of the tuple that `trace_context()()` returns; none if JAX does not publish them."""
+    from jax._src import config
+
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        return tuple(config.trace_context_names())
+    return ()
+
+
+def contexts() -> Mapping[str, Any]:
+    """Returns the values of those `CONTEXTS` that are set in this thread or in the process.
+
+    Private because JAX has public ways to enter them (`pltpu.force_tpu_interpret_mode`), but none to read them.
+    """
+    from jax._src import config
+
+    values = {name: holder.value for name in CONTEXTS if (holder := getattr(config, name, None)) is not None}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def set_contexts(values: Mapping[str, Any]) -> None:
+    """Sets some of `CONTEXTS` for the whole process.
+
+    Args:
+        values: the values that `contexts` returned in another process.
+    """
+    from jax._src import config
+
+    for name, value in values.items():
+        getattr(config, name).set_global(value)
+
+
+def user_contexts() -> list[Any]:
+    """Returns the values of the contexts made by `jax.make_user_context`; None for each that is not set."""
+    named = zip(trace_context_names(), trace_context()(), strict=False)
+    return [value for name, value in named if name == "user_context"]

@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 KILL_DEADLINE_S = 2.0
 """The longest wait for killed processes to exit; only a process in uninterruptible sleep takes longer."""
 
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 _IGNORED_BY_PYTHON = frozenset({signal.SIGPIPE, signal.SIGXFSZ})
@@ -44,16 +44,14 @@ def reset_signals() -> None:
 
 def die_with_parent(parent: int) -> None:
     """Has the kernel kill this process when the thread of `parent` that forked it ends; exits if `parent` is gone."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
     """Makes this process the parent of every descendant whose own parent has died."""
-    if _libc is not None:
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def contain_worker(*, parent: int, log_fd: int) -> None:

@@ -36,7 +36,7 @@ def current() -> Habitat:
     groups = tuple(sorted(os.getgroups()))
     return Habitat(
         user=(os.getuid(), os.geteuid(), os.getgid(), os.getegid(), groups),
-        cpus=frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset(),
+        cpus=frozenset(os.sched_getaffinity(0)),
         cgroup=proc.read("/proc/self/cgroup"),
         environ=tuple(sorted(item for item in os.environ.items() if item[0].startswith(_READ_AT_START))),
     )

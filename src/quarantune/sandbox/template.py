@@ -6,12 +6,13 @@ import atexit
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 
-from quarantune.host import locks, machine
+from quarantune.host import locks, proc
 from quarantune.sandbox import MARK, habitat, shortages, spawning, spool, wire
 from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
@@ -137,12 +138,11 @@ class Template:
 
 def kill_marked(token: str) -> None:
     """Kills the orphans of a dead template, found by its token in their environment."""
-    import psutil
-
-    for process in machine.processes():
-        with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get(MARK) == token:
-                process.kill()
+    mark = f"{MARK}={token}".encode()
+    for pid in proc.pids():
+        if mark in proc.read(f"/proc/{pid}/environ").split(b"\0"):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
 
 _lock = locks.new()

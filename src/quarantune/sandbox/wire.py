@@ -260,9 +260,8 @@ class Connection:
 def _receive_with_fds(sock: socket.socket) -> tuple[bytes, list[int]]:
     # MSG_CMSG_CLOEXEC: a descriptor that arrives between another thread's fork and exec must not leak.
     fds = array.array("i")
-    data, ancillary, _, _ = sock.recvmsg(
-        _READ_BYTES, socket.CMSG_LEN(_MAX_FDS * fds.itemsize), getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-    )
+    room = socket.CMSG_LEN(_MAX_FDS * fds.itemsize)
+    data, ancillary, _, _ = sock.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, payload in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
