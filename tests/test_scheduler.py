@@ -26,13 +26,12 @@ from quarantune.sandbox import codec, messages, spool
 from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.messages import BenchOptions, Raised, Task
 from quarantune.scheduler import confirmation
+from quarantune.scheduler.jobs import SamePrograms
 from quarantune.scheduler.loop import Scheduler
-from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Leftovers, Plan, Unconfirmed
+from quarantune.scheduler.plan import NOTHING_MORE, STARTUP_DEADLINE_S, ConfigSource, Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.reference_task import NoReferenceError
-from quarantune.scheduler.same_program import SamePrograms
-from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
+from quarantune.scheduler.side_tasks import NoReferenceError
 from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.compiling import CompileTarget, OutputArray
 from quarantune.values.tolerance import Tolerance

@@ -16,8 +16,7 @@ from quarantune.engine.shards import Shards
 from quarantune.engine.whole_sweeps import WholeSweeps
 from quarantune.measure import finals
 from quarantune.measure.finals import Final
-from quarantune.scheduler.proof import Proof
-from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
+from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Proof
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.proof import comparison

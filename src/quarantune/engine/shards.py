@@ -16,8 +16,7 @@ from quarantune.engine.contact import Contacts, Gone
 from quarantune.engine.pieces import LEAST, Shard, again
 from quarantune.engine.replies import End
 from quarantune.engine.silence import Silence
-from quarantune.scheduler.proof import Proof
-from quarantune.scheduler.source import ConfigSource
+from quarantune.scheduler.plan import ConfigSource, Proof
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import READY, Config, EngineError, Outcome, Trial

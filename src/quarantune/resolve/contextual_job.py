@@ -25,7 +25,7 @@ from quarantune.results import report
 from quarantune.results.contextual_result import ContextualResult, KernelChoice, labels
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
-from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
+from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of

@@ -32,7 +32,7 @@ from quarantune.resolve.tuning_claim import TuningClaim, left_trials
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
-from quarantune.scheduler.source import NOTHING_MORE
+from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits

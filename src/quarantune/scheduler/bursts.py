@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 
-from quarantune.scheduler.apart import Apart
+from quarantune.scheduler.routes import RouteSteps
 from quarantune.scheduler.run import Run
-from quarantune.scheduler.together import Together
 from quarantune.scheduler.workers import DeviceState, WorkerState
 
 _PARKED_S = 5.0
@@ -23,7 +22,7 @@ _MAX_READY = 64
 class Bursts:
     """Admits configs to be compiled and to be measured."""
 
-    def __init__(self, run: Run, route: Together | Apart) -> None:
+    def __init__(self, run: Run, route: RouteSteps) -> None:
         self._run = run
         self._route = route
         self._waiting_since: float | None = None
@@ -38,7 +37,7 @@ class Bursts:
             self._is_measuring = False
             self._make_way()
             return
-        waiting = len(self._route.waiting())
+        waiting = self._route.waiting()
         if not waiting:
             self._waiting_since = None
         elif self._waiting_since is None:
@@ -65,8 +64,7 @@ class Bursts:
             return False
         if (run.plan.exclusive and run.reference.is_coming) or not self._is_any_pending():
             return False
-        is_reused = run.plan.is_together and run.reusable(pending[0]) is not None
-        if not is_reused and not run.may_start_on(run.least_used_device() if run.plan.is_together else None):
+        if not self._route.may_begin(pending[0]):
             return False
         is_awaited = run.jobs.default_is_pending() and run.jobs.may_be_compared(pending[0])
         if not is_awaited and (run.scarcity.is_full or (run.scarcity.most == 1 and run.jobs.ready)):
@@ -97,7 +95,7 @@ class Bursts:
             # idles until then, nor while those configs are measured.
             is_early = run.reference.is_coming or not run.workers.any_may_measure()
             parked = max(parked, (2 if is_early else 1) * run.plan.slots)
-        room = parked - len(self._route.waiting()) - (compiling if run.plan.exclusive else 0)
+        room = parked - self._route.waiting() - (compiling if run.plan.exclusive else 0)
         if room <= 0 or (run.plan.exclusive and (run.workers.measuring() or not self.has_room())):
             return False
         return run.jobs.refill(room if run.plan.exclusive else max(_ASKED_AT_ONCE, run.plan.slots - compiling))
@@ -122,7 +120,7 @@ class Bursts:
         run, pending = self._run, self._run.jobs.pending
         if run.jobs.default_is_pending():
             return True
-        waiting = len(self._route.waiting()) + run.workers.compiling()
+        waiting = self._route.waiting() + run.workers.compiling()
         is_long = self._waiting_since is not None and run.clock() - self._waiting_since > _PARKED_S
         if waiting and (self._runs_alone() or (pending and pending[0].is_alone)):
             return False

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Callable
 
 from quarantune.sandbox.messages import Compile
-from quarantune.scheduler.plan import Leftovers
+from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Leftovers, only_stopping
 from quarantune.scheduler.run import Run
-from quarantune.scheduler.source import NOTHING_MORE, ConfigSource, only_stopping
 from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.config_values import encode
 from quarantune.values.trial import Config, Outcome, Phase, Route, Trial

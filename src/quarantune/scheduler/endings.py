@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from quarantune.sandbox import shortages
+from quarantune.scheduler.routes import RouteSteps
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker, WorkerState
 from quarantune.values.trial import Outcome
@@ -21,8 +22,9 @@ _EXPLICABLE = (Outcome.CRASHED, Outcome.ERROR, Outcome.TIMEOUT, Outcome.LOST)
 class Endings:
     """Settles the jobs of workers that have ended, and withdraws devices on which workers cannot run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, route: RouteSteps) -> None:
         self._run = run
+        self._route = route
 
     def conclude(self, worker: Worker, verdict: Verdict) -> None:
         """Settles the job of a worker that has ended, or blames its device, and forgets the worker."""
@@ -84,12 +86,7 @@ class Endings:
             run.jobs.again(job)
         elif worker.used and outcome.is_failure and not run.jobs.fails_by_itself(job, worker, outcome):
             # An earlier config may have done something to this process: only a fresh one can tell.
-            if worker.is_compiling or run.plan.is_together:
-                job.compiles_fresh = True
-                run.jobs.again(job)
-            else:
-                job.needs_fresh = True
-                run.jobs.ready.appendleft(job)
+            self._route.repeat_fresh(worker, job)
         else:
             run.jobs.finish(job, worker, verdict, worker.phase)
 
@@ -111,9 +108,7 @@ class Endings:
         if job.is_alone or outcome not in (Outcome.OOM, Outcome.DEVICE_OOM):
             return False
         if outcome is Outcome.DEVICE_OOM:
-            # The device's memory is not given back by workers that are done with a config.
-            device, is_reused = worker.device, plan.is_together and plan.compiles_per_worker > 1
-            return is_reused and device is not None and self._run.workers.on(device) > 1
+            return self._route.lacks_memory_beside(worker)
         if job.peak_bytes > plan.memory_limit_bytes:
             return plan.may_exceed_alone
         return any(other is not job for other in self._run.workers.jobs())

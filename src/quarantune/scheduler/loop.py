@@ -1,7 +1,6 @@
 """The event loop of one sweep. It knows nothing of JAX, of search or of files.
 
-A job is compiled and then measured. Where one worker does both (`Route.TOGETHER`) it parks between the two; where they
-are apart, a compile worker leaves an executable in a spool file and a measuring worker, which holds a device, loads it.
+A job is compiled and then measured; `scheduler.routes` decides by which workers.
 """
 
 from __future__ import annotations
@@ -16,24 +15,19 @@ from quarantune.host import machine, stops
 from quarantune.measure import finals
 from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.messages import PhaseEntered
-from quarantune.scheduler.apart import Apart
 from quarantune.scheduler.bursts import Bursts
 from quarantune.scheduler.confirmation import Confirmation
 from quarantune.scheduler.endings import Endings
-from quarantune.scheduler.jobs import Jobs
-from quarantune.scheduler.memory_watch import MemoryWatch
-from quarantune.scheduler.plan import TICK_S, Leftovers, Plan
+from quarantune.scheduler.jobs import Jobs, SamePrograms
+from quarantune.scheduler.plan import NOTHING_MORE, TICK_S, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.reference_task import ReferenceTask
 from quarantune.scheduler.replies import Replies
+from quarantune.scheduler.routes import steps_of
 from quarantune.scheduler.run import Run
-from quarantune.scheduler.same_program import SamePrograms
 from quarantune.scheduler.scarcity import Scarcity
-from quarantune.scheduler.side_tasks import SideTasks
-from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
-from quarantune.scheduler.together import Together
-from quarantune.scheduler.verdicts import Exits, forgive, overdue
+from quarantune.scheduler.side_tasks import ReferenceTask, SideTasks
+from quarantune.scheduler.verdicts import Exits, MemoryWatch, forgive, overdue
 from quarantune.scheduler.workers import DeviceState, SandboxLike, Verdict, Worker, Workers
 from quarantune.values.trial import Config, Outcome, Trial
 
@@ -95,12 +89,12 @@ class Scheduler:
             available_memory=available_memory,
             on_phase=on_phase,
         )
-        self._route = Together(run) if plan.is_together else Apart(run)
+        self._route = steps_of(run)
         self._confirmation = Confirmation(run)
         self._bursts = Bursts(run, self._route)
         self._replies = Replies(run, self._route)
         self._exits = Exits(workers, run.memory)
-        self._endings = Endings(run)
+        self._endings = Endings(run, self._route)
         self._reference_task = ReferenceTask(run)
         self._side_tasks = SideTasks(run, self._stops, self._step)
 
@@ -182,16 +176,13 @@ class Scheduler:
         run, bursts, route = self._run, self._bursts, self._route
         self._reference_task.update()
         bursts.update()
-        if isinstance(route, Apart):
-            for device in run.devices:
-                route.prepare_standby(device)
+        for device in run.devices:
+            route.prepare_on(device)
         while bursts.may_compile():
             route.start_compiling(run.jobs.pending.popleft())
-        run.retire_unneeded()
-        if isinstance(route, Apart):
-            self._confirmation.start()
-        if isinstance(route, Together) and not run.reference.is_coming:
-            route.warm_spare(bursts.has_room)
+        route.retire_unneeded()
+        self._confirmation.start()
+        route.prepare_next(bursts.has_room)
         for device in run.devices:
             if bursts.may_measure(device):
                 route.measure_on(device)
@@ -229,8 +220,7 @@ class Scheduler:
     def _on_exit(self, worker: Worker, status: int | None) -> None:
         worker.keep_peak()
         if worker.was_spare and not worker.began:
-            if isinstance(self._route, Together):
-                self._route.on_spare_exit(worker)
+            self._route.on_spare_exit(worker)
             if worker.verdict is None:
                 forgive(worker)
                 worker.verdict = Verdict(Outcome.LOST, "the process died before it began")
@@ -270,7 +260,8 @@ class Scheduler:
         for worker in self._run.workers:
             worker.deadline += lost_s
             worker.assigned_at += lost_s
-            worker.was_disturbed = True
+            if worker.job is not None:
+                worker.job.was_disturbed = True
             if worker.given_up_at is not None:
                 worker.given_up_at += lost_s
 

@@ -1,14 +1,109 @@
-"""The plan of a run: its route, its limits and the constants that all parts of the scheduler share."""
+"""The plan of a run: its route, its limits, where further configs come from, and the proof of its programs."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Protocol
 
 from quarantune.devices.device import Device
 from quarantune.sandbox.messages import BenchOptions
-from quarantune.scheduler.proof import Proof
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Config, Route, Trial
+
+Compare = Callable[[Config, Mapping[str, int]], None]
+"""Compares the program of a config, as `Traced` tells it, with the caller's; raises where it is another one."""
+
+
+class Proof:
+    """Has one program that a worker of a sweep has traced compared with that of the caller."""
+
+    def __init__(self, compare: Compare | None = None, only: Collection[int | None] = ()) -> None:
+        """Sets up the proof.
+
+        Args:
+            compare: the comparison; None for no proof.
+            only: the indices of the configs that may be compared; empty for all.
+        """
+        self._compare = compare
+        self._only = only
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a program is still to be compared."""
+        return self._compare is not None
+
+    def wants(self, index: int) -> bool:
+        """Returns whether the program of a config is to be compared."""
+        return self.is_due and (not self._only or index in self._only)
+
+    def show(self, config: Config, lines: Mapping[str, int]) -> None:
+        """Compares the program of a config, unless one was compared before."""
+        compare, self._compare = self._compare, None
+        if compare is not None:
+            compare(config, lines)
+
+
+class ConfigSource(Protocol):
+    """Gives further configs to a run, or to several runs one after another, and receives their trials."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it gives no further configs."""
+        ...
+
+    def take(self, count: int) -> Mapping[int, Config]:
+        """Returns at most `count` further configs by index; fewer where it waits for trials, or at its end."""
+        ...
+
+    def ended(self, index: int, trial: Trial) -> None:
+        """Receives the trial of any config of a run, as soon as it has ended."""
+        ...
+
+    def reason_to_stop(self) -> str:
+        """Returns why configs that are not being measured should not go on; empty while they should."""
+        ...
+
+
+class _Nothing:
+    """The source of a run whose configs are all known from the start."""
+
+    is_closed = True
+
+    def take(self, count: int) -> Mapping[int, Config]:
+        return {}
+
+    def ended(self, index: int, trial: Trial) -> None:
+        return
+
+    def reason_to_stop(self) -> str:
+        return ""
+
+
+NOTHING_MORE: ConfigSource = _Nothing()
+
+
+class _OnlyStopping(_Nothing):
+    """Says when to stop as another source does, and gives no configs."""
+
+    def __init__(self, source: ConfigSource) -> None:
+        self._source = source
+
+    def reason_to_stop(self) -> str:
+        return self._source.reason_to_stop()
+
+
+def only_stopping(source: ConfigSource) -> ConfigSource:
+    """Returns a source that says when to stop as another one does, but gives no configs and receives no trials."""
+    return _OnlyStopping(source)
+
+
+def one_by_one(configs: Mapping[int, Config], source: ConfigSource) -> Iterator[tuple[int, Config]]:
+    """Yields configs in order, then those of a source, each once the trial of the one before it has ended."""
+    yield from configs.items()
+    while not source.is_closed and (taken := source.take(1)):
+        yield from taken.items()
+
 
 STARTUP_DEADLINE_S = 120.0
 """Seconds that a worker may take before its first message; only a broken machine needs them."""
@@ -64,11 +159,6 @@ class Plan:
     is_check: bool = False
     errors_stand: bool = False
     proof: Proof = dataclasses.field(default_factory=Proof)
-
-    @property
-    def is_together(self) -> bool:
-        """Whether one worker does both halves of a trial."""
-        return self.route is not Route.APART
 
     @property
     def confirms(self) -> bool:

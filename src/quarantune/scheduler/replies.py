@@ -23,10 +23,9 @@ from quarantune.sandbox.messages import (
     Stopped,
     Traced,
 )
-from quarantune.scheduler.apart import Apart
 from quarantune.scheduler.jobs import Timing
+from quarantune.scheduler.routes import RouteSteps
 from quarantune.scheduler.run import Run
-from quarantune.scheduler.together import Together
 from quarantune.scheduler.verdicts import (
     checked_duration,
     checked_ms,
@@ -41,7 +40,7 @@ from quarantune.values.trial import READY, Outcome, Phase
 class Replies:
     """Takes the replies of all workers."""
 
-    def __init__(self, run: Run, route: Together | Apart) -> None:
+    def __init__(self, run: Run, route: RouteSteps) -> None:
         self._run = run
         self._route = route
 
@@ -76,9 +75,8 @@ class Replies:
             case Compiled() if state is WorkerState.COMPILING and job is not None:
                 self._on_compiled(worker, job, reply)
             case Checked() if state is WorkerState.MEASURING and device is not None:
-                if isinstance(self._route, Together):
-                    self._route.on_checked(worker, device, reply)
-            case Stopped() if state is WorkerState.MEASURING and isinstance(self._route, Together):
+                self._route.on_checked(worker, device, reply)
+            case Stopped() if state is WorkerState.MEASURING:
                 self._route.on_stopped(worker, reply)
             case Measured() if state is WorkerState.MEASURING and job is not None and device is not None:
                 self._on_measured(worker, job, device, reply)
@@ -107,8 +105,7 @@ class Replies:
     def _on_lowered(self, worker: Worker, job: Job, reply: Lowered) -> None:
         """Ends a worker whose config lowered to the program of another one: one of them is enough to run."""
         job.slack_s = worker.deadline - self._run.clock()
-        if isinstance(self._route, Apart):
-            self._route.on_lowered(reply.outputs)
+        self._route.on_lowered(reply.outputs)
         first = self._run.jobs.programs.first(reply.program, job)
         if first is not job:
             self._run.reference.join(job.index, first.index)
@@ -142,15 +139,17 @@ class Replies:
         worker.keep_peak()
         if reply.own_ms:
             race.noise.add(checked_samples(reply.own_ms), min(reply.own_ms))
-        if worker.run_ms is not None and not worker.was_disturbed:
-            race.noise.add_first_run(worker.cpu_ms, cpu_ms)
+        if job.first_run is not None and not job.was_disturbed:
+            race.noise.add_first_run(job.first_run[1], cpu_ms)
         if job.doubtful is not None:
             reply = min(job.doubtful, reply, key=lambda measured: measured.cpu_ms)
             samples_ms, cpu_ms = checked_samples(reply.samples_ms), reply.cpu_ms
-        elif isinstance(self._route, Together) and not reply.is_slow and is_doubtful(samples_ms, reply.own_ms):
-            job.doubtful = reply
+        elif (
+            not reply.is_slow
+            and is_doubtful(samples_ms, reply.own_ms)
+            and self._route.on_doubtful(worker, device, reply)
+        ):
             race.note_time(job.index, cpu_ms)  # it takes no longer than that
-            self._route.repeat(worker, device, max(samples_ms))
             return
         verdict = Verdict(Outcome.OK, "")
         if reply.is_slow:
@@ -172,17 +171,8 @@ class Replies:
     def _on_failed(self, worker: Worker, reply: Failed) -> None:
         """Ends a worker whose task raised, and with it all that its config did to the process."""
         run = self._run
-        if reply.outcome is Raised.UNFIT:
-            is_early = worker.is_compiling or worker.phase is Phase.LOAD
-            if not is_early or run.plan.is_together:
-                raise ValueError("no program is unfit here")
-            if worker.job is not None and not worker.used:
-                if worker.phase is Phase.LOAD and not run.jobs.has_loaded:
-                    run.jobs.unloadable = reply.text
-                run.jobs.leave_unfit(worker.job, reply.text)
-                worker.job = None
-                run.workers.retire(worker)
-                return
+        if reply.outcome is Raised.UNFIT and self._route.on_unfit(worker, reply):
+            return
         worker.traceback, worker.raised_at, job, verdict = reply.traceback, reply.place, worker.job, raised(reply)
         if job is not None:
             job.raised_at = reply.place

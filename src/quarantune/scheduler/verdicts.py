@@ -1,17 +1,158 @@
-"""Verdicts on workers: from a missed deadline, from an exit status, and from replies that may be forged."""
+"""Verdicts on workers: from a missed deadline, memory, an exit status, and replies that may be forged."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from quarantune.host import machine
+from quarantune.host import machine, memory
 from quarantune.sandbox.events import describe_status, was_killed
 from quarantune.sandbox.messages import Failed, Raised
-from quarantune.scheduler.memory_watch import MemoryWatch, shortage
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
-from quarantune.scheduler.workers import Verdict, Worker, Workers, WorkerState
+from quarantune.scheduler.reference import Reference
+from quarantune.scheduler.workers import SandboxLike, Verdict, Worker, Workers, WorkerState
 from quarantune.values.trial import Outcome, is_plausible_ms
+
+_LOOK_S = 0.1
+_CLOSE_LOOK_S = 0.25
+_WAITING_LOOK_S = 1.0
+_FREE_LOOK_S = 1.0
+_FAST_BYTES = 64 << 20
+_FLOOR_BYTES = 256 << 20
+_WAITING = (WorkerState.PARKED, WorkerState.IDLE)
+
+
+class MemoryWatch:
+    """Looks at the memory of all workers now and then."""
+
+    def __init__(
+        self,
+        sandbox: SandboxLike,
+        plan: Plan,
+        workers: Workers,
+        reference: Reference,
+        available_memory: Callable[[], int],
+    ) -> None:
+        self._sandbox = sandbox
+        self._plan = plan
+        self._workers = workers
+        self._reference = reference
+        self._available_memory = available_memory
+        self._next_look = 0.0
+        self._next_close_look = 0.0
+        self._next_waiting_look = 0.0
+        self._next_free_look = 0.0
+        self._total_bytes = 0
+        self._free_bytes = available_memory()
+
+    @property
+    def held_share(self) -> float:
+        """The share that workers hold of the memory that would be free without them."""
+        whole = self._total_bytes + self._free_bytes
+        return self._total_bytes / whole if whole else 0.0
+
+    def over(self, now: float) -> list[tuple[Worker, Verdict]]:
+        """Returns the workers that hold too much, each with the verdict that it deserves.
+
+        Workers that are active are looked at each time. Looking for their descendants and at the machine's free memory
+        costs a hundred times more, so it is done less often, and as soon as memory is being taken fast. Workers that
+        wait are looked at as they begin to, and then seldom: many may wait, and nothing runs in them.
+
+        Args:
+            now: the time in seconds.
+        """
+        if now < self._next_look:
+            return []
+        self._next_look = now + _LOOK_S
+        watched = self._alive()
+        is_fast = self._look(watched, now)
+        over = [(worker, self._verdict(worker)) for worker in watched if worker.used_bytes > self._limit_bytes(worker)]
+        if over or any(worker.verdict and worker.verdict.outcome is Outcome.OOM for worker in self._workers):
+            return over  # those that are dying have yet to return their memory
+        if not is_fast and now < self._next_free_look:
+            return []
+        self._next_free_look = now + _FREE_LOOK_S
+        self._free_bytes = self._available_memory()
+        if self._free_bytes < _FLOOR_BYTES and (largest := self.largest()) is not None:
+            return [(largest, shortage(largest, f"the machine had only {_gigabytes(self._free_bytes)} left"))]
+        return []
+
+    def largest(self) -> Worker | None:
+        """Returns the worker that holds the most memory now."""
+        watched = self._alive()
+        self._weigh(watched, self._sandbox.baseline_bytes, exactly=True)
+        return max(watched, key=lambda worker: worker.used_bytes, default=None)
+
+    def larger_than(self, dead: Worker) -> Worker | None:
+        """Returns a worker that holds much more than one that has died did; None where there is none.
+
+        The kernel does not see which process holds memory that is shared and not mapped, and kills another.
+        """
+        largest = self.largest()
+        return largest if largest is not None and largest.used_bytes > dead.peak_bytes + _FAST_BYTES else None
+
+    def _alive(self) -> list[Worker]:
+        return [worker for worker in self._workers if worker.verdict is None]
+
+    def _look(self, watched: Sequence[Worker], now: float) -> bool:
+        """Weighs workers; returns whether they take memory fast."""
+        baseline = self._sandbox.baseline_bytes
+        busy = [worker for worker in watched if worker.state not in _WAITING]
+        self._weigh(busy, baseline)
+        is_fast = sum(worker.used_bytes for worker in watched) > self._total_bytes + _FAST_BYTES
+        if is_fast or now >= self._next_close_look:
+            self._next_close_look = now + _CLOSE_LOOK_S
+            for worker in busy:
+                pid = self._sandbox.pid(worker.number)
+                worker.descendants = [] if pid is None else machine.descendants(pid)
+            self._weigh([*busy, *self._due(watched, now)], baseline, exactly=True)
+            self._total_bytes = sum(worker.used_bytes for worker in watched)
+        return is_fast
+
+    def _due(self, watched: Sequence[Worker], now: float) -> list[Worker]:
+        """Returns the waiting workers to look at: all of them now and then, else those that have just begun to wait."""
+        is_all = now >= self._next_waiting_look
+        if is_all:
+            self._next_waiting_look = now + _WAITING_LOOK_S
+        waiting = [worker for worker in watched if worker.state in _WAITING]
+        return [worker for worker in waiting if is_all or worker.weighed_in is not worker.state]
+
+    def _weigh(self, workers: Sequence[Worker], baseline: int, *, exactly: bool = False) -> None:
+        """Records the memory that the process tree of each worker holds now."""
+        for worker in workers:
+            pid = self._sandbox.pid(worker.number)
+            worker.used_bytes = worker.memory_meter.held_bytes(
+                [] if pid is None else [pid, *worker.descendants],
+                baseline_bytes=baseline,
+                limit_bytes=self._limit_bytes(worker),
+                foreign=self._foreign_files,
+                exactly=exactly,
+            )
+            worker.weighed_in = worker.state
+            worker.peak_bytes = max(worker.peak_bytes, worker.used_bytes)
+
+    def _foreign_files(self) -> set[memory.FileId]:
+        """Returns the files in memory that no worker answers for."""
+        return {*map(memory.file_id, self._reference.fds)} | self._sandbox.common_files()
+
+    def _limit_bytes(self, worker: Worker) -> int:
+        own = None if worker.job is None else worker.job.limit_bytes
+        return self._plan.memory_limit_bytes if own is None else own
+
+    def _verdict(self, worker: Worker) -> Verdict:
+        used, limit = _gigabytes(worker.used_bytes), _gigabytes(self._limit_bytes(worker))
+        alone = " alone" if worker.job and worker.job.is_alone else ""
+        return Verdict(Outcome.OOM, f"it held {used}{alone}, over its memory_limit of {limit}")
+
+
+def shortage(worker: Worker, reason: str) -> Verdict:
+    """Returns the verdict on the largest worker when memory runs out."""
+    return Verdict(Outcome.OOM, f"{reason} and it held {_gigabytes(worker.used_bytes)}, the most of all")
+
+
+def _gigabytes(amount: int) -> str:
+    return f"{amount / 1e9:.2f} GB"
+
 
 _UNTOLD = "Pass pipeline failed"
 """All that Mosaic's message may say; its diagnostic is in the log."""

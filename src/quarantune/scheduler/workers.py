@@ -118,6 +118,10 @@ class Job:
         same_program: configs that lowered to the same program, and get the outcome of this one.
         raised_at: the place of the exception that it failed with, or did at an earlier try.
         doubtful: its times, where other processes disturbed them, so that it is measured once more.
+        is_saved: whether its executable lies in its file, for a measuring worker.
+        first_run: milliseconds of its first run, in all and without waits for a CPU; None where it is not informative.
+        was_disturbed: whether that is not informative after all, because its worker or this process was held up.
+        held_s: seconds for which it held a device before.
     """
 
     index: int
@@ -136,12 +140,22 @@ class Job:
     same_program: list[Job] = dataclasses.field(default_factory=list)
     raised_at: str = ""
     doubtful: Measured | None = None
+    is_saved: bool = False
+    first_run: tuple[float, float] | None = None
+    was_disturbed: bool = False
+    held_s: float = 0.0
+
+    @property
+    def first_ms(self) -> float:
+        """Milliseconds of its first run; 0.0 where that is not informative."""
+        return self.first_run[0] if self.first_run else 0.0
 
     def close_executable(self) -> None:
         """Closes the file of the executable, if there is one."""
         if self.executable_fd >= 0:
             os.close(self.executable_fd)
             self.executable_fd = -1
+        self.is_saved = False
 
     def protect_executable(self) -> None:
         """Makes the executable read-only, since other workers load it."""
@@ -168,11 +182,7 @@ class Worker:
         was_heard: whether it has sent a message since it got its last task, which cannot have ended it before.
         side_task_s: seconds that a side task may take from its first phase on.
         reply: the answer to a side task.
-        run_ms: milliseconds of its first run, where that is informative.
-        cpu_ms: the same without the time that it waited for a CPU.
-        was_disturbed: whether its first run is not informative after all, because it or this process was held up.
         assigned_at: the time at which it got its device.
-        held_s: seconds for which it held the device before.
         used: how many configs it has had before.
         peak_bytes: the most memory that it held.
         used_bytes: the memory that it holds.
@@ -200,11 +210,7 @@ class Worker:
     was_heard: bool = False
     side_task_s: float | None = None
     reply: Reply | None = None
-    run_ms: float | None = None
-    cpu_ms: float = 0.0
-    was_disturbed: bool = False
     assigned_at: float = 0.0
-    held_s: float = 0.0
     used: int = 0
     peak_bytes: int = 0
     used_bytes: int = 0
@@ -233,7 +239,6 @@ class Worker:
         self.transition(WorkerState.COMPILING)
         self.job, self.deadline, self.phase = job, deadline, Phase.LOAD
         self.began, self.peak_bytes = False, 0
-        self.run_ms, self.cpu_ms, self.held_s, self.was_disturbed = None, 0.0, 0.0, False
 
     def release(self) -> None:
         """Takes its job from it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from quarantune.scheduler.proof import Compare
+from quarantune.scheduler.plan import Compare
 from quarantune.values.trial import END, UNTUNED, Trial
 
 

@@ -18,8 +18,8 @@ from quarantune.host import caller
 from quarantune.measure import finals
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
+from quarantune.scheduler.plan import ConfigSource, one_by_one
 from quarantune.scheduler.reference import Reference, unlike
-from quarantune.scheduler.source import ConfigSource, one_by_one
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.request import Finish
 from quarantune.transport.call import Call

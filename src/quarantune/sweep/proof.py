@@ -19,7 +19,7 @@ from typing import Any
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from quarantune import jax_internals
-from quarantune.scheduler.proof import Compare
+from quarantune.scheduler.plan import Compare
 from quarantune.transport import assignment, binding, differentiation, inputs
 from quarantune.transport.call import Call
 from quarantune.transport.problem import Problem

@@ -7,8 +7,7 @@ from collections.abc import Callable, Collection
 from typing import TypeAlias
 
 from quarantune.devices.targets import Target
-from quarantune.scheduler.proof import Proof
-from quarantune.scheduler.source import ConfigSource
+from quarantune.scheduler.plan import ConfigSource, Proof
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport.problem import Problem

@@ -22,13 +22,12 @@ from quarantune.sandbox.messages import BenchOptions
 from quarantune.sandbox.template_link import LoadError
 from quarantune.sandbox.template_messages import LoadFailed
 from quarantune.scheduler.confirmation import settle
+from quarantune.scheduler.jobs import SamePrograms
 from quarantune.scheduler.loop import Scheduler
-from quarantune.scheduler.plan import MEMORY_SHARE, Leftovers, Plan
+from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Leftovers, Plan, only_stopping
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.reference_task import NoReferenceError
-from quarantune.scheduler.same_program import SamePrograms
-from quarantune.scheduler.source import NOTHING_MORE, ConfigSource, only_stopping
+from quarantune.scheduler.side_tasks import NoReferenceError
 from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.values.compiling import CompileTarget

@@ -20,8 +20,7 @@ from quarantune.devices import device, discovery, targets
 from quarantune.devices.targets import Target
 from quarantune.host.shared_files import Directory
 from quarantune.sandbox import codec, shortages, spawning, spool, template, wire
-from quarantune.scheduler.proof import Proof
-from quarantune.scheduler.source import NOTHING_MORE, ConfigSource
+from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Proof
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of

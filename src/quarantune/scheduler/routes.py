@@ -1,0 +1,525 @@
+"""The routes of a config through workers: which worker compiles it, and which one checks and measures it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from quarantune.sandbox import spool
+from quarantune.sandbox.messages import Checked, Compile, Expect, Failed, Measure, Measured, Prepare, Stopped, Warm
+from quarantune.scheduler.jobs import Timing
+from quarantune.scheduler.plan import KILL_DEADLINE_S, MEMORY_SHARE
+from quarantune.scheduler.run import Run
+from quarantune.scheduler.verdicts import checked_duration, checked_ms
+from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
+from quarantune.values.compiling import OutputArray
+from quarantune.values.config_values import encode
+from quarantune.values.trial import Outcome, Phase, Route
+
+_MOST_LOST = 10
+"""Where more than one in so many configs ends the worker that compiles it, each gets one of its own."""
+_STANDBY_WORKERS = 6
+"""Standby workers of a device where each takes one config, which takes less time than making one ready."""
+
+
+class RouteSteps:
+    """Starts the workers of a route, and assigns devices to them."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    # What differs between routes
+
+    def waiting(self) -> int:
+        """Returns how many configs wait, compiled, for a device."""
+        raise NotImplementedError
+
+    def may_begin(self, job: Job) -> bool:
+        """Whether there is a worker for a job, or one may be started."""
+        raise NotImplementedError
+
+    def start_compiling(self, job: Job) -> None:
+        """Has a job compiled by a worker that is done with others, or by a new one."""
+        raise NotImplementedError
+
+    def on_compiled(self, worker: Worker, job: Job) -> None:
+        """Takes note that a worker has compiled its job, which is to be measured."""
+        raise NotImplementedError
+
+    def free(self, worker: Worker) -> None:
+        """Takes its job from a worker that has compiled it, which may compile another one or ends."""
+        raise NotImplementedError
+
+    def after_measuring(self, worker: Worker, device: DeviceState) -> None:
+        """Takes its job from a worker that has measured it, which may take another one or ends."""
+        raise NotImplementedError
+
+    def measure_on(self, device: DeviceState) -> None:
+        """Gives the next config that waits a device, if there is one."""
+        raise NotImplementedError
+
+    def repeat_fresh(self, worker: Worker, job: Job) -> None:
+        """Has a job that failed in a used worker tried again in a fresh one: earlier configs may have been to blame."""
+        raise NotImplementedError
+
+    def prepare_on(self, device: DeviceState) -> None:
+        """Starts the workers that a device will need, ahead of those that compile."""
+
+    def prepare_next(self, has_room: Callable[[], bool]) -> None:
+        """Starts a worker for a config to come, once those that may compile now have begun."""
+
+    def awaits_others(self) -> bool:
+        """Whether a worker that is done with a config may yet get another one while none is pending."""
+        return False
+
+    def lacks_memory_beside(self, worker: Worker) -> bool:
+        """Whether the device's memory is held by workers that are done with a config."""
+        return False
+
+    def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
+        """Takes note of the outputs that configs have."""
+
+    def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
+        """Has a job wait again after an informative first run."""
+
+    def on_stopped(self, worker: Worker, reply: Stopped) -> None:
+        """Ends a job whose first run was stopped, because it took too long."""
+
+    def on_doubtful(self, worker: Worker, device: DeviceState, reply: Measured) -> bool:
+        """Has a job whose runs were disturbed measured once more; returns whether that is possible."""
+        return False
+
+    def on_unfit(self, worker: Worker, reply: Failed) -> bool:
+        """Leaves a program that must be compiled on its device to another route.
+
+        Returns:
+            Whether it was left; if not, the worker has failed.
+
+        Raises:
+            ValueError: no program can be unfit on this route.
+        """
+        raise ValueError("no program is unfit here")
+
+    def on_spare_exit(self, worker: Worker) -> None:
+        """Takes note that a worker has died before it began with a config."""
+
+    # What they share
+
+    def reusable(self, job: Job) -> Worker | None:
+        """Returns a worker that is done with other configs and may take a job; None where that needs a fresh one."""
+        if job.was_lost or job.compiles_fresh or job.is_alone:
+            return None
+        return self._first_in(WorkerState.BETWEEN)
+
+    def retire_unneeded(self) -> None:
+        """Ends the workers that are done with a config where there is no other that they may take."""
+        run, pending = self._run, self._run.jobs.pending
+        is_next = self.reusable(pending[0]) is not None if pending else self.awaits_others()
+        if is_next and run.scarcity.most > 1:
+            return
+        for worker in run.workers:
+            if worker.state is WorkerState.BETWEEN:
+                run.workers.retire(worker)
+
+    def _first_in(self, state: WorkerState) -> Worker | None:
+        return next((worker for worker in self._run.workers if worker.state is state), None)
+
+    def _may_go_on(self, worker: Worker) -> bool:
+        """Takes its job from a worker; returns whether it may go on with another one.
+
+        If that ends it, the config must be repeated.
+        """
+        run = self._run
+        worker.release()
+        few_are_lost = _MOST_LOST * run.jobs.lost_compilers <= run.jobs.compiled
+        if worker.used >= run.plan.compiles_per_worker or not few_are_lost:
+            return False
+        worker.transition(WorkerState.BETWEEN)
+        worker.deadline = NEVER
+        return True
+
+    def _compile_task(self, job: Job) -> Compile:
+        """Returns the task that compiles a job, whose memory limit is set here where it runs alone."""
+        plan = self._run.plan
+        if job.is_alone and plan.may_exceed_alone:
+            alone_bytes = int(MEMORY_SHARE * self._run.available_memory())
+            job.limit_bytes = max(plan.memory_limit_bytes, alone_bytes)
+        return Compile(
+            trial=job.index,
+            config=encode(job.config),
+            options=plan.options,
+            target=plan.target,
+            is_check=plan.is_check,
+            shows_program=plan.proof.wants(job.index),
+        )
+
+    def _start_compiling(self, job: Job, task: Compile, device: DeviceState | None, worker: Worker | None) -> None:
+        """Gives a worker, or a new one, the task to compile a job, and the job's file where it has one."""
+        job.first_run, job.held_s, job.was_disturbed = None, 0.0, False
+        fds = [job.executable_fd] if job.executable_fd >= 0 else []
+        if worker is None:
+            self._run.workers.start(task, WorkerState.COMPILING, job=job, device=device, fds=fds)
+            return
+        worker.take(job, self._run.workers.startup_deadline())
+        self._run.workers.send_next(worker, task, fds)  # it reads the task as soon as it is ready
+
+    def _save_compiled(
+        self, job: Job, device: DeviceState | None, worker: Worker | None, *, last: bool, must_save: bool
+    ) -> None:
+        """Has a job compiled by a worker that leaves the executable, unless it is for a check, in a file."""
+        plan = self._run.plan
+        job.close_executable()
+        if not plan.is_check:
+            job.executable_fd = spool.create("executable")
+        task = dataclasses.replace(
+            self._compile_task(job), last=last, must_save=must_save and not plan.is_check, as_data=plan.compile_only
+        )
+        self._start_compiling(job, task, device, worker)
+
+    def _assign(
+        self, device: DeviceState, worker: Worker, *, load: bool, pause: bool, last: bool, may_stop: bool
+    ) -> None:
+        """Gives a worker a device to measure its job on; from now on its time counts."""
+        run, job = self._run, worker.job
+        assert job is not None
+        worker.transition(WorkerState.MEASURING)
+        device.measuring = worker
+        worker.phase = Phase.CHECK
+        worker.assigned_at = run.clock()
+        worker.deadline = worker.assigned_at + run.plan.timeout_s - job.held_s
+        offer = run.reference.offer()
+        task = Measure(
+            trial=job.index,
+            config=encode(job.config),
+            load=load,
+            checked=job.first_run is not None,
+            pause=pause,
+            stop_ms=self._stop_ms(job) if may_stop else None,
+            # The fastest of those that are wrong must not rule out the right ones.
+            best_median_ms=None if run.reference.is_open else run.race.best_median_ms,
+            noise=tuple(run.race.noise.runs),
+            references=offer.references,
+            standard=offer.standard,
+            keeps=offer.keeps,
+            last=last,
+        )
+        fds = [job.executable_fd, *run.reference.fds]
+        worker.close_output()
+        worker.offered = offer.references
+        if offer.keeps:
+            worker.output_fd = spool.create("output")
+            fds.append(worker.output_fd)
+        run.workers.send_next(worker, task, fds)
+
+    def _stop_ms(self, job: Job) -> float | None:
+        """Returns how long a job's first run may take; None where its output or its time is needed in any case."""
+        is_needed = self._run.reference.is_open or self._run.reference.is_default(job.index)
+        return None if is_needed else self._run.race.stop_ms
+
+    def _note_first_run(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
+        """Records the first run of a worker's job, which waits for the device again."""
+        job, run_ms, cpu_ms = worker.job, checked_ms(reply.run_ms), checked_duration(reply.cpu_ms)
+        if job is not None:
+            job.first_run = (run_ms, cpu_ms)
+            job.was_disturbed = job.was_disturbed or reply.is_disturbed
+            self._run.race.note_first_run(job.index, run_ms, cpu_ms)
+        self._take_device(worker, device)
+
+    def _take_device(self, worker: Worker, device: DeviceState) -> None:
+        if worker.job is not None:
+            worker.job.held_s += self._run.clock() - worker.assigned_at
+        worker.deadline, device.measuring = NEVER, None
+
+    def _rule_out(self, worker: Worker) -> bool:
+        """Ends the job of a worker if its first run was too slow; returns whether it was."""
+        run, job = self._run, worker.job
+        if job is None or job.first_run is None or job.was_disturbed or run.reference.is_open:
+            return False
+        run_ms, cpu_ms = job.first_run
+        if (fastest_ms := run.race.hopeless_beside_ms(run_ms, cpu_ms)) is None:
+            return False
+        message = f"its first run took {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
+        self._end_as_slow(worker, message, run_ms, cpu_ms, Phase.MEASURE)
+        return True
+
+    def _end_as_slow(self, worker: Worker, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
+        if (job := worker.job) is not None:
+            timing = Timing(time_ms=run_ms, samples_ms=(run_ms,), cpu_ms=cpu_ms, clock="wall")
+            worker.keep_peak()
+            self._run.jobs.finish(job, worker, Verdict(Outcome.SLOW, message), phase, timing)
+            worker.job = None
+
+
+class CombinedRoute(RouteSteps):
+    """One worker compiles a config, parks, and measures it."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._makes_spares = run.plan.ahead
+
+    def waiting(self) -> int:
+        """Returns how many configs wait, compiled, for a device."""
+        return len(self._run.workers.parked())
+
+    def may_begin(self, job: Job) -> bool:
+        """Whether there is a worker for a job, or one may be started."""
+        return self.reusable(job) is not None or self._run.may_start_on(self._run.least_used_device())
+
+    def start_compiling(self, job: Job) -> None:
+        """Has a job compiled by a worker that is done with others, by the spare one, or by a new one."""
+        run = self._run
+        worker = self.reusable(job) or self._first_in(WorkerState.SPARE)
+        if run.plan.compile_only and worker is None:
+            self._save_compiled(job, run.least_used_device(), None, last=True, must_save=False)
+        else:
+            job.close_executable()  # of an earlier try
+            self._start_compiling(job, self._compile_task(job), run.least_used_device(), worker)
+
+    def awaits_others(self) -> bool:
+        """Whether a worker that is done with a config may yet get another one while none is pending."""
+        return self._run.jobs.may_come
+
+    def prepare_next(self, has_room: Callable[[], bool]) -> None:
+        """Starts a worker for the next config while another one compiles."""
+        run = self._run
+        if not self._makes_spares or run.reference.is_coming or not run.workers.compiling():
+            return
+        if not (run.jobs.pending or run.jobs.may_grow):
+            return
+        if self._first_in(WorkerState.SPARE) is None and has_room():
+            run.workers.start(Warm(options=run.plan.options), WorkerState.SPARE, device=run.least_used_device())
+
+    def on_spare_exit(self, worker: Worker) -> None:
+        """Starts no more spare workers after one has died before it began with a config.
+
+        No config was the cause. A cause that lies in the function will also end the worker that begins with a config.
+        """
+        self._makes_spares = False
+        spare = self._first_in(WorkerState.SPARE)
+        if spare is not None and spare is not worker:
+            self._run.workers.retire(spare)  # it would end in the same way, with the config that was just lost
+
+    def on_compiled(self, worker: Worker, job: Job) -> None:
+        """Parks a worker that has compiled its job."""
+        self._park(worker)
+
+    def _park(self, worker: Worker) -> None:
+        worker.transition(WorkerState.PARKED)
+        worker.deadline = NEVER
+
+    def after_measuring(self, worker: Worker, device: DeviceState) -> None:
+        """Takes its job from a worker that has measured it, which may take another one or ends."""
+        self.free(worker)
+
+    def free(self, worker: Worker) -> None:
+        """Takes its job from a worker, which may take another one or ends."""
+        if not self._may_go_on(worker):
+            self._run.workers.retire(worker)
+
+    def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
+        """Parks a worker again after an informative first run of its job."""
+        self._note_first_run(worker, device, reply)
+        self._park(worker)
+
+    def on_stopped(self, worker: Worker, reply: Stopped) -> None:
+        """Ends a job whose first run was stopped, because it took too long."""
+        run_ms, cpu_ms = checked_ms(reply.run_ms), checked_duration(reply.cpu_ms)
+        fastest_ms = self._run.race.fastest_ms or run_ms
+        message = f"its first run was stopped after {run_ms:.4g} ms, where another config takes {fastest_ms:.4g}"
+        self._end_as_slow(worker, message, run_ms, cpu_ms, Phase.CHECK)
+        self._run.workers.retire(worker)  # the run goes on in it
+
+    def on_doubtful(self, worker: Worker, device: DeviceState, reply: Measured) -> bool:
+        """Parks a worker whose runs were disturbed, to measure its job once more after those that wait."""
+        if (job := worker.job) is not None:
+            job.doubtful, job.was_disturbed = reply, True
+            job.first_run = (max(reply.samples_ms), job.first_run[1] if job.first_run else 0.0)
+        self._take_device(worker, device)
+        self._park(worker)
+        return True
+
+    def repeat_fresh(self, worker: Worker, job: Job) -> None:
+        """Has a job that failed in a used worker tried again in a fresh one: earlier configs may have been to blame."""
+        job.compiles_fresh = True
+        self._run.jobs.again(job)
+
+    def lacks_memory_beside(self, worker: Worker) -> bool:
+        """Whether the device's memory is held by workers that are done with a config."""
+        device, is_reused = worker.device, self._run.plan.compiles_per_worker > 1
+        return is_reused and device is not None and self._run.workers.on(device) > 1
+
+    def measure_on(self, device: DeviceState) -> None:
+        """Has the next parked config run: all run once, then those that may still win go on, the fastest first."""
+        run = self._run
+        parked = [
+            worker
+            for worker in run.workers.parked()
+            if worker.device is device and run.jobs.may_be_compared(worker.job)
+        ]
+        for worker in sorted(parked, key=lambda worker: worker.job.first_ms if worker.job else 0.0):
+            if self._rule_out(worker):
+                self.free(worker)
+                continue
+            if device.lease.acquire(run.clock()):
+                is_first = worker.job is not None and worker.job.first_run is None
+                if worker.job is not None and is_first:
+                    worker.job.close_executable()  # of an earlier try
+                    worker.job.executable_fd = spool.create("executable")
+                # It may have to wait after its first run, so that it is ended later.
+                self._assign(device, worker, load=False, pause=True, last=False, may_stop=is_first)
+            return
+        device.lease.release()
+
+
+class SplitRoute(RouteSteps):
+    """One worker compiles a config, and a standby worker, which holds a device, measures it."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._outputs: tuple[OutputArray, ...] = ()
+
+    def waiting(self) -> int:
+        """Returns how many configs wait, compiled, for a measuring worker."""
+        return len(self._run.jobs.ready)
+
+    def may_begin(self, job: Job) -> bool:
+        """Whether there is a worker for a job, or one may be started."""
+        return self._run.may_start_on(None)
+
+    def start_compiling(self, job: Job) -> None:
+        """Has a job compiled by a worker without a device: by one that has compiled others, or by a new one."""
+        worker, most = self.reusable(job), self._run.plan.compiles_per_worker
+        self._save_compiled(job, None, worker, last=(worker.used if worker else 0) + 1 >= most, must_save=True)
+
+    def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
+        """Tells the standby workers, while they take their device, which outputs they will compare."""
+        run = self._run
+        compares = run.reference.compares or run.reference.is_coming
+        if outputs and not self._outputs and compares and run.plan.target is not None:
+            self._outputs = outputs
+            for device in run.devices:
+                for worker in device.standby:
+                    self._expect_outputs(worker)
+
+    def _expect_outputs(self, worker: Worker) -> None:
+        if self._outputs:
+            self._run.workers.send(worker, Expect(options=self._run.plan.options, outputs=self._outputs))
+
+    def on_compiled(self, worker: Worker, job: Job) -> None:
+        """Takes the executable of a job from a worker, which ends by itself unless the config keeps it from ending."""
+        job.protect_executable()
+        job.is_saved = True
+        self.free(worker)
+        if reason := self._run.jobs.unloadable:
+            self._run.jobs.leave_unfit(job, reason)
+        else:
+            self._run.jobs.ready.append(job)
+
+    def free(self, worker: Worker) -> None:
+        """Takes its job from a worker that has compiled it, which may compile another one or ends by itself."""
+        if not self._may_go_on(worker):
+            worker.transition(WorkerState.LEAVING)
+            worker.deadline = self._run.clock() + KILL_DEADLINE_S
+
+    def on_unfit(self, worker: Worker, reply: Failed) -> bool:
+        """Leaves a program that must be compiled on its device to another route, unless the worker was used before."""
+        run = self._run
+        if not (worker.is_compiling or worker.phase is Phase.LOAD):
+            raise ValueError("no program is unfit here")
+        if worker.job is None or worker.used:
+            return False
+        if worker.phase is Phase.LOAD and not run.jobs.has_loaded:
+            run.jobs.unloadable = reply.text
+        run.jobs.leave_unfit(worker.job, reply.text)
+        worker.job = None
+        run.workers.retire(worker)
+        return True
+
+    def after_measuring(self, worker: Worker, device: DeviceState) -> None:
+        """Takes its job from a worker that has measured it, which may measure another one or ends."""
+        run = self._run
+        worker.release()
+        if worker.used >= run.plan.configs_per_worker or run.scarcity.most == 1:
+            run.workers.retire(worker)
+        else:
+            worker.transition(WorkerState.IDLE)
+            worker.deadline = NEVER
+            device.standby.append(worker)
+
+    def repeat_fresh(self, worker: Worker, job: Job) -> None:
+        """Has a job that failed in a used worker tried again in a fresh one: earlier configs may have been to blame."""
+        if worker.is_compiling:
+            job.compiles_fresh = True
+            self._run.jobs.again(job)
+        else:
+            job.needs_fresh = True
+            self._run.jobs.ready.appendleft(job)
+
+    def prepare_on(self, device: DeviceState) -> None:
+        """Starts the standby workers that will be needed, since the driver takes long to make a context."""
+        run = self._run
+        if run.plan.exclusive or run.plan.compile_only or device.is_cramped or not run.may_start_on(device):
+            return
+        each = run.plan.configs_per_worker
+        most = _STANDBY_WORKERS if each == 1 and not device.device.has_one_owner else 1
+        share = -(-self._unmeasured() // len(run.devices))
+        waiting = share - sum(each - worker.used for worker in device.standby)
+        if device.measuring is not None:
+            waiting -= each - device.measuring.used - 1
+        while waiting > 0 and len(device.standby) < most:
+            self._start_standby(device)
+            waiting -= each
+
+    def measure_on(self, device: DeviceState) -> None:
+        """Gives the next ready job to a standby worker."""
+        run, ready = self._run, self._run.jobs.ready
+        if run.reference.is_awaited:
+            default = next((job for job in ready if run.jobs.may_be_compared(job)), None)
+            if default is None:
+                return
+            ready.remove(default)
+            ready.appendleft(default)
+        if not ready:
+            device.lease.release()
+        if ready and ready[0].needs_fresh:
+            for used in [worker for worker in device.standby if worker.used]:
+                run.workers.retire(used)
+        # Where only one worker can run, a compile worker has to end before.
+        is_tight = run.scarcity.most == 1
+        is_needed = ready and not run.scarcity.is_full if is_tight else self._unmeasured()
+        if is_needed and not device.standby and run.may_start_on(device):
+            self._start_standby(device)
+        # One that was used before goes first, so that a fresh one stays at hand.
+        idle = [worker for worker in device.standby if worker.state is WorkerState.IDLE]
+        worker = max(idle, key=lambda worker: worker.used, default=None)
+        if ready and worker is not None and device.lease.acquire(run.clock()):
+            self._give_next(device, worker)
+
+    def _give_next(self, device: DeviceState, worker: Worker) -> None:
+        worker.job = self._run.jobs.ready.popleft()
+        device.standby.remove(worker)
+        last = worker.used + 1 >= self._run.plan.configs_per_worker
+        self._assign(device, worker, load=True, pause=False, last=last, may_stop=False)
+
+    def _unmeasured(self) -> int:
+        """Returns how many jobs have yet to be given to a measuring worker."""
+        run = self._run
+        to_come = run.plan.slots if run.jobs.may_grow else 0
+        return len(run.jobs.ready) + len(run.jobs.pending) + run.workers.compiling() + to_come
+
+    def _start_standby(self, device: DeviceState) -> None:
+        run = self._run
+        is_ahead = run.workers.on(device) > 0
+        task = Prepare(options=run.plan.options)
+        worker = run.workers.start(task, WorkerState.PREPARING, device=device, fds=run.reference.fds)
+        worker.is_ahead = is_ahead
+        device.standby.append(worker)
+        self._expect_outputs(worker)
+
+
+_STEPS: dict[Route, type[RouteSteps]] = {Route.APART: SplitRoute, Route.TOGETHER: CombinedRoute}
+
+
+def steps_of(run: Run) -> RouteSteps:
+    """Returns the steps of the route that the plan of a run names."""
+    return _STEPS[run.plan.route](run)
