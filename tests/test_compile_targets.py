@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -52,6 +53,26 @@ def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 def ends(report: CompileReport) -> list[str]:
     return [trial.outcome.value for trial in report.trials]
+
+
+@needs_libtpu
+def test_workers_that_compile_for_another_device_have_threads_for_their_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def counted(x: Any, n: int = 1) -> Any:
+        jax.devices("cpu")
+        raise ValueError(f"{len(os.listdir('/proc/self/task'))} threads for {os.environ['NPROC']} cores")
+
+    monkeypatch.delenv("NPROC", raising=False)
+    shared = quarantune.compile_check(counted, {"n": [1, 2]}, X, target="v5e")
+    monkeypatch.setenv("NPROC", "9")
+    asked = quarantune.compile_check(counted, {"n": [1, 2]}, X, target="v5e", again=True)
+    few, many = (int(re.findall(r"(\d+) threads", report.trials[0].message)[0]) for report in (shared, asked))
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f"for {share} cores" in shared.trials[0].message
+    assert "for 9 cores" in asked.trials[0].message
+    assert few < many
 
 
 @functools.partial(jax.jit, static_argnames=["bq", "bk"])

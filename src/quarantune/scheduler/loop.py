@@ -74,7 +74,7 @@ class Scheduler:
         self._next_tick, self._owns_race = 0.0, race is None
         self._stops = stops.Stops(clock)
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
-        workers, reference = Workers(sandbox, clock), reference or Reference()
+        workers, reference = Workers(sandbox, clock, plan.compiler_environ), reference or Reference()
         jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, programs)
         self._run = run = Run(
             plan=plan,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Protocol
 
 from quarantune.devices.device import Device
+from quarantune.host import machine
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Config, Route, Trial
@@ -113,6 +115,8 @@ TICK_S = 0.05
 """Seconds between two looks at everything that sends no events."""
 MEMORY_SHARE = 0.9
 """The share of the free memory that workers may take together where nobody set a limit."""
+_THREADS = "NPROC"
+"""Read by XLA: the number of cores for which it starts threads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,6 +163,16 @@ class Plan:
     is_check: bool = False
     errors_stand: bool = False
     proof: Proof = dataclasses.field(default_factory=Proof)
+
+    @property
+    def compiler_environ(self) -> dict[str, str]:
+        """The environment of workers that compile for a device they do not have: threads for their share of the cores.
+
+        Where the cores are the device, fewer threads would make another program.
+        """
+        if self.target is None or _THREADS in os.environ:
+            return {}
+        return {_THREADS: str(max(1, machine.available_cpus() // self.slots))}
 
     @property
     def confirms(self) -> bool:

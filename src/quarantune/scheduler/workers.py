@@ -302,9 +302,12 @@ class DeviceState:
 class Workers:
     """The workers that live, or have not yet been seen to end."""
 
-    def __init__(self, sandbox: SandboxLike, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, sandbox: SandboxLike, clock: Callable[[], float], compiler_environ: Mapping[str, str] | None = None
+    ) -> None:
         self._sandbox = sandbox
         self._clock = clock
+        self._compiler_environ = compiler_environ or {}
         self._by_number: dict[int, Worker] = {}
 
     def __iter__(self) -> Iterator[Worker]:
@@ -353,7 +356,7 @@ class Workers:
     ) -> Worker:
         """Starts a worker with its first task."""
         is_spare = state is WorkerState.SPARE
-        environ = {} if device is None else device.device.environ
+        environ = self._compiler_environ if device is None else device.device.environ
         number = self._sandbox.start(codec.encode(task), fds=fds, environ=environ)
         deadline = NEVER if is_spare else self.startup_deadline()
         worker = Worker(number, job, device, deadline, state, was_spare=is_spare)
