@@ -8,11 +8,11 @@ import fnmatch
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune.cache import CacheKey, Contents, Entry, Store, TuningCache, exchange, pruning, safe_name
+from quarantune.cache import CacheKey, Contents, Entry, EntryPair, Store, TuningCache, exchange, pruning, safe_name
 from quarantune.cli.output import DONE, FAILED, InputError, Output, columns, counted, input_errors
 from quarantune.values import settings as environment
 from quarantune.values.call_text import call_text
@@ -29,70 +29,68 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _HIDDEN = ("schema", "config", "key_values", "kernels", "time_ms", "default_time_ms", "speedup_interval")
 
 
-def path(options: argparse.Namespace, out: Output) -> int:
+def cache_path(options: argparse.Namespace, out: Output) -> int:
     """Prints the cache directory."""
     out.line(str(_directory()))
     return DONE
 
 
-def list_entries(options: argparse.Namespace, out: Output) -> int:
+def cache_list(options: argparse.Namespace, out: Output) -> int:
     """Prints a line for each result, grouped by function and device."""
     store = opened()
-    records, found = [], False
-    for name, contents in _chosen(store, options):
-        for device, entries in contents.items():
-            if found:
-                out.line()
-            found = True
-            out.line(out.styled(f"{printable(name)} on {printable(device)}", "1"))
-            if out.as_json:
-                records += [_record(CacheKey(name, key, device), entry) for key, entry in entries.items()]
-            else:
-                out.line("\n".join(columns([_row(entry) for entry in entries.values()], indent="  ")))
-    if not found:
-        out.line(f"nothing is cached in {str(store.directory)!r}")
-    out.json(records)
+    if out.as_json:
+        out.json([_record(key, entry) for key, entry in _entries(_chosen(store, options))])
+    else:
+        _print(
+            out,
+            store,
+            (
+                (f"{printable(name)} on {printable(device)}", columns(map(_row, entries.values()), indent="  "))
+                for name, contents in _chosen(store, options)
+                for device, entries in contents.items()
+            ),
+        )
     return DONE
 
 
-def show(options: argparse.Namespace, out: Output) -> int:
+def cache_show(options: argparse.Namespace, out: Output) -> int:
     """Prints all that is saved about the results of a function."""
     store = opened()
-    records, found = [], False
-    for name, contents in _chosen(store, options):
-        for key, entry in exchange.entries_of(name, contents):
-            if found:
-                out.line()
-            found = True
-            records.append(_record(key, entry) | {"entry": entry})
-            first, *lines = _details(key, entry)
-            out.line("\n".join([out.styled(first, "1"), *lines]))
-    if not found:
-        out.line(f"nothing is cached in {str(store.directory)!r}")
-    out.json(records)
+    if out.as_json:
+        out.json([_record(key, entry) | {"entry": entry} for key, entry in _entries(_chosen(store, options))])
+    else:
+        _print(out, store, (_details(key, entry) for key, entry in _entries(_chosen(store, options))))
     return DONE
 
 
-def diff(options: argparse.Namespace, out: Output) -> int:
+def _print(out: Output, store: Store, blocks: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Prints blocks of lines, each below its title, or that there are none."""
+    number = 0
+    for number, (title, lines) in enumerate(blocks, start=1):
+        if number > 1:
+            out.line()
+        out.line("\n".join([out.styled(title, "1"), *lines]))
+    if not number:
+        out.line(f"nothing is cached in {str(store.directory)!r}")
+
+
+def cache_diff(options: argparse.Namespace, out: Output) -> int:
     """Compares the configs of two caches."""
-    here, there = _entries(opened()), _entries(_other(options.other))
+    here, there = _all(opened()), _all(_other(options.other))
     found = exchange.compare(here, there)
     out.line(printable_lines(str(found)))
     out.json(
         {
-            "only_here": [_key(key) for key in found.only_here],
-            "only_there": [_key(key) for key in found.only_there],
-            "different": [
-                _key(pair.key) | {"here": pair.kept.get("config"), "there": pair.other.get("config")}
-                for pair in found.different
-            ],
-            "same": [_key(key) for key in found.same],
+            "only_here": _keys(found.only_here),
+            "only_there": _keys(found.only_there),
+            "different": _pairs(found.different, "here", "there"),
+            "same": _keys(found.same),
         }
     )
     return FAILED if found.only_here or found.only_there or found.different else DONE
 
 
-def verify(options: argparse.Namespace, out: Output) -> int:
+def cache_verify(options: argparse.Namespace, out: Output) -> int:
     """Checks every file of the cache; with functions, also measures their winners again."""
     directory = opened().directory
     measure_again = _measuring(directory, options.functions) if options.functions else None
@@ -113,7 +111,7 @@ def verify(options: argparse.Namespace, out: Output) -> int:
         summary = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
         out.line(f"{counted(len(entries), 'result')} looked at" + (f": {summary}" if summary else ""))
         document["entries"] = [entry.to_dict() for entry in entries]
-        is_right &= not any(entry.verdict == "stale" for entry in entries)
+        is_right &= "stale" not in verdicts
     out.json(document)
     return DONE if is_right else FAILED
 
@@ -141,7 +139,7 @@ def _measuring(directory: Path, names: Sequence[str]) -> Callable[[], list[Verif
     return measure_again
 
 
-def merge(options: argparse.Namespace, out: Output) -> int:
+def cache_merge(options: argparse.Namespace, out: Output) -> int:
     """Copies the results of other caches into this one."""
     others = [_other(other).directory for other in options.others]
     cache = TuningCache(opened().directory)
@@ -149,23 +147,13 @@ def merge(options: argparse.Namespace, out: Output) -> int:
     for other in others:
         report = cache.merge(other)
         out.line(printable_lines(f"{other}: {report}"))
-        records.append(
-            {
-                "directory": str(other),
-                "added": [_key(key) for key in report.added],
-                "updated": [_key(key) for key in report.updated],
-                "unchanged": [_key(key) for key in report.unchanged],
-                "conflicts": [
-                    _key(pair.key) | {"kept": pair.kept.get("config"), "other": pair.other.get("config")}
-                    for pair in report.conflicts
-                ],
-            }
-        )
+        keys = {name: _keys(getattr(report, name)) for name in ("added", "updated", "unchanged")}
+        records.append({"directory": str(other), **keys, "conflicts": _pairs(report.conflicts, "kept", "other")})
     out.json(records)
     return DONE
 
 
-def export(options: argparse.Namespace, out: Output) -> int:
+def cache_export(options: argparse.Namespace, out: Output) -> int:
     """Writes results into a directory that a package can ship."""
     cache = TuningCache(opened().directory)
     with input_errors(ValueError):
@@ -173,11 +161,11 @@ def export(options: argparse.Namespace, out: Output) -> int:
     if not keys:
         raise InputError(f"nothing is cached in {str(cache.directory)!r}, so there is nothing to export")
     out.line(f"{counted(len(keys), 'result')} written to {options.directory}")
-    out.json({"directory": str(Path(options.directory).absolute()), "written": [_key(key) for key in keys]})
+    out.json({"directory": str(Path(options.directory).absolute()), "written": _keys(keys)})
     return DONE
 
 
-def prune(options: argparse.Namespace, out: Output) -> int:
+def cache_prune(options: argparse.Namespace, out: Output) -> int:
     """Removes remains, and old results if an age is given."""
     age_s = None if options.older_than is None else _seconds(options.older_than)
     store = opened()
@@ -193,22 +181,14 @@ def prune(options: argparse.Namespace, out: Output) -> int:
         is_chosen=is_chosen,
         dry_run=options.dry_run,
     )
-    for key in found.entries:
-        out.line(printable(str(key)))
-    for file in found.files:
-        out.line(printable(str(file)))
+    for item in (*found.entries, *found.files):
+        out.line(printable(str(item)))
     numbers = ((len(found.entries), "result"), (len(found.files), "other file"))
     removed = " and ".join(counted(number, noun) for number, noun in numbers if number)
     verb = "would be removed" if options.dry_run else "removed"
     kept = "" if age_s is not None else "; results of any age stay without --older-than"
     out.line(f"{removed or 'nothing'} {verb}{kept}")
-    out.json(
-        {
-            "dry_run": options.dry_run,
-            "results": [_key(key) for key in found.entries],
-            "files": [str(file) for file in found.files],
-        }
-    )
+    out.json({"dry_run": options.dry_run, "results": _keys(found.entries), "files": list(map(str, found.files))})
     return DONE
 
 
@@ -222,32 +202,37 @@ def _directory() -> Path:
 
 def opened() -> Store:
     """Returns the entries of the cache, which are only read; there may be none yet."""
-    return _opened(_directory(), may_be_new=True, remedy="give another one with --cache-dir or QUARANTUNE_CACHE_DIR")
+    directory = _directory()
+    if not os.path.lexists(directory):
+        return Store(directory, read_only=True)
+    return _opened(directory, remedy="give another one with --cache-dir or QUARANTUNE_CACHE_DIR")
 
 
 def _other(directory: str) -> Store:
-    return _opened(Path(directory).expanduser(), may_be_new=False, remedy="give the directory of a cache")
+    return _opened(Path(directory).expanduser(), remedy="give the directory of a cache")
 
 
-def _opened(directory: Path, *, may_be_new: bool, remedy: str) -> Store:
+def _opened(directory: Path, *, remedy: str) -> Store:
+    if not os.path.lexists(directory):
+        raise InputError(f"there is no directory {str(directory)!r}: {remedy}")
     if not directory.is_dir():
-        if os.path.lexists(directory):
-            raise InputError(f"{str(directory)!r} is no directory: {remedy}")
-        if not may_be_new:
-            raise InputError(f"there is no directory {str(directory)!r}: {remedy}")
+        raise InputError(f"{str(directory)!r} is no directory: {remedy}")
     try:
-        if directory.is_dir():
-            with os.scandir(directory) as found:
-                next(found, None)
+        with os.scandir(directory) as found:
+            next(found, None)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise InputError(f"{str(directory)!r} cannot be read ({reason}): make it readable, or {remedy}") from error
     return Store(directory, read_only=True)
 
 
-def _entries(store: Store) -> Iterator[tuple[CacheKey, Entry]]:
-    for name in store.names():
-        yield from exchange.entries_of(name, store.read(name))
+def _all(store: Store) -> Iterator[tuple[CacheKey, Entry]]:
+    return _entries((name, store.read(name)) for name in store.names())
+
+
+def _entries(contents: Iterable[tuple[str, Contents]]) -> Iterator[tuple[CacheKey, Entry]]:
+    for name, entries in contents:
+        yield from exchange.entries_of(name, entries)
 
 
 def _chosen(store: Store, options: argparse.Namespace) -> Iterator[tuple[str, Contents]]:
@@ -306,27 +291,32 @@ def _record(key: CacheKey, entry: Entry) -> JsonObject:
     return {
         **_key(key),
         "call": call_text(entry.get("key_values")),
-        "config": entry.get("config"),
-        "time_ms": entry.get("time_ms"),
-        "default_time_ms": entry.get("default_time_ms"),
+        **{name: entry.get(name) for name in ("config", "time_ms", "default_time_ms", "created")},
         "speedup": times_of(entry).speedup,
         "speedup_interval": times_of(entry).interval,
-        "created": entry.get("created"),
     }
 
 
-def _key(key: CacheKey) -> dict[str, str]:
+def _key(key: CacheKey) -> JsonObject:
     return {"function": key.kernel_type, "device": key.device, "key": key.problem_size}
 
 
-def _details(key: CacheKey, entry: Entry) -> Iterator[str]:
-    """Yields the lines about one result."""
-    yield f"{printable(key.kernel_type)}({call_text(entry.get('key_values'))})"
+def _keys(keys: Iterable[CacheKey]) -> list[JsonObject]:
+    return [_key(key) for key in keys]
+
+
+def _pairs(pairs: Iterable[EntryPair], first: str, second: str) -> list[JsonObject]:
+    return [_key(it.key) | {first: it.kept.get("config"), second: it.other.get("config")} for it in pairs]
+
+
+def _details(key: CacheKey, entry: Entry) -> tuple[str, Iterable[str]]:
+    """Returns the title and the lines about one result."""
     rows = [("device", printable(key.device)), ("config", _config(entry))]
     if (times := times_of(entry)).best_ms > 0:
         rows.append(("time", times.text()))
     rows += [(name, _text(value)) for name, value in entry.items() if name not in _HIDDEN and value]
-    yield from columns([*rows, ("key", printable(key.problem_size))], indent="  ")
+    lines = columns([*rows, ("key", printable(key.problem_size))], indent="  ")
+    return f"{printable(key.kernel_type)}({call_text(entry.get('key_values'))})", lines
 
 
 def _text(value: Any) -> str:

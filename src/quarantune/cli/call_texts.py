@@ -7,32 +7,22 @@ import ast
 import dataclasses
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from quarantune.cli.output import InputError
 from quarantune.values.texts import did_you_mean, shown
 
-_FLOATS = [
-    *(
-        f"float8_{kind}"
-        for kind in ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
-    ),
-    "float4_e2m1fn",
-    "bfloat16",
-    *(f"float{bits}" for bits in (16, 32, 64)),
-    "complex64",
-    "complex128",
+_FLOAT8 = ("e3m4", "e4m3", "e4m3b11fnuz", "e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+_NAMES = [
+    *("bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128", "float4_e2m1fn"),
+    *(f"float8_{kind}" for kind in _FLOAT8),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)),
 ]
-_INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (2, 4, 8, 16, 32, 64)]
-_DTYPES = {name: name for name in ("bool", *_INTEGERS, *_FLOATS)}
-_DTYPES |= {re.sub("float", "f", name): name for name in _FLOATS if "float" in name}
-_DTYPES |= {re.sub("complex", "c", name): name for name in _FLOATS if "complex" in name}
-_DTYPES |= {re.sub("int", "i", name): name for name in _INTEGERS if name[0] == "i"}
-_DTYPES |= {re.sub("int", "s", name): name for name in _INTEGERS if name[0] == "i"}
-_DTYPES |= {re.sub("uint", "u", name): name for name in _INTEGERS if name[0] == "u"}
-_DTYPES |= {"pred": "bool"}
+_SHORT = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"), ("int", "s"))
+_DTYPES = {name: name for name in _NAMES} | {"pred": "bool"}
+_DTYPES |= {name.replace(long, short): name for long, short in _SHORT for name in _NAMES if name.startswith(long)}
 """The dtypes by the names of NumPy, of JAX (`i32`) and of XLA (`s32`, `pred`)."""
 
 _NAME = r"(?:(?P<name>[^\W\d]\w*)\s*=\s*)?"
@@ -57,47 +47,44 @@ class ArrayText:
 
 
 @dataclasses.dataclass(frozen=True)
-class CallText:
+class Call:
     """The arguments of one call.
 
     Attributes:
-        args: the positional arguments: `ArrayText`, numbers, booleans and None.
+        args: the positional arguments: `ArrayText`, numbers, booleans and None; or those that the function takes.
         kwargs: the keyword arguments, which may also be strings.
+        source: the option that gave it, for messages.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    source: str = "--args"
+
+    def with_statics(self, statics: Mapping[str, Any]) -> Call:
+        """Returns the call with the static parameters of all calls.
+
+        Raises:
+            InputError: it sets one of them itself.
+        """
+        if twice := sorted(statics.keys() & self.kwargs.keys()):
+            raise InputError(f"{self.source} and --static both give {twice[0]}: leave one out")
+        return dataclasses.replace(self, kwargs={**self.kwargs, **statics})
 
 
-@dataclasses.dataclass(frozen=True)
-class Texts:
-    """The calls as the options give them, checked as far as that is possible without the function.
-
-    Attributes:
-        calls: the calls; None where `--inputs` makes them.
-        statics: the static parameters of all calls.
-    """
-
-    calls: Sequence[tuple[CallText, str]] | None
-    statics: Mapping[str, Any]
-
-
-def read(options: argparse.Namespace) -> Texts:
-    """Returns the calls of a command, before its function and JAX are imported.
+def read(options: argparse.Namespace) -> list[Call] | None:
+    """Returns the calls of a command, before its function and JAX are imported; None where `--inputs` makes them.
 
     Raises:
         InputError: an option describes no call.
     """
     statics = parse_statics(options.static)
-    if options.args is not None:
-        return Texts([(parse_call(options.args), "--args")], statics)
-    if options.shapes is not None:
-        found = read_calls(options.shapes)
-        return Texts([(call, f"--shapes, call {number}") for number, call in enumerate(found, start=1)], statics)
-    return Texts(None, statics)
+    if options.inputs is not None:
+        return None
+    found = [parse_call(options.args)] if options.args is not None else read_calls(options.shapes)
+    return [call.with_statics(statics) for call in found]
 
 
-def parse_call(text: str, *, source: str = "--args") -> CallText:
+def parse_call(text: str, *, source: str = "--args") -> Call:
     """Returns the arguments that a text describes.
 
     Args:
@@ -133,7 +120,7 @@ def parse_call(text: str, *, source: str = "--args") -> CallText:
             kwargs[name] = value
         separator = _BETWEEN.match(rest, found.end())
         rest = rest[separator.end() if separator else len(rest) :]
-    return CallText(tuple(args), kwargs)
+    return Call(tuple(args), kwargs)
 
 
 def parse_value(text: str) -> Any:
@@ -163,7 +150,7 @@ def parse_statics(given: Iterable[str]) -> Mapping[str, Any]:
     return statics
 
 
-def read_calls(path: str) -> list[CallText]:
+def read_calls(path: str) -> list[Call]:
     """Returns the calls in a file, one on each line; empty lines and those that begin with `#` are left out.
 
     Args:
@@ -172,27 +159,17 @@ def read_calls(path: str) -> list[CallText]:
     Raises:
         InputError: the file cannot be read, holds no call, or a line is none.
     """
+    name = "stdin" if path == "-" else path
     try:
-        if path == "-":
-            return _calls_in(sys.stdin, "stdin")
-        with Path(path).open(encoding="utf-8") as file:
-            return _calls_in(file, path)
+        lines = (sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise InputError(f"--shapes {shown(path)} cannot be read ({reason}): name a text file") from error
-
-
-def _calls_in(file: TextIO, source: str) -> list[CallText]:
-    calls = list(_parsed(file, source))
-    if not calls:
-        raise InputError(f"{source} holds no call: write the arguments of one on each line, as f32[8,128] f32[128]")
-    return calls
-
-
-def _parsed(lines: Iterable[str], source: str) -> Iterator[CallText]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            yield parse_call(line, source=f"{source}, line {number}")
+    given = {number: line for number, line in enumerate(lines, start=1) if line.partition("#")[0].strip()}
+    if not given:
+        raise InputError(f"{name} holds no call: write the arguments of one on each line, as f32[8,128] f32[128]")
+    calls = [parse_call(line, source=f"{name}, line {number}") for number, line in given.items()]
+    return [dataclasses.replace(call, source=f"--shapes, call {at}") for at, call in enumerate(calls, start=1)]
 
 
 def _array(dtype: str, sizes: str, source: str, text: str) -> ArrayText:

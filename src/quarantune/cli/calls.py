@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import inspect
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quarantune.cli import functions
-from quarantune.cli.call_texts import ArrayText, CallText, Texts
+from quarantune.cli.call_texts import ArrayText, Call, parse_statics
 from quarantune.cli.output import InputError, message_of
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport.problem import as_structs, is_array
@@ -19,51 +18,39 @@ from quarantune.values.describe import canonical_dtype, describe_array
 from quarantune.values.texts import did_you_mean, shown
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """The arguments of one call.
+def describe(call: Call, signature: inspect.Signature) -> str:
+    """Returns the arguments of a call by name on one line."""
+    import jax
 
-    Attributes:
-        args: the positional arguments.
-        kwargs: the keyword arguments.
-        source: the option that gave it, for messages.
-    """
+    def leaf(value: Any) -> Any:
+        return describe_array(value, canonical_dtype(value.dtype)) if is_array(value) else value
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    source: str
-
-    def describe(self, signature: inspect.Signature) -> str:
-        """Returns the arguments by name on one line."""
-        import jax
-
-        def leaf(value: Any) -> Any:
-            return describe_array(value, canonical_dtype(value.dtype)) if is_array(value) else value
-
-        args, kwargs = as_structs(self.args, self.kwargs)
-        bound = signature.bind_partial(*args, **kwargs).arguments
-        return call_text({name: jax.tree.map(leaf, value) for name, value in bound.items()})
+    args, kwargs = as_structs(call.args, call.kwargs)
+    bound = signature.bind_partial(*args, **kwargs).arguments
+    return call_text({name: jax.tree.map(leaf, value) for name, value in bound.items()})
 
 
-def make(function: TunedFunction, texts: Texts, options: argparse.Namespace) -> list[Call]:
-    """Returns the calls of a function.
+def make(function: TunedFunction, options: argparse.Namespace) -> list[Call]:
+    """Returns the calls of a function that the options give; `calls` are those of texts, None where there are none.
 
     Raises:
         InputError: the function does not take one of them, or the function for `--inputs` gives none.
     """
-    if texts.calls is None:
-        calls = list(_inputs(functions.load(options.inputs, option="--inputs"), options.inputs))
+    if options.calls is None:
+        statics = parse_statics(options.static)
+        found = _inputs(functions.load(options.inputs, option="--inputs"), options.inputs)
+        calls = [call.with_statics(statics) for call in found]
     else:
-        calls = [_call(text, source) for text, source in texts.calls]
-    calls = [_with_statics(call, texts.statics) for call in calls]
+        calls = [_with_structs(call) for call in options.calls]
     for call in calls:
         _check(call, function, options.function)
     return calls
 
 
-def _call(text: CallText, source: str) -> Call:
-    args = tuple(_value(value, source) for value in text.args)
-    return Call(args, {name: _value(value, source) for name, value in text.kwargs.items()}, source)
+def _with_structs(call: Call) -> Call:
+    args = tuple(_value(value, call.source) for value in call.args)
+    kwargs = {name: _value(value, call.source) for name, value in call.kwargs.items()}
+    return Call(args, kwargs, call.source)
 
 
 def _value(value: Any, source: str) -> Any:
@@ -90,26 +77,16 @@ def _inputs(make_inputs: Any, name: str) -> Iterator[Call]:
     except TypeError as error:
         raise InputError(f"--inputs {name} needs arguments ({error}): give its parameters defaults") from None
     given = make_inputs()
-    given = given if inspect.isgenerator(given) else [given]
-    number = 0
-    for number, arguments in enumerate(given, start=1):
-        source = f"--inputs, call {number}"
-        if isinstance(arguments, Mapping):
-            yield Call((), dict(arguments), source)
-        elif isinstance(arguments, (tuple, list)):
-            yield Call(tuple(arguments), {}, source)
-        else:
+    listed = list(given) if inspect.isgenerator(given) else [given]
+    for number, arguments in enumerate(listed, start=1):
+        if not isinstance(arguments, (Mapping, tuple, list)):
             raise InputError(
                 f"--inputs {name} returned {shown(arguments)}: return a tuple of arguments, or a dict of them by name"
             )
-    if not number:
+        args, kwargs = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
+        yield Call(args, kwargs, f"--inputs, call {number}")
+    if not listed:
         raise InputError(f"--inputs {name} yielded nothing: yield the arguments of each call")
-
-
-def _with_statics(call: Call, statics: Mapping[str, Any]) -> Call:
-    if twice := sorted(statics.keys() & call.kwargs.keys()):
-        raise InputError(f"{call.source} and --static both give {twice[0]}: leave one out")
-    return dataclasses.replace(call, kwargs={**call.kwargs, **statics})
 
 
 def _check(call: Call, function: TunedFunction, name: str) -> None:
@@ -143,13 +120,13 @@ def _check(call: Call, function: TunedFunction, name: str) -> None:
     missing = [
         parameter.name
         for parameter in parameters.values()
-        if parameter.name not in bound
+        if parameter.name not in {*bound, *function.tunables}
         and parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     # Which parameters are tuned is not known yet where a function makes the configs; these need not be given.
-    if function.tunables and (needed := [parameter for parameter in missing if parameter not in function.tunables]):
-        raise InputError(f"{call.source}: no value for {', '.join(needed)}: {name} takes {_shown_signature(function)}")
+    if function.tunables and missing:
+        raise InputError(f"{call.source}: no value for {', '.join(missing)}: {name} takes {_shown_signature(function)}")
 
 
 def _shown_signature(function: TunedFunction) -> str:

@@ -26,7 +26,7 @@ def check(options: argparse.Namespace, out: Output) -> int:
         raise InputError(f"{options.function} is no autotuned function: check one of the kernels that it calls")
     function = ahead.function_of(tuned)
     records, ended_well = [], True
-    for call in calls.make(function, options.texts, options):
+    for call in calls.make(function, options):
         with input_errors(TypeError, ValueError, ImportError):
             report = compile_check(
                 tuned,
@@ -39,7 +39,7 @@ def check(options: argparse.Namespace, out: Output) -> int:
                 again=options.again,
                 **call.kwargs,
             )
-        described = call.describe(function.signature)
+        described = calls.describe(call, function.signature)
         out.line(f"{function.name}({described}) on {target.name}")
         out.line(report.table(width=out.width))
         if report.known:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
 DONE, FAILED, WRONG, INTERRUPTED, UNREAD = 0, 1, 2, 130, 141
@@ -108,8 +108,9 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def columns(rows: Sequence[Sequence[str]], *, indent: str = "") -> Iterator[str]:
+def columns(rows: Iterable[Sequence[str]], *, indent: str = "") -> Iterator[str]:
     """Yields the lines of a table without rules, the last column as wide as it needs to be."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
+    listed = list(rows)
+    widths = [max(map(len, column)) for column in zip(*listed, strict=True)]
+    for row in listed:
         yield (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()

@@ -7,14 +7,13 @@ import itertools
 import re
 import sys
 import textwrap
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from quarantune._version import __version__
 from quarantune.cli.output import ERROR_STYLE, styled
 from quarantune.values.texts import did_you_mean
 
-_FUNCTION = "the function: MODULE:FUNCTION, as in kernels:matmul, or path/kernels.py:matmul"
 _EPILOG = """\
 exit codes:
   0  done
@@ -31,7 +30,8 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+        formatter = argparse.RawDescriptionHelpFormatter
+        super().__init__(**options, allow_abbrev=False, add_help=False, formatter_class=formatter)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Reads the words of this command, and refuses what it does not take, so that its own help is named."""
@@ -76,105 +76,6 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def make_parser() -> Parser:
-    """Returns the parser of all commands; `run` names the function that handles one, as `module:function`."""
-    parser = Parser(
-        prog="quarantune",
-        description="Tune JAX and Pallas kernels, and look at what is tuned.",
-        epilog=_EPILOG,
-    )
-    parser.set_defaults(run="", parser=parser)
-    parser.add_argument("-V", "--version", action="version", version=f"quarantune {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    _add_tune(commands)
-    _add_run(commands)
-    _add_check(commands)
-    _add_cache(commands)
-    _add_report(commands)
-    _add_replay(commands)
-    command = _add(commands, "targets", "targets:show", "list the devices that `check` can compile for")
-    _json(command)
-    command = _add(
-        commands,
-        "doctor",
-        "doctor:run",
-        "look at this machine: what it gives to tuning, and what is in the way",
-        details="Takes some 10 s, most of it for real sweeps in the sandbox. The exit code is 1 if something essential "
-        "fails.",
-    )
-    _cache_dir(command)
-    _json(command)
-    command = _add(
-        commands,
-        "completion",
-        "completion:show",
-        "print a script that completes commands and options in a shell",
-        examples=(
-            "source <(quarantune completion bash)            # in ~/.bashrc",
-            "source <(quarantune completion zsh)             # in ~/.zshrc",
-            "quarantune completion fish | source             # in config.fish",
-        ),
-    )
-    command.add_argument("shell", choices=("bash", "zsh", "fish"))
-    command = _add(commands, "help", "program:show_help", "show the help of a command")
-    command.add_argument("words", metavar="COMMAND", nargs="*", help="the command, as in: quarantune help cache prune")
-    return parser
-
-
-def _add(
-    commands: Any, name: str, run: str, about: str, *, details: str = "", examples: tuple[str, ...] = ()
-) -> Parser:
-    """Adds a command and returns its parser."""
-    shown = "\n".join(["examples:", *(f"  {example}" for example in examples)]) if examples else None
-    about_it = textwrap.fill(f"{about[0].upper()}{about[1:]}. {details}".strip(), 79)
-    command: Parser = commands.add_parser(name, help=about, description=about_it, epilog=shown)
-    command.set_defaults(run=run, command=command.prog.removeprefix("quarantune "))
-    return command
-
-
-def _json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help='print JSON, which the page "The command line" describes')
-
-
-def _cache_dir(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--cache-dir", metavar="DIR", help="the cache directory (default: QUARANTUNE_CACHE_DIR, or the user's cache)"
-    )
-
-
-def _calls(command: Parser) -> None:
-    """Adds the options that say which calls of a function are meant."""
-    command.add_argument("function", metavar="MODULE:FUNCTION", help=_FUNCTION)
-    given = command.add_mutually_exclusive_group(required=True)
-    given.add_argument(
-        "--args",
-        action=_Once,
-        metavar="ARGUMENTS",
-        help="the arguments of one call: arrays as dtype[sizes], numbers, and name=value, "
-        "as in 'bf16[4096,4096] bf16[4096,4096] causal=true'",
-    )
-    given.add_argument(
-        "--shapes",
-        action=_Once,
-        metavar="FILE",
-        help="a file with the arguments of one call on each line, as in --args; - for stdin",
-    )
-    given.add_argument(
-        "--inputs",
-        action=_Once,
-        metavar="MODULE:FUNCTION",
-        help="a function without parameters that returns the arguments: a tuple, or a dict of keyword arguments; "
-        "or that yields such for one call after another",
-    )
-    command.add_argument(
-        "--static",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="the value of a static parameter in all calls; may be repeated",
-    )
-
-
 def _number(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
     """Returns a parser of numbers above 0."""
 
@@ -194,206 +95,270 @@ _COUNT = _number(int, "whole number of at least 1")
 _SECONDS = _number(float, "number of seconds above 0")
 
 
-def _add_tune(commands: Any) -> None:
-    command = _add(
-        commands,
-        "tune",
-        "tune:tune",
+_Option: TypeAlias = tuple[str, Mapping[str, Any]]
+"""The names of an option or argument, and the keywords of `add_argument`."""
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        about: its help in one line.
+        options: its options; of those that stand together in a list, exactly one has to be given.
+        details: further sentences of its help.
+        examples: how it is called.
+    """
+
+    about: str
+    options: Sequence[_Option | list[_Option]] = ()
+    details: str = ""
+    examples: Sequence[str] = ()
+
+
+def _value(form: str, about: str, **keywords: Any) -> _Option:
+    """Returns an option with a value or an argument; its form is that of its help, as in `-o --output FILE`."""
+    names, _, metavar = form.rpartition(" ")
+    return names, {"metavar": metavar, "help": about, **keywords}
+
+
+def _flag(names: str, about: str, **keywords: Any) -> _Option:
+    return names, {"action": "store_true", "help": about, **keywords}
+
+
+_JSON = _flag("--json", 'print JSON, which the page "The command line" describes')
+_CACHE_DIR = _value("--cache-dir DIR", "the cache directory (default: QUARANTUNE_CACHE_DIR, or the user's cache)")
+_COMMON = (_CACHE_DIR, _JSON)
+_KIND = _value("--device KIND", "only results for this kind of device")
+_ANY_NAMES = "functions by their names in the cache, in which * stands for any text (default: all)"
+_CHOSEN = (_value("names NAME", _ANY_NAMES, nargs="*"), _KIND, *_COMMON)
+"""The options that choose entries of a cache."""
+_CALLS = (
+    _value(
+        "function MODULE:FUNCTION",
+        "the function: MODULE:FUNCTION, as in kernels:matmul, or path/kernels.py:matmul",
+    ),
+    [
+        _value(
+            "--args ARGUMENTS",
+            "the arguments of one call: arrays as dtype[sizes], numbers, and name=value, "
+            "as in 'bf16[4096,4096] bf16[4096,4096] causal=true'",
+            action=_Once,
+        ),
+        _value(
+            "--shapes FILE",
+            "a file with the arguments of one call on each line, as in --args; - for stdin",
+            action=_Once,
+        ),
+        _value(
+            "--inputs MODULE:FUNCTION",
+            "a function without parameters that returns the arguments: a tuple, or a dict of keyword arguments; "
+            "or that yields such for one call after another",
+            action=_Once,
+        ),
+    ],
+    _value(
+        "--static NAME=VALUE",
+        "the value of a static parameter in all calls; may be repeated",
+        action="append",
+        default=[],
+    ),
+)
+"""The options that say which calls of a function are meant."""
+
+_HELP = _flag("-h --help", "show this help message and exit", action="help")
+COMMANDS: Mapping[str, Command] = {
+    "": Command(
+        "tune JAX and Pallas kernels, and look at what is tuned",
+        (_flag("-V --version", "show the version and exit", action="version", version=f"quarantune {__version__}"),),
+    ),
+    "tune": Command(
         "tune a function ahead of time, and save the winners in the cache",
-        details="Calls that are tuned already are left alone, unless --force is given.",
-        examples=(
+        (
+            *_CALLS,
+            _flag("--force", "tune calls again that are tuned already"),
+            _value(
+                "--search NAME",
+                'auto, exhaustive, random, surrogate or optuna:<sampler>: see the page "Searching large spaces"',
+            ),
+            _value("--max-trials N", "try at most N configs for each call", type=_COUNT),
+            _value("--time-budget S", "try configs for at most S seconds per call", type=_SECONDS),
+            _value(
+                "--executor ADDRESS",
+                "tune on a cluster: dask://HOST:PORT, ray://HOST:PORT, or ray://auto "
+                '(see the page "Beyond one machine")',
+            ),
+            *_COMMON,
+        ),
+        "Calls that are tuned already are left alone, unless --force is given.",
+        (
             "quarantune tune kernels:matmul --args 'bf16[4096,4096] bf16[4096,4096]'",
             "quarantune tune kernels.py:attention --shapes shapes.txt --static causal=true",
             "quarantune tune kernels:matmul --inputs kernels:real_inputs --max-trials 200",
         ),
-    )
-    _calls(command)
-    command.add_argument("--force", action="store_true", help="tune calls again that are tuned already")
-    command.add_argument(
-        "--search",
-        metavar="NAME",
-        help='auto, exhaustive, random, surrogate or optuna:<sampler>: see the page "Searching large spaces"',
-    )
-    command.add_argument("--max-trials", metavar="N", type=_COUNT, help="try at most N configs for each call")
-    command.add_argument("--time-budget", metavar="S", type=_SECONDS, help="try configs for at most S seconds per call")
-    command.add_argument(
-        "--executor",
-        metavar="ADDRESS",
-        help='tune on a cluster: dask://HOST:PORT, ray://HOST:PORT, or ray://auto (see the page "Beyond one machine")',
-    )
-    _cache_dir(command)
-    _json(command)
-
-
-def _add_run(commands: Any) -> None:
-    command = _add(
-        commands,
-        "run",
-        "run:run",
+    ),
+    "run": Command(
         "run one config alone in the sandbox, and show everything that it prints",
-        details="Nothing is saved. The exit code is 1 unless the config works.",
-        examples=("""quarantune run kernels:matmul --config '{"bm": 64}' --args 'bf16[4096,4096] bf16[4096,4096]'""",),
-    )
-    _calls(command)
-    command.add_argument(
-        "--config", metavar="JSON", required=True, help="the config; what it leaves out has the function's defaults"
-    )
-    _json(command)
-
-
-def _add_check(commands: Any) -> None:
-    command = _add(
-        commands,
-        "check",
-        "check:check",
+        (
+            *_CALLS,
+            _value("--config JSON", "the config; what it leaves out has the function's defaults", required=True),
+            _JSON,
+        ),
+        "Nothing is saved. The exit code is 1 unless the config works.",
+        ("""quarantune run kernels:matmul --config '{"bm": 64}' --args 'bf16[4096,4096] bf16[4096,4096]'""",),
+    ),
+    "check": Command(
         "compile all configs of a function for a device that need not be here",
-        details="Nothing runs. The exit code is 1 if no config compiles, or with --all if one does not.",
-        examples=(
+        (
+            *_CALLS,
+            _value("--target NAME", "the device; `quarantune targets` lists them", required=True),
+            _flag("--all", "exit with 1 unless every config compiles"),
+            _flag("--again", "compile what earlier checks have compiled, too"),
+            _value("--compile-timeout S", "seconds for compiling one config", type=_SECONDS),
+            _value("--memory-limit SIZE", "host memory for compiling one config, as 8GB"),
+            _value("--jobs N", "how many configs compile at a time", type=_COUNT),
+            *_COMMON,
+        ),
+        "Nothing runs. The exit code is 1 if no config compiles, or with --all if one does not.",
+        (
             "quarantune check kernels:matmul --target 'TPU v5e' --args 'bf16[4096,4096] bf16[4096,4096]'",
             "quarantune check kernels.py:matmul --target h100 --all --shapes shapes.txt",
         ),
-    )
-    _calls(command)
-    command.add_argument("--target", metavar="NAME", required=True, help="the device; `quarantune targets` lists them")
-    command.add_argument("--all", action="store_true", help="exit with 1 unless every config compiles")
-    command.add_argument("--again", action="store_true", help="compile what earlier checks have compiled, too")
-    command.add_argument("--compile-timeout", metavar="S", type=_SECONDS, help="seconds for compiling one config")
-    command.add_argument("--memory-limit", metavar="SIZE", help="host memory for compiling one config, as 8GB")
-    command.add_argument("--jobs", metavar="N", type=_COUNT, help="how many configs compile at a time")
-    _cache_dir(command)
-    _json(command)
-
-
-def _chosen(command: Parser, *, names: str) -> None:
-    """Adds the options that choose entries of a cache."""
-    command.add_argument("names", metavar="NAME", nargs="*", help=names)
-    command.add_argument("--device", metavar="KIND", help="only results for this kind of device")
-
-
-def _add_cache(commands: Any) -> None:
-    cache = commands.add_parser(
-        "cache",
-        help="look at saved results, compare, copy and remove them",
-        description="Look at saved results, compare, copy and remove them.",
-    )
-    cache.set_defaults(run="", command="cache", parser=cache)
-    known = cache.add_subparsers(title="commands", metavar="COMMAND", dest="action")
-    any_names = "functions by their names in the cache, in which * stands for any text (default: all)"
-
-    command = _add(known, "list", "cache:list_entries", "list the results, one line for each call")
-    _chosen(command, names=any_names)
-    command = _add(
-        known,
-        "show",
-        "cache:show",
+    ),
+    "cache": Command("look at saved results, compare, copy and remove them"),
+    "cache list": Command("list the results, one line for each call", _CHOSEN),
+    "cache show": Command(
         "show all that is saved about the results of a function",
+        _CHOSEN,
         examples=("quarantune cache show kernels.matmul --device 'NVIDIA H200'",),
-    )
-    _chosen(command, names=any_names)
-    _add(known, "path", "cache:path", "print the cache directory")
-    command = _add(
-        known,
-        "diff",
-        "cache:diff",
+    ),
+    "cache path": Command("print the cache directory", (_CACHE_DIR,)),
+    "cache diff": Command(
         "compare the configs of this cache with another; the exit code is 1 if they differ",
-    )
-    command.add_argument("other", metavar="DIR", help="the other cache directory")
-    command = _add(
-        known,
-        "verify",
-        "cache:verify",
+        (_value("other DIR", "the other cache directory"), *_COMMON),
+    ),
+    "cache verify": Command(
         "check every file of the cache, and measure winners again",
-        details="The winners of the functions that are named are measured again, each against its function's own "
-        "defaults. The exit code is 1 if a file is damaged or a winner is stale.",
-        examples=("quarantune cache verify", "quarantune cache verify kernels:matmul"),
-    )
-    command.add_argument(
-        "functions", metavar="MODULE:FUNCTION", nargs="*", help="measure the winners of these functions again"
-    )
-    _add_changes(known, any_names)
-    for name, command in known.choices.items():
-        _cache_dir(command)
-        if name != "path":
-            _json(command)
-
-
-def _add_changes(known: Any, any_names: str) -> None:
-    """Adds the commands that change this cache or write another directory."""
-    command = _add(
-        known,
-        "merge",
-        "cache:merge",
+        (
+            _value("functions MODULE:FUNCTION", "measure the winners of these functions again", nargs="*"),
+            *_COMMON,
+        ),
+        "The winners of the functions that are named are measured again, each against its function's own defaults. "
+        "The exit code is 1 if a file is damaged or a winner is stale.",
+        ("quarantune cache verify", "quarantune cache verify kernels:matmul"),
+    ),
+    "cache merge": Command(
         "copy the results of other caches into this one",
-        details="Of two configs for one call the newer one is kept, and the conflict is listed.",
-    )
-    command.add_argument("others", metavar="DIR", nargs="+", help="the other cache directories, which are only read")
-    command = _add(
-        known,
-        "export",
-        "cache:export",
+        (_value("others DIR", "the other cache directories, which are only read", nargs="+"), *_COMMON),
+        "Of two configs for one call the newer one is kept, and the conflict is listed.",
+    ),
+    "cache export": Command(
         "write results into a directory that a package can ship",
+        (_value("directory DIR", "the directory, which is made if necessary"), *_CHOSEN),
         examples=("quarantune cache export src/mykernels/tables 'mykernels.*'",),
-    )
-    command.add_argument("directory", metavar="DIR", help="the directory, which is made if necessary")
-    _chosen(command, names=any_names)
-    command = _add(
-        known,
-        "prune",
-        "cache:prune",
+    ),
+    "cache prune": Command(
         "remove what is of no use any more",
-        details="Damaged files that were set aside and drafts of dead processes are always removed; results and trials "
-        "only if --older-than is given.",
-        examples=(
+        (
+            *_CHOSEN,
+            _value("--older-than AGE", "remove results and unfinished sweeps of this age, as 90d, 12h or 30m"),
+            _flag("--dry-run", "only say what would be removed"),
+        ),
+        "Damaged files that were set aside and drafts of dead processes are always removed; results and trials only "
+        "if --older-than is given.",
+        (
             "quarantune cache prune --older-than 90d --dry-run",
             "quarantune cache prune --older-than 90d 'kernels.*' --device 'NVIDIA H200'",
         ),
-    )
-    _chosen(command, names=any_names)
-    command.add_argument(
-        "--older-than", metavar="AGE", help="remove results and unfinished sweeps of this age, as 90d, 12h or 30m"
-    )
-    command.add_argument("--dry-run", action="store_true", help="only say what would be removed")
-
-
-def _add_report(commands: Any) -> None:
-    command = _add(
-        commands,
-        "report",
-        "report:write",
+    ),
+    "report": Command(
         "write a page about the cached results of a function: one HTML file, to be opened in a browser",
+        (
+            _value("name NAME", "the function's name in the cache, as `quarantune cache list` shows"),
+            _value("-o --output FILE", "the file (default: NAME.html)"),
+            _KIND,
+            _flag("--open", "open the page in a browser"),
+            *_COMMON,
+        ),
         examples=("quarantune report kernels.matmul -o matmul.html",),
-    )
-    command.add_argument(
-        "name", metavar="NAME", help="the function's name in the cache, as `quarantune cache list` shows"
-    )
-    command.add_argument("-o", "--output", metavar="FILE", help="the file (default: NAME.html)")
-    command.add_argument("--device", metavar="KIND", help="only results for this kind of device")
-    command.add_argument("--open", action="store_true", help="open the page in a browser")
-    _cache_dir(command)
-    _json(command)
-
-
-def _add_replay(commands: Any) -> None:
-    command = _add(
-        commands,
-        "replay",
-        "replay:replay",
+    ),
+    "replay": Command(
         "compare searches on recorded trials, without a device",
+        (
+            _value(
+                "recorded PATH",
+                "the journals of a function (NAME.trials in the cache), a saved result, or a file of T4 JSON, of "
+                "Kernel Tuner or of KTT",
+            ),
+            _value("--search NAME", "(default: surrogate random)", nargs="+", default=["surrogate", "random"]),
+            _value("--seeds N", "runs of each search (default: 20)", type=_COUNT, default=20),
+            _value("--max-trials N", "the most trials (default: 400)", type=_COUNT, default=400),
+            _value("--batch N", "configs asked at a time (default: 8)", type=_COUNT, default=8),
+            _JSON,
+        ),
         examples=(
             "quarantune replay ~/.cache/quarantune/kernels.matmul.trials",
             "quarantune replay gemm.json.gz --search surrogate random optuna:tpe --seeds 10",
         ),
-    )
-    command.add_argument(
-        "recorded",
-        metavar="PATH",
-        help="the journals of a function (NAME.trials in the cache), a saved result, or a file of T4 JSON, of Kernel "
-        "Tuner or of KTT",
-    )
-    command.add_argument(
-        "--search", metavar="NAME", nargs="+", default=["surrogate", "random"], help="(default: surrogate random)"
-    )
-    command.add_argument("--seeds", metavar="N", type=_COUNT, default=20, help="runs of each search (default: 20)")
-    command.add_argument("--max-trials", metavar="N", type=_COUNT, default=400, help="the most trials (default: 400)")
-    command.add_argument("--batch", metavar="N", type=_COUNT, default=8, help="configs asked at a time (default: 8)")
-    _json(command)
+    ),
+    "targets": Command("list the devices that `check` can compile for", (_JSON,)),
+    "doctor": Command(
+        "look at this machine: what it gives to tuning, and what is in the way",
+        _COMMON,
+        "Takes some 10 s, most of it for real sweeps in the sandbox. The exit code is 1 if something essential fails.",
+    ),
+    "completion": Command(
+        "print a script that completes commands and options in a shell",
+        (("shell", {"choices": ("bash", "zsh", "fish")}),),
+        examples=(
+            "source <(quarantune completion bash)            # in ~/.bashrc",
+            "source <(quarantune completion zsh)             # in ~/.zshrc",
+            "quarantune completion fish | source             # in config.fish",
+        ),
+    ),
+    "help": Command(
+        "show the help of a command",
+        (_value("words COMMAND", "the command, as in: quarantune help cache prune", nargs="*"),),
+    ),
+}
+
+
+def make_parser() -> Parser:
+    """Returns the parser of all commands; `run` names the function that handles one, as `module:function`."""
+    parser = Parser(prog="quarantune", **_texts(COMMANDS[""]))
+    parser.epilog = _EPILOG
+    _complete(parser, "")
+    return parser
+
+
+def _complete(parser: Parser, words: str) -> None:
+    """Gives the parser of a command its options and the commands within it."""
+    for option in [_HELP, *COMMANDS[words].options]:
+        is_choice = isinstance(option, list)
+        holder: Any = parser.add_mutually_exclusive_group(required=True) if is_choice else parser
+        for names, keywords in option if isinstance(option, list) else [option]:
+            holder.add_argument(*names.split(), **keywords)
+    parser.set_defaults(run=f"{words.partition(' ')[0]}:{words.replace(' ', '_')}", command=words)
+    if within := commands_within(words):
+        parser.set_defaults(run="", parser=parser)
+        commands: Any = parser.add_subparsers(title="commands", metavar="COMMAND")
+        for name, command in within.items():
+            _complete(commands.add_parser(name, help=command.about, **_texts(command)), f"{words} {name}".strip())
+
+
+def commands_within(words: str) -> dict[str, Command]:
+    """Returns the commands that follow others, by their last word."""
+    parts = ((path.rpartition(" "), command) for path, command in COMMANDS.items() if path)
+    return {name: command for (before, _, name), command in parts if before == words}
+
+
+def options_of(words: str) -> list[tuple[list[str], Mapping[str, Any]]]:
+    """Returns the options of a command, each with its names and the keywords of `add_argument`."""
+    options = [_HELP, *COMMANDS[words].options]
+    listed = [each for option in options for each in (option if isinstance(option, list) else [option])]
+    return [(names.split(), keywords) for names, keywords in listed]
+
+
+def _texts(command: Command) -> Mapping[str, Any]:
+    about = f"{command.about[0].upper()}{command.about[1:]}. {command.details}".strip()
+    examples = "\n  ".join(["examples:", *command.examples]) if command.examples else None
+    return {"description": textwrap.fill(about, 79), "epilog": examples}

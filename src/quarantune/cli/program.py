@@ -7,20 +7,11 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import Any
 
-from quarantune.cli.output import (
-    ERROR_STYLE,
-    FAILED,
-    INTERRUPTED,
-    UNREAD,
-    WRONG,
-    InputError,
-    Output,
-    message_of,
-    styled,
-)
+from quarantune.cli import output
+from quarantune.cli.output import FAILED, INTERRUPTED, UNREAD, WRONG, InputError, Output
 from quarantune.cli.parser import make_parser
 
 _FAILURES = ("TuningFailed", "ReferenceFailed", "DifferentProgram", "Sandbox", "CacheWrite", "Engine")
@@ -48,76 +39,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def show_help(options: Any, out: Output) -> int:
-    """Prints the help of a command."""
-    return main([*options.words, "--help"])
-
-
 def _code_of(arguments: Sequence[str] | None) -> int:
     try:
         options = make_parser().parse_args(arguments)
     except SystemExit as ended:  # of `--help`, or of a wrong command after its message
         return ended.code if isinstance(ended.code, int) else WRONG
+    if options.command == "help":
+        return _code_of([*options.words, "--help"])
     if not options.run:
         options.parser.print_help(sys.stderr)
         return WRONG
     try:
-        with _warnings_on_one_line():
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
             return _run(options)
     except InputError as error:
-        return _say(options.command, str(error), WRONG)
+        text, code = str(error), WRONG
     except KeyboardInterrupt:
-        return _say(options.command, "interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        raise
+        text, code = "interrupted", INTERRUPTED
     except Exception as error:
         if type(error).__name__.removesuffix("Error") not in _FAILURES:
             raise
-        return _say(options.command, message_of(error), FAILED)
+        text, code = output.message_of(error), FAILED
+    _say(f"quarantune {options.command}", output.ERROR_STYLE, text)
+    return code
 
 
 def _run(options: Any) -> int:
     as_json = getattr(options, "json", False)
-    out = Output(sys.stdout, as_json=as_json)
     if "shapes" in options:  # the command is about calls, and wrong ones are refused before JAX is imported
         from quarantune.cli import call_texts
 
-        options.texts = call_texts.read(options)
+        options.calls = call_texts.read(options)
     module, _, name = options.run.partition(":")
     handler = getattr(importlib.import_module(f"quarantune.cli.{module}"), name)
-    if getattr(options, "cache_dir", None) is not None:
-        from quarantune.values.settings import settings
+    with contextlib.ExitStack() as block:
+        if getattr(options, "cache_dir", None) is not None:
+            from quarantune.values.settings import settings
 
-        overridden: Any = settings(cache_dir=options.cache_dir)
-    else:
-        overridden = contextlib.nullcontext()
-    # A user's module may print when it is imported, which must not end up within the JSON.
-    aside: Any = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with overridden, aside:
+            block.enter_context(settings(cache_dir=options.cache_dir))
+        out = Output(sys.stdout, as_json=as_json)
+        if as_json:  # a user's module may print when it is imported, which must not end up within the JSON
+            block.enter_context(contextlib.redirect_stdout(sys.stderr))
         return int(handler(options, out))
 
 
-def _say(command: str, text: str, code: int) -> int:
-    print(f"{styled(f'quarantune {command}', ERROR_STYLE, sys.stderr)}: {text}", file=sys.stderr)
-    return code
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Shows a warning without the line of our source code that it comes from."""
+    _say("quarantune: warning", "33", " ".join(str(message).split()))
 
 
-@contextlib.contextmanager
-def _warnings_on_one_line() -> Iterator[None]:
-    """Shows warnings without the line of our source code that they come from."""
-
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        stream = sys.stderr if file is None else file
-        head = styled("quarantune: warning", "33", stream)
-        print(f"{head}: {' '.join(str(message).split())}", file=stream)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
+def _say(head: str, style: str, text: str) -> None:
+    print(f"{output.styled(head, style, sys.stderr)}: {text}", file=sys.stderr)

@@ -19,27 +19,14 @@ def replay(options: argparse.Namespace, out: Output) -> int:
             batch=options.batch,
         )
     out.line(result.table())
-    out.json(
-        {
-            "size": result.size,
-            "invalid": result.invalid,
-            "optimum_ms": result.optimum_ms,
-            "within": result.within,
-            "max_trials": result.max_trials,
-            "searches": {
-                name: [
-                    {
-                        "seed": run.seed,
-                        "evaluations": run.evaluations,
-                        "best_ms": run.best_ms[-1] if run.best_ms else None,
-                        "trials": len(run.best_ms),
-                        "failures": run.failures,
-                        "cpu_ms": run.cpu_ms,
-                    }
-                    for run in runs
-                ]
-                for name, runs in result.runs.items()
-            },
-        }
-    )
+    searches = {
+        name: [
+            {each: getattr(run, each) for each in ("seed", "evaluations", "failures", "cpu_ms")}
+            | {"best_ms": run.best_ms[-1] if run.best_ms else None, "trials": len(run.best_ms)}
+            for run in runs
+        ]
+        for name, runs in result.runs.items()
+    }
+    about = {each: getattr(result, each) for each in ("size", "invalid", "optimum_ms", "within", "max_trials")}
+    out.json({**about, "searches": searches})
     return DONE

@@ -12,7 +12,7 @@ from quarantune.results import html_report
 from quarantune.results.cached_results import cached_results
 
 
-def write(options: argparse.Namespace, out: Output) -> int:
+def report(options: argparse.Namespace, out: Output) -> int:
     """Writes the page."""
     store = cache.opened()
     with input_errors(LookupError):

@@ -26,12 +26,12 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if isinstance(tuned, Contextual):
         raise InputError(f"{options.function} tunes kernels in their context: run one of the kernels that it calls")
     function = ahead.function_of(tuned)
-    call, *others = calls.make(function, options.texts, options)
+    call, *others = calls.make(function, options)
     if others:
         raise InputError(f"{call.source.partition(',')[0]} gives {1 + len(others)} calls: give one of them")
     with input_errors(TypeError, ValueError):
         alone = run_alone(tuned, call.args, call.kwargs, config)
-    described, trial = call.describe(function.signature), alone.trial
+    described, trial = calls.describe(call, function.signature), alone.trial
     _show(f"{function.name}({described}) with {format_config(trial.config)}", alone, out)
     ended = {"outcome": trial.outcome.value, "phase": trial.phase.value if trial.phase else None}
     fields = {"device": trial.device or None, **ended, **{name: getattr(trial, name) for name in _FIELDS}}

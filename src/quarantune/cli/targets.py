@@ -5,30 +5,22 @@ from __future__ import annotations
 import argparse
 
 from quarantune.cli.output import DONE, Output, columns
-from quarantune.devices import targets
+from quarantune.devices import targets as known
+
+_FIELDS = ("name", "platform", "device_kind", "is_here", "origin")
 
 
-def show(options: argparse.Namespace, out: Output) -> int:
+def targets(options: argparse.Namespace, out: Output) -> int:
     """Lists the devices, those of this machine first, and what is missing for compiling."""
     records, rows = [], [("device", "here", "needs", "description")]
-    for target in targets.targets():
+    for target in known.targets():
         missing = ""
         try:
-            targets.usable(target)
+            known.usable(target)
         except ImportError as error:
             missing = str(error).rpartition(": ")[2]
         rows.append((target.name, "yes" if target.is_here else "", missing, target.origin))
-        records.append(
-            {
-                "name": target.name,
-                "platform": target.platform,
-                "device_kind": target.device_kind,
-                "is_here": target.is_here,
-                "origin": target.origin,
-                "needs": missing or None,
-            }
-        )
-    for line in columns(rows):
-        out.line(line)
+        records.append({name: getattr(target, name) for name in _FIELDS} | {"needs": missing or None})
+    out.line("\n".join(columns(rows)))
     out.json(records)
     return DONE
