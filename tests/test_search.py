@@ -20,10 +20,8 @@ import quarantune
 from quarantune import Outcome, Trial, search
 from quarantune.host import blas
 from quarantune.search import Space, models, optuna_search
-from quarantune.search.densities import Densities
-from quarantune.search.features import Features
-from quarantune.search.fields import Fields
-from quarantune.search.gaussian import GaussianProcess
+from quarantune.search.fields import Features, Fields
+from quarantune.search.models import Densities, GaussianProcess
 from quarantune.values.search_choice import check_search
 from quarantune.values.trial import Config
 

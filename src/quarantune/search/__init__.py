@@ -1,6 +1,73 @@
 """Which configs of a space to try next; nothing in here knows how they are run."""
 
-from quarantune.search.making import chosen, make
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from quarantune.search.strategy import Ordered, Reading, UsersSearch, reads_on, shuffled
+from quarantune.values.search_choice import (
+    AUTO,
+    AUTO_EXHAUSTIVE_MOST,
+    EXHAUSTIVE,
+    OPTUNA,
+    RANDOM,
+    SURROGATE,
+    Search,
+    check_search,
+)
 from quarantune.values.space import Space
+from quarantune.values.trial import Config
 
 __all__ = ["Space", "chosen", "make"]
+
+
+def chosen(search: str | Search, space: Space) -> str | Search:
+    """Returns the search that `auto` stands for in a space; any other one as it is."""
+    if search != AUTO:
+        return search
+    return SURROGATE if space.has_more_than(AUTO_EXHAUSTIVE_MOST) else EXHAUSTIVE
+
+
+def make(
+    search: str | Search,
+    space: Space,
+    *,
+    defaults: Config | None = None,
+    seed: int = 0,
+    starts: Iterable[Config] = (),
+) -> Search:
+    """Returns a search that begins with the defaults and the starts, and asks for no config twice.
+
+    Args:
+        search: a name, or an object with the methods of `Search`.
+        space: the configs.
+        defaults: the config of the function's own defaults, which is tried first if it is in the space.
+        seed: the same seed and the same trials give the same search; an object of the user's has its own.
+        starts: configs to try next, such as the best ones of similar problems; those outside the space are left out.
+
+    Raises:
+        TypeError: `search` is neither a name nor such an object.
+        ValueError: no search has this name.
+        ImportError: the search needs an extra that is not installed.
+    """
+    check_search(search)
+    search = chosen(search, space)
+    first = [*([] if defaults is None else [defaults]), *starts]
+    if not isinstance(search, str):
+        return UsersSearch(search, space, first)
+    if search == EXHAUSTIVE:
+        return Ordered(space, first, space.positions())
+    if reads_on(space):
+        return Reading(space, first, lambda: make(search, space, seed=seed, starts=first))
+    if search == RANDOM:
+        return Ordered(space, first, shuffled(space, np.random.default_rng(seed)))
+    # Imported where they are used: scipy and optuna take time.
+    if search == SURROGATE:
+        from quarantune.search.surrogate import Surrogate
+
+        return Surrogate(space, seed, first)
+    from quarantune.search.optuna_search import OptunaSearch
+
+    return OptunaSearch(search.removeprefix(OPTUNA), space, seed, first)

@@ -4,7 +4,7 @@ Of three configs, two are chosen by a Gaussian process: this is Bayesian optimis
 Schonlau and Welch, "Efficient Global Optimization of Expensive Black-Box Functions", 1998), weighted by the probability
 of success (Gardner and others, "Bayesian Optimization with Inequality Constraints", 2014). Pending configs count as
 measured at their predicted times (Ginsbourger and others, "Kriging Is Well-Suited to Parallelize Optimization", 2010).
-The third has the values that the best configs have more often than the others (`densities.py`). The process follows
+The third has the values that the best configs have more often than the others (`Densities`). The process follows
 how values depend on each other, and the densities find good values from fewer trials where they do not: together they
 are faster than either. A forecast of some candidates serves for several trials, and learns from each of them: to make
 one takes ten times as long as to choose by it.
@@ -15,18 +15,16 @@ The constants were chosen by replays of recorded GPU spaces with 1,280 to 18,000
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
+from scipy import linalg, optimize, special
 
 from quarantune.host import blas
-from quarantune.search.densities import Densities
-from quarantune.search.features import Features, Floats
-from quarantune.search.fields import Fields
-from quarantune.search.gaussian import GaussianProcess, Prediction
-from quarantune.search.success import SuccessModel
+from quarantune.search.fields import Features, Fields, Floats, by_size
 from quarantune.values.space_sources import Codes
+from quarantune.values.trial import ConfigValue
 
 _MOST_POINTS = 256
 """The cost of the Gaussian process grows with the cube of the number of its points."""
@@ -188,3 +186,254 @@ def _normal_scores(logs: Floats) -> Floats:
     ordered = np.sort(logs)
     ranks = (np.searchsorted(ordered, logs, "left") + np.searchsorted(ordered, logs, "right") + 1) / 2
     return np.asarray(special.ndtri(ranks / (len(logs) + 1)))
+
+
+# --- the Gaussian process -----------------------------------------------------------------------------------
+
+_JITTER = 1e-8
+_SCALE, _SCALE_APART, _SCALE_SPREAD = np.log(0.5), np.log(2.0), 1.2
+"""The prior of the length scales' logarithms: half of an axis, within a factor of three; longer between numbers that
+are told from each other one by one, which is needed where their size does not explain the values."""
+_NOISE, _NOISE_SPREAD = np.log(1e-2), 2.0
+"""The prior of the logarithm of the noise's share of the variance."""
+
+
+class GaussianProcess:
+    """A function of points, learned from noisy values with mean 0 and variance 1; a length scale for each group.
+
+    The formulas are those of Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), algorithm 2.1 and
+    equation 5.9, with the signal's variance at its maximum-likelihood value.
+    """
+
+    def __init__(self, groups: NDArray[np.int64], ordered: int) -> None:
+        """Begins with the prior's length scales.
+
+        Args:
+            groups: the group of each coordinate, counted from 0.
+            ordered: so many coordinates, the first, are those of sizes and words.
+        """
+        self._groups = groups
+        self._count = int(groups.max(initial=-1)) + 1
+        apart = np.isin(np.arange(self._count), groups[ordered:])
+        self._prior: Floats = np.append(np.where(apart, _SCALE_APART, _SCALE), _NOISE)
+        self._theta = self._prior
+
+    @property
+    def noise(self) -> float:
+        """The variance of the noise, as a share of the function's."""
+        return float(np.exp(self._theta[-1]))
+
+    def learn(self, points: Floats, values: Floats, *, steps: int) -> None:
+        """Takes the values at some points, after adapting the length scales to them.
+
+        Args:
+            points: one row for each value.
+            values: with mean 0 and variance 1.
+            steps: how many steps to take towards the most likely length scales; 0 leaves them alone.
+        """
+        if steps:
+            self._adapt(points, values, steps)
+        self._stretch = np.exp(-self._theta[:-1])[self._groups]
+        self._points = points * self._stretch
+        kernel = _matern(_squares(self._points, self._points))
+        kernel[np.diag_indices(len(points))] += self.noise + _JITTER
+        self._factor = linalg.cholesky(kernel, lower=True, check_finite=False)
+        self._weights = linalg.cho_solve((self._factor, True), values, check_finite=False)
+        self.variance = max(float(values @ self._weights) / len(values), 1e-6)
+
+    def predict(self, points: Floats) -> Prediction:
+        """Returns the function's mean at some points, and how uncertain it is."""
+        stretched = points * self._stretch
+        kernel = _matern(_squares(self._points, stretched))
+        solved = linalg.solve_triangular(self._factor, kernel, lower=True, check_finite=False)
+        return Prediction(stretched, kernel.T @ self._weights, solved, self.noise)
+
+    def _adapt(self, points: Floats, values: Floats, steps: int) -> None:
+        """Moves the length scales and the noise towards their most likely values."""
+        parts = [points[:, self._groups == group] for group in range(self._count)]
+        squares = np.array([_squares(part, part) for part in parts]).reshape(self._count, len(points), len(points))
+        flat = squares.reshape(self._count, -1)
+        spreads = np.append(np.full(self._count, _SCALE_SPREAD), _NOISE_SPREAD)
+
+        def loss(theta: Floats) -> tuple[float, Floats]:
+            inverse = np.exp(-2 * theta[:-1])
+            radius = np.sqrt(5 * (inverse @ flat)).reshape(len(points), len(points))
+            decay = np.exp(-radius)
+            kernel = (1 + radius + radius * radius / 3) * decay
+            noise = np.exp(theta[-1])
+            kernel[np.diag_indices(len(points))] += noise + _JITTER
+            try:
+                factor = linalg.cholesky(kernel, lower=True, check_finite=False)
+            except linalg.LinAlgError:
+                return 1e10, np.zeros_like(theta)
+            inverted = linalg.cho_solve((factor, True), np.eye(len(points)), check_finite=False)
+            weights = inverted @ values
+            variance = max(float(values @ weights) / len(points), 1e-6)
+            outer = np.outer(weights, weights) / variance - inverted
+            slopes = (flat @ (outer * (5 / 3) * (1 + radius) * decay).ravel()) * inverse
+            prior = (theta - self._prior) / spreads
+            value = 0.5 * len(points) * np.log(variance) + np.log(np.diag(factor)).sum() + 0.5 * (prior @ prior)
+            gradient = -0.5 * np.append(slopes, np.trace(outer) * noise) + prior / spreads
+            return float(value), gradient
+
+        bounds = [(np.log(0.03), np.log(20.0))] * self._count + [(np.log(1e-5), 0.0)]
+        found = optimize.minimize(
+            loss, self._theta, jac=True, method="L-BFGS-B", bounds=bounds, options={"maxiter": steps}
+        )
+        self._theta = np.asarray(found.x, np.float64)
+
+
+class Prediction:
+    """The mean and variance of a function at some points, which observations at some of them change.
+
+    Attributes:
+        mean: the expected values.
+        variance: their variance, as a share of the function's.
+    """
+
+    def __init__(self, points: Floats, mean: Floats, solved: Floats, noise: float) -> None:
+        self.mean = self._mean_before = mean
+        self.variance: Floats = np.maximum(1 - (solved**2).sum(0), 1e-10)
+        self._points = points
+        self._solved = solved
+        self._noise = noise
+        self._seen: dict[int, tuple[Floats, float]] = {}
+        self._values: dict[int, float] = {}
+
+    def observe(self, index: int) -> None:
+        """Lowers the variance as if the value at one of the points were known; until it is told, it equals its mean."""
+        covariance = _matern(_squares(self._points, self._points[index : index + 1]))[:, 0]
+        covariance -= self._solved.T @ self._solved[:, index]
+        for earlier, total in self._seen.values():
+            covariance -= earlier * (earlier[index] / total)
+        total = float(self.variance[index]) + self._noise
+        self._seen[index] = (covariance, total)
+        self.variance = np.maximum(self.variance - covariance * covariance / total, 1e-10)
+
+    def tell(self, index: int, value: float) -> None:
+        """Takes the value at one of the points."""
+        if index not in self._seen:
+            self.observe(index)
+        self._values[index] = value
+        self.mean = self._mean_before.copy()
+        for seen, (covariance, total) in self._seen.items():
+            if seen in self._values:
+                self.mean += covariance * ((self._values[seen] - self.mean[seen]) / total)
+
+
+def _matern(squares: Floats) -> Floats:
+    """Returns Matern's covariance with smoothness 5/2, by the squared distance."""
+    radius = np.sqrt(5 * squares)
+    decay = np.exp(-radius)
+    decay *= (radius / 3 + 1) * radius + 1
+    return np.asarray(decay)
+
+
+def _squares(a: Floats, b: Floats) -> Floats:
+    """Returns the squared distances between the rows of two matrices."""
+    squares = (-2 * a) @ b.T
+    squares += (a * a).sum(1)[:, None]
+    squares += (b * b).sum(1)
+    return np.asarray(np.maximum(squares, 0, out=squares))
+
+
+# --- which configs fail -----------------------------------------------------------------------------------
+
+_PENALTY = 0.05
+_STEPS = 8
+_MOST_FOR_PRODUCTS = 16
+"""With more coordinates than this, their products are left out: they would take too long."""
+
+
+class SuccessModel:
+    """Predicts which configs fail, by logistic regression fitted by Newton's method with a ridge penalty.
+
+    Shared memory and registers are products of a config's values, and so sums of their logarithms: a quadratic form of
+    the coordinates follows such a limit, where a Gaussian process needs many points along it.
+    """
+
+    def __init__(self, points: Floats, works: NDArray[np.bool_]) -> None:
+        """Learns from the configs that were tried.
+
+        Args:
+            points: their coordinates, one row for each.
+            works: whether each of them could be measured.
+        """
+        terms = _terms(points)
+        penalty = np.full(terms.shape[1], _PENALTY)
+        self._weights = np.zeros(terms.shape[1])
+        for _ in range(_STEPS):
+            expected = special.expit(terms @ self._weights)
+            slope = terms.T @ (expected - works) + penalty * self._weights
+            curvature = (terms * (expected * (1 - expected))[:, None]).T @ terms + np.diag(penalty)
+            self._weights = self._weights - np.linalg.solve(curvature, slope)
+
+    def probability(self, points: Floats) -> Floats:
+        """Returns with which probability configs work."""
+        return np.asarray(special.expit(_terms(points) @ self._weights))
+
+
+def _terms(points: Floats) -> Floats:
+    columns = [np.ones((len(points), 1)), points]
+    if points.shape[1] <= _MOST_FOR_PRODUCTS:
+        first, second = np.triu_indices(points.shape[1])
+        columns.append(points[:, first] * points[:, second])
+    return np.concatenate(columns, axis=1)
+
+
+# --- densities ---------------------------------------------------------------------------------------------
+
+_MOST_LEVELS = 64
+"""More numbers than this share levels with their neighbours."""
+_WIDTH = 0.5
+"""How far a number's weight reaches, in levels; of more than eleven levels, a twentieth of all."""
+
+
+class Densities:
+    """Estimates how probable each value is among good and among other configs, for each name by itself.
+
+    This is the tree-structured Parzen estimator of Bergstra and others, "Algorithms for Hyper-Parameter Optimization"
+    (2011), for values that can be listed.
+    """
+
+    def __init__(self, fields: Fields) -> None:
+        """Looks at the values of all configs."""
+        self._columns = [_levels(values) for values in fields.values]
+
+    def logs(self, known: Codes, good: NDArray[np.bool_], asked: Codes) -> tuple[Floats, Floats]:
+        """Returns the logarithms of the density of some configs among the good ones, and of that among the others.
+
+        Args:
+            known: the configs that were tried.
+            good: which of them are good.
+            asked: the configs to estimate.
+        """
+        among_good, among_others = np.zeros(len(asked)), np.zeros(len(asked))
+        for column, (levels, nearness) in enumerate(self._columns):
+            seen, wanted, count = levels[known[:, column]], levels[asked[:, column]], int(levels.max()) + 1
+            among_good += _log_density(seen[good], count, nearness)[wanted]
+            among_others += _log_density(seen[~good], count, nearness)[wanted]
+        return among_good, among_others
+
+
+def _levels(values: Sequence[ConfigValue]) -> tuple[NDArray[np.int64], Floats | None]:
+    """Returns the level of each value, and how near levels are: numbers by size; None for words, each by itself."""
+    order = by_size(values)
+    if order is None:
+        return np.arange(len(values)), None
+    count = min(len(values), _MOST_LEVELS)
+    return np.argsort(order) * count // len(values), _nearness(count)
+
+
+def _nearness(count: int) -> Floats:
+    """Returns how much a config at one level says of each other level."""
+    levels = np.arange(count)
+    nearness = np.exp(-0.5 * ((levels[:, None] - levels) / max(_WIDTH, (count - 1) / 20)) ** 2)
+    return np.asarray(nearness / nearness.sum(0))
+
+
+def _log_density(seen: NDArray[np.int64], count: int, nearness: Floats | None) -> Floats:
+    """Returns the density of each level, to which one config that may have any value is added."""
+    weights = np.bincount(seen, minlength=count).astype(np.float64)
+    density = (weights if nearness is None else nearness @ weights) + 1 / count
+    return np.asarray(np.log(density / density.sum()))

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from quarantune.search.fields import Fields, by_size
-from quarantune.search.strategy import Strategy
-from quarantune.search.unguided import shuffled
+from quarantune.search.strategy import Strategy, shuffled
 from quarantune.values.search_choice import OPTUNA
 from quarantune.values.space import Space
 from quarantune.values.texts import did_you_mean

@@ -1,13 +1,35 @@
-"""The rules that all searches share: starts first, nothing twice, dropped configs never."""
+"""The rules that all searches share, and the searches that have no model: in order, at random, and the user's own."""
 
 from __future__ import annotations
 
 import abc
+import itertools
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
+
+from quarantune.values.search_choice import Search
 from quarantune.values.space import Space
+from quarantune.values.texts import shown
 from quarantune.values.trial import Config, Outcome, Trial
+
+_READ_FIRST_S = 0.2
+"""So much CPU time a generator gets before the first config is tried; it yields some 50,000 configs in that time."""
+
+
+def reads_on(space: Space) -> bool:
+    """Reads a space for a moment, and returns whether that was not enough."""
+    ends_s = time.thread_time() + _READ_FIRST_S
+    known = space.reach(1)
+    while space.size is None and time.thread_time() < ends_s:
+        known = space.reach(known + max(1000, known // 2))
+    return space.size is None
+
+
+_MOST_REPEATS = 100
+"""A search that returns so many configs in a row which were asked before, or are dropped, has nothing new to try."""
 
 
 class Strategy(abc.ABC):
@@ -62,3 +84,134 @@ class Strategy(abc.ABC):
         self._taken.update(free)
         self.pending.update(free)
         return free
+
+
+class Ordered(Strategy):
+    """All configs in a given order; of a generator, only as many as are asked."""
+
+    def __init__(self, space: Space, starts: Iterable[Config], order: Iterator[int]) -> None:
+        """Begins at the first config.
+
+        Args:
+            space: the configs.
+            starts: as for `Strategy`.
+            order: the positions of all configs.
+        """
+        super().__init__(space, starts)
+        self._order = order
+
+    def pick(self, n: int) -> list[int]:
+        """Returns the next configs."""
+        return list(itertools.islice(filter(self.is_free, self._order), n))
+
+
+def shuffled(space: Space, rng: np.random.Generator) -> Iterator[int]:
+    """Returns all positions of a space in random order; needs memory only for those that were asked.
+
+    This is the shuffle of Fisher and Yates, which keeps only the positions that were moved. A generator is run to its
+    end at once.
+    """
+    size = space.whole()
+    moved: dict[int, int] = {}
+
+    def draw(at: int) -> int:
+        drawn = int(rng.integers(at, size))
+        here = moved.pop(at, at)
+        if drawn == at:
+            return here
+        found = moved.get(drawn, drawn)
+        moved[drawn] = here
+        return found
+
+    return map(draw, range(size))
+
+
+class Reading(Strategy):
+    """Asks for one config that is known already, then reads the others for the search itself."""
+
+    def __init__(self, space: Space, starts: Iterable[Config], make: Callable[[], Search]) -> None:
+        """Reads nothing yet.
+
+        Args:
+            space: the configs.
+            starts: as for `Strategy`.
+            make: makes the search, which may read the space to its end.
+        """
+        super().__init__(space, starts)
+        self._make = make
+        self._search: Search | None = None
+
+    def pick(self, n: int) -> list[int]:
+        """Returns one config at first, none while it is tried, and then those of the search."""
+        if self._search is None:
+            if self.pending:
+                return []
+            if not self.trials:
+                return list(itertools.islice(filter(self.is_free, self.space.positions()), 1))
+            self.space.whole()
+            self._search = self._make()
+            for position, trial in self.trials.items():
+                self._search.tell(self.space[position], trial)
+        found = map(self.space.find, self._search.ask(n))
+        return [position for position in found if position is not None]
+
+    def tell(self, config: Config, trial: Trial) -> None:
+        """Takes note of a trial, and passes it on."""
+        super().tell(config, trial)
+        if self._search is not None:
+            self._search.tell(config, trial)
+
+
+class UsersSearch(Strategy):
+    """Passes on what a user's object asks, without configs that were asked before."""
+
+    def __init__(self, search: Search, space: Space, starts: Iterable[Config] = ()) -> None:
+        """Wraps the object.
+
+        Args:
+            search: the object.
+            space: the configs.
+            starts: as for `Strategy`; the object is told their trials like all others.
+        """
+        super().__init__(space, starts)
+        self._search = search
+
+    def pick(self, n: int) -> list[int]:
+        """Returns configs that the object asks; a repeated one is answered with the trial that is known."""
+        picked: list[int] = []
+        repeats = 0
+        while len(picked) < n and repeats < _MOST_REPEATS:
+            asked = self._search.ask(n - len(picked))
+            if not isinstance(asked, (list, tuple)) or len(asked) > n - len(picked):
+                raise TypeError(
+                    f"{type(self._search).__name__}.ask({n - len(picked)}) returned {shown(asked)}; "
+                    f"return a list of at most {n - len(picked)} configs."
+                )
+            if not asked:
+                break
+            for config in asked:
+                position = self._position(config)
+                if position not in picked and self.is_free(position):
+                    picked.append(position)
+                    continue
+                repeats += 1
+                if position in self.trials:
+                    self._search.tell(config, self.trials[position])
+        return picked
+
+    def tell(self, config: Config, trial: Trial) -> None:
+        """Takes note of a trial, and passes it on."""
+        super().tell(config, trial)
+        self._search.tell(dict(config), trial)
+
+    def _position(self, config: Config) -> int:
+        name = type(self._search).__name__
+        if not isinstance(config, dict):
+            raise TypeError(f"{name}.ask returned {shown(config)} among the configs; every config is a dict.")
+        position = self.space.find(config)
+        if position is None:
+            self.space.whole()  # a generator may yield it later
+            position = self.space.find(config)
+        if position is None:
+            raise ValueError(f"{name}.ask returned {shown(config)}, which is none of the configs; return one of them.")
+        return position

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quarantune.search.drawing import Drawing
-from quarantune.search.features import Features, Floats
-from quarantune.search.fields import Fields
+from quarantune.search.fields import Features, Fields, Floats
 from quarantune.search.strategy import Strategy
 from quarantune.values.space import Space
 from quarantune.values.trial import Config, Outcome, Trial
