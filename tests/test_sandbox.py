@@ -28,7 +28,7 @@ from aftermath import is_of_multiprocessing
 
 import quarantune
 from quarantune.host import machine
-from quarantune.sandbox import MARK, codec, is_inside, spool, template, template_watch
+from quarantune.sandbox import MARK, codec, is_inside, spool, template, template_link
 from quarantune.sandbox.events import Damaged, Event, Said, describe_status
 from quarantune.sandbox.messages import Compile, Measure
 from quarantune.sandbox.pool import Sandbox
@@ -732,9 +732,9 @@ def test_a_template_that_cannot_be_woken_is_replaced(
 ) -> None:
     with sandbox_for(load(WORKLOAD).act) as sandbox:
         with monkeypatch.context() as patch:
-            patch.setattr(template_watch, "wake", lambda pids: None)
-            patch.setattr(template_watch, "SILENT_CHECKS", 3)
-            patch.setattr(template_watch, "STOPPED_CHECKS", 3)
+            patch.setattr(template_link, "wake", lambda pids: None)
+            patch.setattr(template_link, "SILENT_CHECKS", 3)
+            patch.setattr(template_link, "STOPPED_CHECKS", 3)
             if seems == "silent":  # it is stopped here, too, because a sound template is never silent
                 patch.setattr(machine, "activity", lambda pid: ("S", 0))
             sweep_template().suspend()

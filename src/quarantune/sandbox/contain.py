@@ -11,9 +11,10 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from quarantune.host import machine, proc
+from quarantune.sandbox import shared_names
 
 _SHOW_STACK = signal.SIGRTMAX - 3
 """Has a worker report its stack; JAX, CUDA and Python use none of the real-time signals."""
@@ -54,14 +55,16 @@ def adopt_orphans() -> None:
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def contain_worker(*, parent: int, log_fd: int) -> None:
+def contain_worker(*, parent: int, log_fd: int, names_fd: int, oom_score: int = 1000) -> None:
     """Turns a freshly started process into a worker.
 
-    The worker has a session of its own and dumps no core, and the kernel kills it before others when memory runs out.
+    The worker has a session of its own and dumps no core.
 
     Args:
         parent: the process that the worker must not outlive.
-        log_fd: receives its stdout, its stderr and faulthandler's report.
+        log_fd: receives its stdout, its stderr and faulthandler's report; closed here.
+        names_fd: takes the names of the shared memory that it makes.
+        oom_score: how much sooner than others the kernel kills it when memory runs out, from 0 to 1000.
     """
     with contextlib.suppress(PermissionError):  # a spawned worker leads a session already
         os.setsid()
@@ -69,8 +72,10 @@ def contain_worker(*, parent: int, log_fd: int) -> None:
     adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
+        file.write(str(oom_score))
     redirect_output(log_fd)
+    os.close(log_fd)
+    shared_names.note_in(names_fd)
 
 
 def redirect_output(log_fd: int) -> None:
@@ -111,46 +116,26 @@ def kill_tree(pid: int) -> None:
     with contextlib.suppress(OSError):
         if os.getpgid(pid) == pid:
             os.killpg(pid, signal.SIGKILL)
-    _kill(family)
+    for member in family:
+        with contextlib.suppress(OSError):
+            os.kill(member, signal.SIGKILL)
 
 
-def kill_orphans(known: Collection[int]) -> int:
+def kill_orphans(known: Collection[int]) -> None:
     """Kills and reaps every child of this process that is not in `known`, and all of their descendants.
 
     This process adopts the children of an orphan as it dies, so the search is repeated until it finds none.
 
     Args:
         known: the children that stay.
-
-    Returns:
-        The number of processes killed.
     """
-    killed = 0
     deadline = time.monotonic() + KILL_DEADLINE_S
     while orphans := [pid for pid in machine.children(os.getpid()) if pid not in known]:
         for pid in orphans:
             kill_tree(pid)
         for pid in orphans:
-            killed += _reap_within(pid, deadline)
+            with contextlib.suppress(ChildProcessError):
+                while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+                    time.sleep(0.001)
         if time.monotonic() > deadline:
             break
-    return killed
-
-
-def _kill(pids: Iterable[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _reap_within(pid: int, deadline: float) -> int:
-    while True:
-        try:
-            reaped, _ = os.waitpid(pid, os.WNOHANG)
-        except ChildProcessError:
-            return 0
-        if reaped:
-            return 1
-        if time.monotonic() > deadline:
-            return 0
-        time.sleep(0.001)

@@ -32,15 +32,14 @@ from quarantune.sandbox.template_messages import (
     LoadFailed,
     Open,
     Order,
-    SpawnedWorkerOptions,
     Started,
     StartSweep,
     StartWorker,
     TemplateOptions,
     WarmUp,
+    WorkerOptions,
 )
 from quarantune.sandbox.wire import Connection
-from quarantune.sandbox.worker_program import Shared
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,12 +52,12 @@ class _Client:
     environ: Mapping[str, str] | None = None
     cwd: str | None = None
     call: object | None = None
-    children: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Process id of each child, by the number that the sweep gave it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Child:
+    """A child, by the number that its sweep gave it, with the file for the names of its shared memory."""
+
     number: int
     pid: int
     client: _Client
@@ -122,8 +121,8 @@ class Forker:
             return
         self._clients.remove(client)
         self._selector.unregister(client.connection)
-        for pid in client.children.values():
-            contain.kill_tree(pid)
+        for child in self._children_of(client):
+            contain.kill_tree(child.pid)
         client.connection.close()
         wire.close_all([fd for fd in (client.payload_fd, client.arrays_fd) if fd >= 0])
 
@@ -152,21 +151,17 @@ class Forker:
             case WarmUp():
                 self._warm_up(order)
             case StartSweep() | StartWorker():
-                try:
-                    if isinstance(order, StartSweep):
-                        self._start_sweep(client, order, fds)
-                    else:
-                        self._start_worker(client, order, fds)
-                except OSError:  # no more processes, or an environment too large for one
-                    with open(fds[3 if isinstance(order, StartSweep) else 1], "a", closefd=False) as log:
-                        traceback.print_exc(file=log)
-                    wire.close_all(fds)
-                    self._report(client, Exited(order.number, None))
+                self._start(client, order, fds)
+                if isinstance(order, StartSweep) and not self._has_decorator:
+                    self._has_decorator = True
+                    worker_program.preload_decorator()  # beside the load that has begun
+                    prepare_to_fork()
             case Kill():
-                if (pid := client.children.get(order.number)) is not None:
-                    if order.shows_stack:
-                        contain.show_stack(pid)
-                    contain.kill_tree(pid)
+                for child in self._children_of(client):
+                    if child.number == order.number:
+                        if order.shows_stack:
+                            contain.show_stack(child.pid)
+                        contain.kill_tree(child.pid)
             case Import():
                 spawning.import_modules(order.modules)
                 prepare_to_fork()
@@ -187,100 +182,69 @@ class Forker:
             os._exit(SPOILED)
         prepare_to_fork()
 
-    def _start_sweep(self, client: _Client, order: StartSweep, fds: list[int]) -> None:
-        def run() -> NoReturn:
-            served = _new_client(order, fds)
-            contain.contain_worker(parent=parent, log_fd=fds[3])
-            os.close(fds[3])
-            shared_names.note_in(names_fd)
-            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                file.write("0")
-            self._close_in_fork()
-            _serve_sweep(served, parent, loads_plugins=order.loads_plugins)
-
-        parent = os.getpid()
-        with shared_names.file() as names_fd:
-            self._fork(client, order.number, names_fd, run)
-        self._report(client, Started(order.number, client.children[order.number]))
+    def _start(self, client: _Client, order: StartSweep | StartWorker, fds: list[int]) -> None:
+        try:
+            with shared_names.file() as names_fd:
+                pid = self._launch(client, order, fds, names_fd)
+        except OSError:  # no more processes, or an environment too large for one
+            with open(fds[0], "a", closefd=False) as log:
+                traceback.print_exc(file=log)
+            self._report(client, Exited(order.number, None))
+        else:
+            self._children[pid] = _Child(order.number, pid, client, names_fd)
+            self._report(client, Started(order.number, pid))
         wire.close_all(fds)
-        if not self._has_decorator:
-            self._has_decorator = True
-            worker_program.preload_decorator()  # beside the load that has begun
-            prepare_to_fork()
 
-    def _start_worker(self, client: _Client, order: StartWorker, fds: list[int]) -> None:
+    def _launch(self, client: _Client, order: StartSweep | StartWorker, fds: list[int], names_fd: int) -> int:
+        """Starts the process of a child and returns its id."""
+        parent = os.getpid()
+        log_fd, connection_fd, *more_fds = fds
+        if isinstance(order, StartSweep):
+
+            def serve_sweep() -> NoReturn:
+                contain.contain_worker(parent=parent, log_fd=log_fd, names_fd=names_fd, oom_score=0)
+                self._close_in_fork()
+                _serve_sweep(_new_client(order, fds[1:]), parent, loads_plugins=order.loads_plugins)
+
+            return _fork(serve_sweep)
         environ = {**(client.environ or os.environ), **order.environ}
-        with shared_names.file() as names_fd:
-            if order.method == "spawn":
-                self._spawn(client, order, environ, [*fds, names_fd])
-            else:
-                self._fork(client, order.number, names_fd, self._worker_main(client, order, environ, [*fds, names_fd]))
-        self._report(client, Started(order.number, client.children[order.number]))
-        wire.close_all(fds)
-
-    def _worker_main(
-        self, client: _Client, order: StartWorker, environ: dict[str, str], fds: list[int]
-    ) -> Callable[[], NoReturn]:
-        """Returns the main function of a forked worker."""
-        parent = os.getpid()
-        connection_fd, log_fd, *task_fds, names_fd = fds
-
-        def run() -> NoReturn:
-            contain.contain_worker(parent=parent, log_fd=log_fd)
-            shared_names.note_in(names_fd)
-            os.close(log_fd)
-            self._close_in_fork()
-            gc.enable()
-            os.environ.clear()
-            os.environ.update(environ)
-            connection = Connection(socket.socket(fileno=connection_fd))
-            shared = Shared(payload_fd=client.payload_fd, arrays_fd=client.arrays_fd, call=client.call, cwd=client.cwd)
-            worker_program.load().main(connection, shared, order.task, task_fds)
-
-        return run
-
-    def _fork(self, client: _Client, number: int, names_fd: int, run: Callable[[], NoReturn]) -> None:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                run()
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-        self._watch(client, number, pid, names_fd)
-
-    def _spawn(self, client: _Client, order: StartWorker, environ: dict[str, str], fds: list[int]) -> None:
-        connection_fd, log_fd, *task_fds, names_fd = fds
-        options = SpawnedWorkerOptions(
-            parent_pid=os.getpid(),
+        options = WorkerOptions(
+            parent_pid=parent,
             connection_fd=connection_fd,
             log_fd=log_fd,
-            task_fds=tuple(task_fds),
+            task_fds=tuple(more_fds),
             names_fd=names_fd,
             payload_fd=client.payload_fd,
             arrays_fd=client.arrays_fd,
             cwd=client.cwd,
             task=order.task,
         )
-        process = spawning.start(
-            options,
-            stdin=subprocess.DEVNULL,
-            stdout=log_fd,
-            stderr=log_fd,
-            pass_fds=[fd for fd in (*fds, client.payload_fd, client.arrays_fd) if fd >= 0],
-            env=environ,
-            cwd=client.cwd,
-            start_new_session=True,
-        )
-        process.returncode = 0  # reaped here, with the other children, and not by Popen
-        self._watch(client, order.number, process.pid, names_fd)
+        if order.method == "spawn":
+            process = spawning.start(
+                options,
+                stdin=subprocess.DEVNULL,
+                stdout=log_fd,
+                stderr=log_fd,
+                pass_fds=[fd for fd in (*fds, names_fd, client.payload_fd, client.arrays_fd) if fd >= 0],
+                env=environ,
+                cwd=client.cwd,
+                start_new_session=True,
+            )
+            process.returncode = 0  # reaped here, with the other children, and not by Popen
+            return process.pid
+
+        def work() -> NoReturn:
+            self._close_in_fork()
+            os.environ.clear()
+            os.environ.update(environ)
+            worker_program.run(options, client.call)
+
+        return _fork(work)
 
     # Children
 
-    def _watch(self, client: _Client, number: int, pid: int, names_fd: int) -> None:
-        self._children[pid] = _Child(number, pid, client, names_fd)
-        client.children[number] = pid
+    def _children_of(self, client: _Client) -> list[_Child]:
+        return [child for child in self._children.values() if child.client is client]
 
     def _reap(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -292,10 +256,9 @@ class Forker:
 
     def _on_child_exit(self, child: _Child, wait_status: int) -> None:
         del self._children[child.pid]
-        child.client.children.pop(child.number, None)
-        orphans = contain.kill_orphans(self._children.keys())
+        contain.kill_orphans(self._children.keys())
         shared_names.remove(child.names_fd)
-        self._report(child.client, Exited(child.number, os.waitstatus_to_exitcode(wait_status), orphans))
+        self._report(child.client, Exited(child.number, os.waitstatus_to_exitcode(wait_status)))
 
     def _close_in_fork(self) -> None:
         """Closes, in a fork, the descriptors that belong to the process it was forked from."""
@@ -310,6 +273,18 @@ class Forker:
         if self._lifeline_fd >= 0:
             os.close(self._lifeline_fd)
         self._selector.close()
+
+
+def _fork(run: Callable[[], NoReturn]) -> int:
+    """Returns the id of a new fork of this process, which runs a function."""
+    if pid := os.fork():
+        return pid
+    try:
+        run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def _watch_process(pid: int) -> int:

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import selectors
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from quarantune.host import machine, memory
 from quarantune.sandbox import shortages, spool, wire
 from quarantune.sandbox.codec import Frame
-from quarantune.sandbox.events import Event, Said
-from quarantune.sandbox.template_link import SWEEP, LinkState, LoadError, TemplateLink
-from quarantune.sandbox.template_messages import Exited, Kill, Started, StartWorker
+from quarantune.sandbox.events import Damaged, Ended, Event, Said
+from quarantune.sandbox.template_link import SWEEP, LoadError, TemplateLink
+from quarantune.sandbox.template_messages import Exited, Kill, StartWorker
 from quarantune.sandbox.wire import Connection
-from quarantune.sandbox.worker_table import WorkerTable
 from quarantune.values.trial import SandboxError
 
 _CHECK_S = 0.1
+
+
+@dataclasses.dataclass(eq=False)
+class _Worker:
+    """A worker, as this process knows it."""
+
+    number: int
+    connection: Connection
+    log_fd: int
+    pid: int | None = None
+    is_connected: bool = True
+    """Whether its messages are read; the process may run without that."""
+    has_ended: bool = False
 
 
 class Sandbox:
@@ -59,7 +72,7 @@ class Sandbox:
             raise
         self._payload_fd = payload_fd if payload_fd >= 0 else self._null_fd
         self._arrays_fd = arrays_fd if arrays_fd >= 0 else self._null_fd
-        self._workers = WorkerTable(self._selector)
+        self._workers: dict[int, _Worker] = {}
         self._link = TemplateLink(
             self._selector,
             payload_fd=self._payload_fd,
@@ -84,7 +97,7 @@ class Sandbox:
     @property
     def forks_loaded(self) -> bool:
         """Whether workers are forks of a template that has loaded the payload."""
-        return self._link.state is LinkState.LOADED
+        return self._link.is_loaded
 
     @property
     def template_pid(self) -> int | None:
@@ -101,7 +114,7 @@ class Sandbox:
         pid = self.template_pid
         if self._inherited is None or self._inherited[0] != pid:
             self._inherited = pid, frozenset(memory.shared_files([] if pid is None else [pid]))
-        fds = [self._payload_fd, self._arrays_fd, *self._workers.log_fds]
+        fds = [self._payload_fd, self._arrays_fd, *(worker.log_fd for worker in self._workers.values())]
         return {*self._inherited[1], *map(memory.file_id, fds)}
 
     def open(self, *, load_timeout_s: float | None) -> None:
@@ -144,22 +157,32 @@ class Sandbox:
 
         Returns:
             The worker's number.
+
+        Raises:
+            OSError: no descriptors are left.
         """
         number, self._next_number = self._next_number, self._next_number + 1
-        theirs, log_fd = self._workers.add(number)
-        order = StartWorker(number=number, task=task, environ=environ or {}, method=self._method)
+        log_fd = spool.create_log()
+        try:
+            connection, theirs = wire.connection_pair()
+        except OSError:
+            os.close(log_fd)
+            raise
         with theirs:
-            self._link.order(order, [theirs.fileno(), log_fd, *fds])
+            self._workers[number] = worker = _Worker(number, connection, log_fd)
+            self._selector.register(connection, selectors.EVENT_READ, worker)
+            order = StartWorker(number=number, task=task, environ=environ or {}, method=self._method)
+            self._link.order(order, [log_fd, theirs.fileno(), *fds])
         return number
 
     def send(self, number: int, message: Frame, fds: Sequence[int] = ()) -> None:
         """Sends a worker a further task; where the worker no longer reads, `Ended` follows."""
         with contextlib.suppress(wire.WireError):
-            self._workers.send(number, message, fds)
+            self._workers[number].connection.send(message, fds)
 
     def finish(self, number: int) -> None:
         """Closes the connection to a worker, so that it ends."""
-        self._workers.disconnect(number)
+        self._disconnect(self._workers[number])
 
     def kill(self, number: int, *, shows_stack: bool = False) -> None:
         """Kills a worker and everything it started; `Ended` follows.
@@ -168,30 +191,32 @@ class Sandbox:
             number: the worker's number.
             shows_stack: whether the worker writes to its log where it is.
         """
-        if self._link.state is not LinkState.CLOSED:
-            self._link.wake()
+        self._link.wake()
         self._link.order(Kill(number, shows_stack))
 
     def pid(self, number: int) -> int | None:
         """Returns a worker's process id, once it is known."""
-        return self._workers.pid(number)
+        return self._workers[number].pid if number in self._workers else None
 
     def log(self, number: int) -> str:
         """Returns a worker's output."""
-        return self._workers.log(number)
+        return spool.read_log(self._workers[number].log_fd) if number in self._workers else ""
 
     def clear_log(self, number: int) -> None:
         """Removes the output of a worker so far, which is none of its next config's."""
-        self._workers.clear_log(number)
+        if number in self._workers:
+            spool.clear_log(self._workers[number].log_fd)
 
     def trim_logs(self) -> None:
         """Shortens the logs that have grown too large."""
-        for fd in self._workers.log_fds:
-            spool.trim_log(fd)
+        for worker in self._workers.values():
+            spool.trim_log(worker.log_fd)
 
     def forget(self, number: int) -> None:
         """Removes a worker that has ended, or one that does not die."""
-        self._workers.remove(number)
+        if (worker := self._workers.pop(number, None)) is not None:
+            self._disconnect(worker)
+            os.close(worker.log_fd)
 
     def share_modules(self, names: Sequence[str]) -> None:
         """Has the templates import modules that a worker lacked, so that later forks have them."""
@@ -203,48 +228,77 @@ class Sandbox:
     def poll(self, timeout_s: float) -> list[Event]:
         """Returns the events since the last call, waiting for at most `timeout_s` seconds where there are none.
 
+        Of each worker, the end comes once, after its last message.
+
         Raises:
             SandboxError: templates keep dying.
         """
         ready = self._selector.select(0 if self._pending else max(0.0, timeout_s))
         events = self._take_pending()
         for key, _ in ready:
-            if isinstance(key.data, int):
-                events += self._read_worker(key.data)
-            else:
-                events += self._read_template(key.data)
+            events += self._read(key.data) if isinstance(key.data, _Worker) else self._read_template(key.data)
         if (now := time.monotonic()) >= self._next_check:
             self._next_check = now + _CHECK_S
-            events += self._workers.check()
-            self._link.check(awaits_start=self._workers.awaits_start)
+            for worker in self._workers.values():
+                events += self._reading(worker, worker.connection.check)
+            waiting = [worker for worker in self._workers.values() if worker.pid is None and not worker.has_ended]
+            self._link.check(awaits_start=bool(waiting))
         return events + self._take_pending()
 
-    def _read_worker(self, number: int) -> list[Event]:
-        events = self._workers.read(number)
-        if any(isinstance(event, Said) for event in events):
+    def _read(self, worker: _Worker) -> list[Event]:
+        """Returns the messages that have arrived from a worker; never waits."""
+        return self._reading(worker, lambda: self._receive(worker))
+
+    def _reading(self, worker: _Worker, read: Callable[[], list[Event] | None]) -> list[Event]:
+        """Returns what `read` returns; disconnects the worker where its connection is closed or damaged."""
+        if not worker.is_connected:
+            return []
+        try:
+            return read() or []
+        except wire.WireError as error:
+            self._disconnect(worker)
+            return [] if isinstance(error, wire.WireClosedError) else [Damaged(worker.number, str(error))]
+
+    def _receive(self, worker: _Worker) -> list[Event]:
+        received = worker.connection.receive()
+        wire.close_all([fd for _, fds in received for fd in fds])  # a worker has no reason to send descriptors
+        if received:
             self._link.on_sound()
-        return events
+            if worker.pid is None and isinstance(pid := received[0][0].get("pid"), int):
+                worker.pid = pid  # in its first message, which it sends before any config runs
+        return [Said(worker.number, message) for message, _ in received]
 
     def _read_template(self, connection: Connection) -> list[Event]:
         events: list[Event] = []
         for event in self._link.read(connection):
-            match event:
-                case Started():
-                    self._workers.on_started(event.number, event.pid)
-                case Exited():
-                    events += self._on_exit(event.number, event.status)
+            worker = self._workers.get(event.number)
+            if isinstance(event, Exited):
+                events += self._end(worker, event.status)
+            elif worker is not None:
+                worker.pid = event.pid
         return events
 
-    def _on_exit(self, number: int, status: int | None) -> list[Event]:
-        events = self._workers.on_exit(number, status)
-        if any(isinstance(event, Said) for event in events):
-            self._link.on_sound()
-        return events
+    def _end(self, worker: _Worker | None, status: int | None) -> list[Event]:
+        """Returns a worker's last messages, then its end; nothing where its end is known already."""
+        if worker is None or worker.has_ended:
+            return []
+        events: list[Event] = []
+        while received := self._read(worker):
+            events += received
+        self._disconnect(worker)
+        worker.has_ended = True
+        return [*events, Ended(worker.number, status)]
 
     def _end_all_workers(self) -> None:
         """Reports all workers as lost, because they died with their template."""
-        for number in self._workers.numbers:
-            self._pending += self._on_exit(number, None)
+        for worker in self._workers.values():
+            self._pending += self._end(worker, None)
+
+    def _disconnect(self, worker: _Worker) -> None:
+        if worker.is_connected:
+            worker.is_connected = False
+            self._selector.unregister(worker.connection)
+            worker.connection.hang_up()
 
     def _take_pending(self) -> list[Event]:
         pending, self._pending = self._pending, []
@@ -253,11 +307,10 @@ class Sandbox:
     def close(self) -> None:
         """Kills every worker and the sweep's template, and waits, within a bound, until they are gone."""
         try:
-            if self._link.state is not LinkState.CLOSED or self._workers.numbers:
-                self._link.close(self._workers.numbers)
+            self._link.close(list(self._workers))
         finally:
-            for number in self._workers.numbers:
-                self._workers.remove(number)
+            for number in list(self._workers):
+                self.forget(number)
             self._link.release()
             self._selector.close()
             if self._null_fd >= 0:

@@ -1,10 +1,9 @@
-"""The connections of one sandbox to the templates that start its workers."""
+"""The connections of one sandbox to the templates that start its workers: loading, watching and replacing them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import logging
 import os
 import selectors
@@ -12,22 +11,25 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from quarantune.sandbox import MARK, spawning, spool, template, template_watch, wire
+from quarantune.host import machine, stops
+from quarantune.sandbox import MARK, spawning, spool, template, wire
 from quarantune.sandbox.codec import Frame
-from quarantune.sandbox.sweep_load import SweepLoad
+from quarantune.sandbox.events import describe_status, was_killed
 from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,
+    LOAD_REPORTS,
     ChildEvent,
     Exited,
     Import,
     Kill,
     Loaded,
     LoadFailed,
+    LoadReport,
     Order,
     StartSweep,
 )
 from quarantune.sandbox.wire import Connection
-from quarantune.values.trial import SandboxError
+from quarantune.values.trial import Outcome, SandboxError
 
 _logger = logging.getLogger("quarantune")
 
@@ -37,19 +39,12 @@ _CLOSE_WAIT_S = 0.7
 _SEND_WAIT_S = 5.0
 """The longest wait for a template to read an order: it forks one worker after another."""
 _MAX_DEATHS = 3
-
-
-class LinkState(enum.Enum):
-    """State of the link: the template that starts the workers.
-
-    CLOSED: none.
-    CLEAN: the process's template; each worker loads the payload itself.
-    LOADED: the sweep's template, which has loaded the payload.
-    """
-
-    CLOSED = "closed"
-    CLEAN = "clean"
-    LOADED = "loaded"
+_STARTUP_DEADLINE_S = 120.0
+_POLL_S = 0.05
+STOPPED_CHECKS = 20
+"""A template that is stopped at this many checks in a row, though it was woken each time, is given up."""
+SILENT_CHECKS = 50
+"""A template that is idle at this many checks in a row, though it has a worker to start, is given up."""
 
 
 class LoadError(Exception):
@@ -107,19 +102,17 @@ class TemplateLink:
         self._sweep_pid: int | None = None
         self._sweep_log_fd = -1
         self._deaths = 0
-        self._watch = template_watch.TemplateWatch()
+        self._watch = TemplateWatch()
 
     @property
-    def state(self) -> LinkState:
-        """The template that starts the workers."""
-        if self._sweep_link is not None:
-            return LinkState.LOADED
-        return LinkState.CLOSED if self._process_link is None else LinkState.CLEAN
+    def is_loaded(self) -> bool:
+        """Whether the sweep's template starts the workers, and not the process's, for which each loads the payload."""
+        return self._sweep_link is not None
 
     @property
     def pids(self) -> list[int]:
         """Process ids of the templates, beginning with the one that starts the workers."""
-        process_pid = None if self._template is None else self._template.pid
+        process_pid = None if self._template is None or self._process_link is None else self._template.pid
         return [pid for pid in (self._sweep_pid, process_pid) if pid is not None]
 
     @property
@@ -176,7 +169,7 @@ class TemplateLink:
         assert self._process_link is not None
         sweep_link = self._order_sweep(self._process_link)
         spawning.import_modules(modules)  # while the templates start, which takes longer
-        load = SweepLoad(self._template, self._process_link, sweep_link, number=SWEEP, timeout_s=timeout_s)
+        load = _Load(self._template, self._process_link, sweep_link, timeout_s)
         try:
             report = load.wait()
         except (SandboxError, OSError):
@@ -199,7 +192,7 @@ class TemplateLink:
         self._sweep_log_fd = spool.create_log()
         sweep_link, theirs = wire.connection_pair()
         order = StartSweep(number=SWEEP, environ=self._environ, cwd=_cwd(), loads_plugins=self._loads_plugins)
-        fds = [theirs.fileno(), self._payload_fd, self._arrays_fd, self._sweep_log_fd]
+        fds = [self._sweep_log_fd, theirs.fileno(), self._payload_fd, self._arrays_fd]
         try:
             process_link.send_message(order, fds, within_s=_SEND_WAIT_S)
         except wire.WireError as error:
@@ -221,7 +214,7 @@ class TemplateLink:
             self._sweep_link.hang_up()  # its template kills its workers and exits
         try:
             if self._process_link is not None:
-                running = {SWEEP} if self.state is LinkState.LOADED else set(workers)
+                running = {SWEEP} if self._sweep_link is not None else set(workers)
                 for number in running - {SWEEP}:
                     self._process_link.send_message(Kill(number))
                 self._await_exits(self._process_link, running)
@@ -233,7 +226,7 @@ class TemplateLink:
         for connection in (self._sweep_link, self._process_link):
             if connection is not None:
                 connection.hang_up()
-        self._sweep_link = self._process_link = None
+        self._sweep_link = self._process_link = self._sweep_pid = None
         self._leave_template()
         self._close_log()
 
@@ -301,7 +294,7 @@ class TemplateLink:
 
     def wake(self) -> None:
         """Wakes templates that a config may have stopped."""
-        template_watch.wake(self.pids)
+        wake(self.pids)
 
     def check(self, *, awaits_start: bool) -> None:
         """Wakes templates that were stopped, and kills one that does not answer, so that it is replaced.
@@ -311,11 +304,10 @@ class TemplateLink:
         """
         unresponsive = self._watch.check(self.pids, awaits_start=awaits_start)
         if unresponsive is not None:
-            _logger.warning(
-                "template process %d %s, so another one takes its place", unresponsive.pid, unresponsive.reason
-            )
+            pid, reason = unresponsive
+            _logger.warning("template process %d %s, so another one takes its place", pid, reason)
             with contextlib.suppress(OSError):
-                os.kill(unresponsive.pid, signal.SIGKILL)  # it is replaced once its connection ends
+                os.kill(pid, signal.SIGKILL)  # it is replaced once its connection ends
 
     def on_sound(self) -> None:
         """Forgives earlier deaths: a template whose worker sends messages is sound, so a config killed the others."""
@@ -352,3 +344,140 @@ def _cwd() -> str | None:
         return os.getcwd()
     except OSError:
         return None  # the caller's directory is gone, so workers stay where the template is
+
+
+class _Load:
+    """The load of one sweep's payload by a sweep's template that was just ordered."""
+
+    def __init__(
+        self, process_template: template.Template, process_link: Connection, sweep_link: Connection, timeout_s: float
+    ) -> None:
+        """Starts the deadline for the template's start, which the one for loading follows once it runs."""
+        self.pid: int | None = None
+        """Process id of the sweep's template, once it runs."""
+        self._template = process_template
+        self._process_link = process_link
+        self._sweep_link = sweep_link
+        self._timeout_s = timeout_s
+        self._deadline = time.monotonic() + _STARTUP_DEADLINE_S
+        self._report: LoadReport | None = None
+        self._killed_for: LoadFailed | None = None
+        self._is_link_broken = False
+
+    def wait(self) -> LoadReport:
+        """Returns how the load went; kills the sweep's template at the deadline.
+
+        Raises:
+            SandboxError: the process's template died or does not answer.
+        """
+        with selectors.DefaultSelector() as selector:
+            for link in (self._sweep_link, self._process_link):
+                selector.register(link, selectors.EVENT_READ)
+            stopped = stops.Stops(time.monotonic)
+            while True:
+                selector.select(max(0.0, min(_POLL_S, self._deadline - time.monotonic())))
+                if self.pid is None and machine.is_stopped(self._template.pid):
+                    wake([self._template.pid])
+                self._deadline += stopped.lost_s()
+                self._read_report(selector)
+                for event in self._read_child_events():
+                    if isinstance(event, Exited):
+                        return self._on_exit(event, selector)
+                    self.pid = event.pid
+                    if self._killed_for is None:
+                        self._deadline = time.monotonic() + self._timeout_s
+                # A quick fork may have loaded before its parent reports that it runs.
+                if self._report is not None and self.pid is not None:
+                    return self._report
+                if time.monotonic() >= self._deadline:
+                    if self.pid is None or self._killed_for is not None:
+                        raise SandboxError("the template process does not answer")
+                    text = f"loading the function took longer than {self._timeout_s:g} s"
+                    self._kill(LoadFailed(text, Outcome.TIMEOUT))
+
+    def _read_report(self, selector: selectors.BaseSelector) -> None:
+        """Reads the report, if it has arrived.
+
+        A link that was closed is followed by `Exited`. The process at the other end of a damaged link is killed.
+        """
+        if self._is_link_broken:
+            return
+        try:
+            for report, fds in self._sweep_link.receive_messages(*LOAD_REPORTS):
+                wire.close_all(fds)
+                self._report = self._report or report
+        except wire.WireError as error:
+            self._is_link_broken = True
+            selector.unregister(self._sweep_link)  # it would stay readable and keep this process busy
+            self._sweep_link.hang_up()
+            if self._report is None and not isinstance(error, wire.WireClosedError):
+                text = "the process damaged its own connection while it loaded the function"
+                self._kill(LoadFailed(text, Outcome.CRASHED))
+
+    def _read_child_events(self) -> list[ChildEvent]:
+        try:
+            return [event for event, _ in self._process_link.receive_messages(*CHILD_EVENTS)]
+        except wire.WireError as error:
+            raise self._template_died() from error
+
+    def _on_exit(self, event: Exited, selector: selectors.BaseSelector) -> LoadReport:
+        self._read_report(selector)
+        text = f"the process {describe_status(event.status)} while it loaded the function"
+        crash = LoadFailed(text, Outcome.CRASHED, was_killed=was_killed(event.status))
+        return self._report or self._killed_for or crash
+
+    def _kill(self, reason: LoadFailed) -> None:
+        self._killed_for = reason
+        self._deadline = time.monotonic() + _STARTUP_DEADLINE_S
+        try:
+            self._process_link.send_message(Kill(SWEEP))
+        except wire.WireError as error:
+            raise self._template_died() from error
+
+    def _template_died(self) -> SandboxError:
+        self._template.await_end()
+        return SandboxError(f"the template process died while it started:\n{self._template.log()}")
+
+
+class TemplateWatch:
+    """Checks the templates of one sandbox at regular intervals.
+
+    Checks are counted instead of seconds, so that no template is blamed for the time that this process stood still.
+    """
+
+    def __init__(self) -> None:
+        self._stopped_checks = 0
+        self._silent_checks = 0
+        self._activity: tuple[str, int] | None = None
+
+    def check(self, pids: Sequence[int], *, awaits_start: bool) -> tuple[int, str] | None:
+        """Wakes stopped templates; returns the one that must be replaced, if any, and why, as in "template 12 ...".
+
+        Args:
+            pids: the templates, beginning with the one that starts the workers.
+            awaits_start: whether a worker was ordered whose process is not known to run yet.
+        """
+        stopped = [pid for pid in pids if machine.is_stopped(pid)]
+        self._stopped_checks = self._stopped_checks + 1 if stopped else 0
+        # A template that computes, or waits for a CPU or a disk, is not silent: it may be importing modules.
+        before, self._activity = self._activity, machine.activity(pids[0]) if pids else None
+        is_asleep = self._activity is not None and self._activity[0] == "S" and self._activity == before
+        self._silent_checks = self._silent_checks + 1 if awaits_start and is_asleep else 0
+        if stopped:
+            wake(pids)
+        if self._stopped_checks > STOPPED_CHECKS:
+            return self._give_up(stopped[0], "stays stopped")
+        if self._silent_checks > SILENT_CHECKS and pids:
+            return self._give_up(pids[0], "does not answer")
+        return None
+
+    def _give_up(self, pid: int, reason: str) -> tuple[int, str]:
+        self._stopped_checks = self._silent_checks = 0
+        return pid, reason
+
+
+def wake(pids: Sequence[int]) -> None:
+    """Sends SIGCONT to templates, because a config may have sent SIGSTOP to its parents."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGCONT)

@@ -52,7 +52,7 @@ SPOILED = 76
 class StartSweep:
     """Caller to template: fork a sweep's template, which loads the payload and serves the sweep's connection.
 
-    Descriptors: the connection, the payload, the arrays, the log.
+    Descriptors: the log, the connection, the payload, the arrays.
 
     Attributes:
         number: identifies the child in later messages.
@@ -71,7 +71,7 @@ class StartSweep:
 class StartWorker:
     """Caller to a template: start a worker.
 
-    Descriptors: the worker's connection, its log, then those that belong to its first task.
+    Descriptors: the worker's log, its connection, then those that belong to its first task.
 
     Attributes:
         number: identifies the worker in later messages.
@@ -135,12 +135,10 @@ class Exited:
     Attributes:
         number: the child.
         status: its exit code, or minus the signal that ended it; None where it could not be started.
-        orphans: how many processes it left behind, which the template killed.
     """
 
     number: int
     status: int | None
-    orphans: int = 0
 
 
 ChildEvent: TypeAlias = Started | Exited
@@ -204,11 +202,11 @@ class TemplateOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class SpawnedWorkerOptions:
-    """Makes a new interpreter a worker.
+class WorkerOptions:
+    """Makes a new interpreter, or a fork of a template, a worker.
 
     Attributes:
-        parent_pid: the template that spawned it and that it must not outlive.
+        parent_pid: the template that started it and that it must not outlive.
         connection_fd: the connection to the scheduler.
         log_fd: takes the worker's output.
         task_fds: descriptors of its first task.
@@ -230,6 +228,6 @@ class SpawnedWorkerOptions:
     task: Frame
 
 
-RoleOptions: TypeAlias = TemplateOptions | SpawnedWorkerOptions
-ROLE_OPTIONS: tuple[type[RoleOptions], ...] = (TemplateOptions, SpawnedWorkerOptions)
+RoleOptions: TypeAlias = TemplateOptions | WorkerOptions
+ROLE_OPTIONS: tuple[type[RoleOptions], ...] = (TemplateOptions, WorkerOptions)
 """Options that a freshly started interpreter may get; their type is its role."""

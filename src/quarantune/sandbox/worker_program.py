@@ -7,32 +7,19 @@ the program by name before it starts workers.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
+import socket
 from typing import NoReturn, Protocol, cast
 
+from quarantune.sandbox import contain
 from quarantune.sandbox.codec import Frame
+from quarantune.sandbox.template_messages import WorkerOptions
 from quarantune.sandbox.wire import Connection
 
 _WORKER_MAIN = "quarantune.worker.main"
 _MEASURING = "quarantune.worker.bench"
 _DECORATOR = "quarantune.api.autotune"
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """Data that all workers of a sweep have in common.
-
-    Attributes:
-        payload_fd: holds the pickled call; -1 for a worker that needs none.
-        arrays_fd: holds the call's array data; -1 where there is none.
-        call: the payload as the template has loaded it; None where the worker must load it itself.
-        cwd: the caller's working directory; None where it no longer exists.
-    """
-
-    payload_fd: int
-    arrays_fd: int
-    call: object | None
-    cwd: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +45,7 @@ class ErrorDescription:
 class WorkerProgram(Protocol):
     """The functions of `quarantune.worker.main` that a template calls."""
 
-    def main(self, connection: Connection, shared: Shared, task: Frame, fds: list[int]) -> NoReturn:
+    def main(self, connection: Connection, options: WorkerOptions, call: object | None) -> NoReturn:
         """Runs a worker from its first task to the end of its process."""
 
     def load_call(self, payload_fd: int, cwd: str | None) -> object:
@@ -74,6 +61,19 @@ class WorkerProgram(Protocol):
 def load() -> WorkerProgram:
     """Imports the worker's program, or returns it where it is imported already."""
     return cast("WorkerProgram", importlib.import_module(_WORKER_MAIN))
+
+
+def run(options: WorkerOptions, call: object | None) -> NoReturn:
+    """Turns this process, fresh or forked, into a worker.
+
+    Args:
+        options: describes the worker.
+        call: the payload as the template has loaded it; None where the worker must load it itself.
+    """
+    program = load()
+    contain.contain_worker(parent=options.parent_pid, log_fd=options.log_fd, names_fd=options.names_fd)
+    gc.enable()
+    program.main(Connection(socket.socket(fileno=options.connection_fd)), options, call)
 
 
 def preload() -> None:

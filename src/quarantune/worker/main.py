@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 from quarantune.sandbox import codec, messages, spool, wire
 from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.messages import Reply, Task
+from quarantune.sandbox.template_messages import WorkerOptions
 from quarantune.sandbox.wire import Connection
-from quarantune.sandbox.worker_program import Shared
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Phase
 from quarantune.worker.error_report import describe_error, readable, shortened
@@ -39,11 +39,11 @@ _LONGEST_PROVEN_S = 2.0
 _MOST_LINES = 5000
 
 
-def main(connection: Connection, shared: Shared, task: Frame, fds: list[int]) -> NoReturn:
-    """Runs `task` and those that follow it, and never returns."""
+def main(connection: Connection, options: WorkerOptions, call: object | None) -> NoReturn:
+    """Runs the first task and those that follow it, and never returns."""
     code = 0
     try:
-        Worker(connection, shared).run(task, fds)
+        Worker(connection, options, call).run(options.task, list(options.task_fds))
     except wire.WireClosedError:
         pass  # the scheduler closed the connection: nothing is left to do
     except BaseException:
@@ -68,9 +68,10 @@ class _Heading(TypedDict):
 class Worker:
     """One worker's conversation with its scheduler."""
 
-    def __init__(self, connection: Connection, shared: Shared) -> None:
+    def __init__(self, connection: Connection, options: WorkerOptions, call: object | None) -> None:
         self._connection = connection
-        self._shared = shared
+        self._options = options
+        self._call = cast("Call | None", call)
         self._bench: Any = None
         self._program: Any = None
         self._phase = Phase.LOAD
@@ -160,11 +161,10 @@ class Worker:
         from quarantune.worker.bench import Bench
 
         if self._bench is None:
-            call = cast("Call | None", self._shared.call)
-            if call is None:
+            if (call := self._call) is None:
                 self._enter(Phase.LOAD)
                 call = self._load_call(task)
-            self._bench = Bench(call, arrays_fd=self._shared.arrays_fd, options=task.options)
+            self._bench = Bench(call, arrays_fd=self._options.arrays_fd, options=task.options)
         bench: Bench = self._bench
         return bench
 
@@ -176,7 +176,7 @@ class Worker:
         def load() -> Call:
             # Values that modules made of a target's answers are not those of the caller, which has another device.
             is_other = isinstance(task, messages.Compile) and task.is_check and deviceless.was_asked_at_import
-            return load_call(self._shared.payload_fd, self._shared.cwd, is_other or (lambda: False))
+            return load_call(self._options.payload_fd, self._options.cwd, is_other or (lambda: False))
 
         if not isinstance(task, messages.Compile) or task.target is None:
             return load()
