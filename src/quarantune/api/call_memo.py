@@ -34,46 +34,32 @@ class MemoKeys:
 
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
         """Returns the key of a call; None where an argument needs a closer look each time, as a tracer does."""
+        jit, count = self._jit, len(args)
         try:
-            parts: list[Any] = []
-            for index, arg in enumerate(args):
-                is_static = self._jit is not None and self._jit.is_static_position(index, len(args))
-                parts.append(self._token_of_static(arg) if is_static else self._token(arg))
+            parts: list[Any] = [
+                self._token(arg, is_static=jit is not None and jit.is_static_position(index, count))
+                for index, arg in enumerate(args)
+            ]
             for name, arg in kwargs.items():
-                is_static = self._jit is not None and name in self._jit.static_argnames
-                parts += [name, self._token_of_static(arg) if is_static else self._token(arg)]
+                parts += [name, self._token(arg, is_static=jit is not None and name in jit.static_argnames)]
             key = tuple(parts)
             hash(key)
         except TypeError:
             return None
         return key
 
-    def _token(self, arg: Any) -> Hashable:
-        return self._token_of_value(arg) if self._jit is None else self._token_of_dynamic(arg)
-
-    def _token_of_static(self, arg: Any) -> Hashable:
-        return (arg.aval, arg.sharding) if type(arg) is self._array_type else (type(arg), arg)
-
-    def _token_of_dynamic(self, arg: Any) -> Hashable:
-        """Returns the token of an argument that jit traces."""
+    def _token(self, arg: Any, *, is_static: bool = False) -> Hashable:
         if type(arg) is self._array_type:
             return (arg.aval, arg.sharding)
-        # The dtype that JAX gives to a Python number or NumPy's float64 depends on x64.
-        if isinstance(arg, (bool, int, float, complex)):
-            return (type(arg), _is_x64())
-        if isinstance(arg, (np.ndarray, np.generic)):
-            return (np.ndarray, arg.shape, arg.dtype, _is_x64())
-        return self._token_of_tree(arg)
-
-    def _token_of_value(self, arg: Any) -> Hashable:
-        """Returns the token of an argument of a plain function."""
-        if type(arg) is self._array_type:
-            return (arg.aval, arg.sharding)
-        if type(arg) in (bool, int, str):
+        # A plain function sees the values of its arguments, and jit those of static ones.
+        if is_static or (self._jit is None and type(arg) in (bool, int, str)):
             return (type(arg), arg)
-        return self._token_of_tree(arg)
-
-    def _token_of_tree(self, arg: Any) -> Hashable:
+        if self._jit is not None:
+            # The dtype that JAX gives to a Python number or NumPy's float64 depends on x64.
+            if isinstance(arg, (bool, int, float, complex)):
+                return (type(arg), _is_x64())
+            if isinstance(arg, (np.ndarray, np.generic)):
+                return (np.ndarray, arg.shape, arg.dtype, _is_x64())
         leaves, structure = jax.tree_util.tree_flatten(arg)
         if len(leaves) == 1 and leaves[0] is arg:
             raise TypeError(f"a {type(arg).__name__} has no token")

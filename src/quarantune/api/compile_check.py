@@ -7,16 +7,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from quarantune.api.autotune import Autotuned
-from quarantune.resolve import suitable
-from quarantune.transport.problem import describe_function
-from quarantune.values import naming
 from quarantune.values import settings as environment
 from quarantune.values.options import Options
-from quarantune.values.space import Space
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target
-    from quarantune.resolve.tuned_function import TunedFunction
     from quarantune.results.compile_report import CompileReport
 
 
@@ -68,6 +63,7 @@ def compile_check(
     from quarantune.devices import targets
     from quarantune.resolve import tuning
     from quarantune.resolve.bound_call import BoundCall
+    from quarantune.resolve.tuned_function import TunedFunction
 
     base = dataclasses.replace(fn.options, name=fn.name) if isinstance(fn, Autotuned) else Options()
     options = dataclasses.replace(
@@ -78,27 +74,5 @@ def compile_check(
     )
     # The machines of an engine need the compiler, and not this one.
     found = targets.usable(target) if environment.current().executor is None else targets.find(target)
-    call = BoundCall(_checked_function(fn, configs, options), args, kwargs)
+    call = BoundCall(TunedFunction.of(fn, configs, options, compiled_by="compile_check"), args, kwargs)
     return tuning.check_all(call, found, num_workers=num_workers, again=again)
-
-
-def _checked_function(fn: Callable[..., Any], configs: Any, options: Options) -> TunedFunction:
-    """Returns the function with its configs.
-
-    Raises:
-        TypeError: it is not jitted.
-        ValueError: the configs are not valid.
-    """
-    from quarantune.resolve.tuned_function import TunedFunction
-
-    fn, signature, static_names = describe_function(fn)
-    label = naming.cache_name(fn)
-    suitable.check_is_jitted(fn, label, for_what="compile_check")
-    suitable.check_jit_options(fn, label)
-    listed = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature)
-    function = TunedFunction(
-        fn, listed, name=options.name or label, signature=signature, static_names=static_names, options=options
-    )
-    if isinstance(listed, Space):
-        function.check(listed.examples())
-    return function

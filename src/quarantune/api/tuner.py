@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
 from quarantune.api.on_engine import on_engine
-from quarantune.resolve import suitable
 from quarantune.results.result import TuningResult
 from quarantune.transport import binding
 from quarantune.transport.call import Arguments
@@ -17,7 +16,6 @@ from quarantune.transport.problem import as_structs, describe_function
 from quarantune.values import config_space, naming
 from quarantune.values.config_values import text_of
 from quarantune.values.options import OptionKeywords, Options, checked_options
-from quarantune.values.space import Space
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
@@ -55,21 +53,7 @@ class AutoTuner:
         from quarantune.resolve.resolver import Resolver
         from quarantune.resolve.tuned_function import TunedFunction
 
-        fn, signature, static_names = describe_function(fn)
-        checked = checked_options("AutoTuner", options)
-        label = naming.cache_name(fn)
-        if static_names is not None:
-            suitable.check_jit_options(fn, label)
-        function = TunedFunction(
-            fn,
-            configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature),
-            name=checked.name or label,
-            signature=signature,
-            static_names=static_names,
-            options=checked,
-        )
-        if isinstance(function.configs, Space):
-            function.check(function.configs.examples())
+        function = TunedFunction.of(fn, configs, checked_options("AutoTuner", options))
         self._resolver = Resolver(function, on_phase=on_progress)
 
     def run(self, *args: Any, **kwargs: Any) -> TuningResult:
@@ -128,16 +112,11 @@ def compile_configs(
     from quarantune.resolve.bound_call import BoundCall
     from quarantune.resolve.tuned_function import TunedFunction
 
-    fn, signature, static_names = describe_function(fn)
+    fn, signature, _ = describe_function(fn)
     label = naming.cache_name(fn)
-    suitable.check_is_jitted(fn, label, for_what="compile_configs")
-    suitable.check_jit_options(fn, label)
     listed = _listed(configs, args, kwargs, label, signature)
     expanded = config_space.distinct(listed)
-    function = TunedFunction(
-        fn, expanded, name=label, signature=signature, static_names=static_names, options=Options()
-    )
-    function.check(expanded)
+    function = TunedFunction.of(fn, expanded, Options(), compiled_by="compile_configs")
     call = BoundCall(function, args, kwargs)
     if target is None:
         compiled = tuning.compile_all(call, num_workers=num_workers)

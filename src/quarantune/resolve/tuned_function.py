@@ -10,8 +10,10 @@ from typing import Any
 from quarantune import cache, jax_internals
 from quarantune.cache import Fingerprint
 from quarantune.host import locks
+from quarantune.resolve import suitable
 from quarantune.resolve.entries import space_of
 from quarantune.transport import binding
+from quarantune.transport.problem import describe_function
 from quarantune.values import naming, tunables
 from quarantune.values.json_object import JsonObject
 from quarantune.values.options import Options
@@ -77,6 +79,33 @@ class TunedFunction:
         self.tunables: frozenset[str] = frozenset() if callable(self.configs) else frozenset(self.configs.names)
         self._need_defaults = need_defaults
         self._fingerprints: dict[bool, Fingerprint] = {}
+
+    @classmethod
+    def of(cls, fn: Any, configs: Any, options: Options, *, compiled_by: str = "") -> TunedFunction:
+        """Returns a function as its author gives it, checked as far as that is possible without a call.
+
+        Args:
+            fn: the function, autotuned or not.
+            configs: its configs in any form.
+            options: its author's options.
+            compiled_by: the function of ours that only compiles configs, for which `fn` must be jitted.
+
+        Raises:
+            TypeError: it cannot be called or jitted as it is, or the configs are of no usable type.
+            ValueError: the configs are empty or without end, or the function cannot take them.
+        """
+        fn, signature, static_names = describe_function(fn)
+        label = naming.cache_name(fn)
+        if compiled_by:
+            suitable.check_is_jitted(fn, label, for_what=compiled_by)
+        if static_names is not None:
+            suitable.check_jit_options(fn, label)
+        listed = configs if callable(configs) else Space.of(configs, fn_name=label, parameters=signature)
+        name = options.name or label
+        function = cls(fn, listed, name=name, signature=signature, static_names=static_names, options=options)
+        if isinstance(listed, Space):
+            function.check(listed.examples())
+        return function
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
