@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quarantune.sandbox.codec import DamageError, decode, encode, prepare
+from quarantune.values.codec import DamageError, decode, encode, prepare
 
 
 class Color(enum.Enum):

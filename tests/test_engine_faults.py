@@ -29,6 +29,7 @@ from helpers import SOURCE
 
 import quarantune
 from quarantune.engine import contact, finalists, pieces, remote, replies
+from quarantune.values.codec import DamageError
 from quarantune.values.trial import EngineError, Outcome, Trial
 
 X = jnp.ones((8, 128))
@@ -170,23 +171,27 @@ def test_finalists_come_from_every_machine_whatever_its_speed() -> None:
 
 def test_damaged_messages_of_shards_are_refused() -> None:
     good = {"index": 0, "trial": measured(0, 1.0, "a").to_json(), "figures": None}
-    assert replies.trial(good, {0: {"n": 0}}, is_check=False)[1].time_ms == 1.0
+
+    def read(message: Any) -> Any:
+        found = replies.read(message)
+        return found.read({0: {"n": 0}}, is_check=False) if isinstance(found, replies.Ended) else found
+
+    assert read(good).time_ms == 1.0
     for damage in (
         {}, {**good, "index": 7}, {**good, "index": []}, {**good, "trial": None}, {**good, "figures": {"flops": "x"}},
-        5, {**good, "trial": {**good["trial"], "samples_ms": [-1]}},
+        {**good, "trial": {**good["trial"], "samples_ms": [-1]}},
+        {"end": None}, {"end": "done", "rounds_ms": [[0, [1.0]], [1, []]]}, {"end": "done", "rounds_ms": 3},
+        {"end": "done", "trials": [5]}, {"end": "done", "trials": 5},
     ):  # fmt: skip
-        with pytest.raises(replies.DamageError):
-            replies.trial(damage, {0: {"n": 0}}, is_check=False)
-    for damage in ({}, {"end": "done", "rounds_ms": [[0, [1.0]], [1, []]]}, {"end": "done", "rounds_ms": 3}):
-        with pytest.raises(replies.DamageError):
-            replies.end(damage)
-    assert replies.phase({"phase": [0, "check"]}) == (0, "check")
+        with pytest.raises(DamageError):
+            read(damage)
+    assert read({"phase": [0, "check"]}).phase == (0, "check")
     for place in (math.nan, math.inf, 0.0, True, "0", None, [0]):
-        with pytest.raises(replies.DamageError):
-            replies.phase({"phase": [place, "check"]})
+        with pytest.raises(DamageError):
+            read({"phase": [place, "check"]})
     for data in ([0, math.nan], [0, "lunch"], [0], math.inf, None, {"0": "check"}):
-        with pytest.raises(replies.DamageError):
-            replies.phase({"phase": data})
+        with pytest.raises(DamageError):
+            read({"phase": data})
 
 
 @pytest.mark.slow

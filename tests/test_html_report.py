@@ -19,7 +19,8 @@ import quarantune
 from quarantune.results import html_report
 from quarantune.results.cached_results import cached_results
 from quarantune.results.contextual_result import ContextualResult, KernelChoice
-from quarantune.results.report_data import ResultData, page_data
+from quarantune.results.report_data import page_data
+from quarantune.results.result import ResultData, TuningResult
 from quarantune.values.call_text import call_text
 from quarantune.values.trial import Config, Outcome, Phase, Trial
 
@@ -60,6 +61,16 @@ def trial(config: Config, rng: random.Random, ended_s: float) -> Trial:
     )
 
 
+def data(*, key_values: Any, note: str = "", **fields: Any) -> ResultData:
+    """Returns a result as a report takes it."""
+    return ResultData(TuningResult(key="", **fields), key_values, note)
+
+
+def changed(given: ResultData, **fields: Any) -> ResultData:
+    """Returns the same with other fields of the result."""
+    return dataclasses.replace(given, result=dataclasses.replace(given.result, **fields))
+
+
 def result(count: int = 48, size: int = 512) -> ResultData:
     rng = random.Random(count)
     powers = [2**n for n in range(4, 10)]
@@ -75,7 +86,7 @@ def result(count: int = 48, size: int = 512) -> ResultData:
     ]
     ok = sorted((it for it in trials if it.time_ms), key=lambda it: it.time_ms or 0)
     array = {"shape": [size, size], "dtype": "float32"}
-    return ResultData(
+    return data(
         name="matmul",
         device="cpu",
         key_values={"a": array, "b": array},
@@ -94,7 +105,7 @@ def result(count: int = 48, size: int = 512) -> ResultData:
 
 def single() -> ResultData:
     only = Trial(config={}, outcome=Outcome.OK, time_ms=0.5, samples_ms=(0.5, 0.51))
-    return ResultData(name="f", device="cpu", key_values={}, best_config={}, time_ms=0.5, trials=[only])
+    return data(name="f", device="cpu", key_values={}, best_config={}, time_ms=0.5, trials=[only])
 
 
 def hostile() -> ResultData:
@@ -111,7 +122,7 @@ def hostile() -> ResultData:
         Trial(config={"mode": {"a": None, EVIL: 2}}, outcome=Outcome.SLOW, time_ms=2.5, samples_ms=(2.5,)),
         Trial(config={}, outcome=Outcome.NOT_RUN),
     ]
-    return ResultData(
+    return data(
         name=EVIL,
         device=EVIL,
         key_values={EVIL: EVIL},
@@ -134,11 +145,11 @@ def failures() -> ResultData:
         Trial(config={"a": a, "b": b}, outcome=kinds[(a + b) % len(kinds)], phase=Phase.MEASURE, message="no")
         for a, b in itertools.product(range(6), range(6))
     ]
-    return dataclasses.replace(result(), trials=trials, tie=(), best_config={"a": 7, "b": 7})
+    return changed(result(), trials=trials, tie=(), best_config={"a": 7, "b": 7})
 
 
 def choice_alone() -> ResultData:
-    return dataclasses.replace(result(), trials=(), tie=())
+    return changed(result(), trials=(), tie=())
 
 
 class Page(html.parser.HTMLParser):
@@ -182,9 +193,9 @@ def test_a_report_of_5000_noisy_trials_stays_below_3_megabytes() -> None:
     large = result(5000)
     noisy = [
         dataclasses.replace(it, message=f"{n} " + "é" * 500, log_tail=f"{n} " + "x" * 2000)
-        for n, it in enumerate(large.trials)
+        for n, it in enumerate(large.result.trials)
     ]
-    text = html_report.render([dataclasses.replace(large, trials=noisy)])
+    text = html_report.render([changed(large, trials=noisy)])
     assert len(text.encode()) < 3_000_000
     data = json.loads(Page(text).scripts[0])
     assert data["problems"][0]["trials"]["n"] == 5000
@@ -211,8 +222,9 @@ def test_a_report_holds_winner_finalists_ties_and_the_order_of_trials() -> None:
 
 def test_pauses_between_interrupted_sweeps_are_left_out() -> None:
     whole = result()
-    paused = [dataclasses.replace(it, ended_s=(it.ended_s or 0) + 3600 * (n > 20)) for n, it in enumerate(whole.trials)]
-    (problem,) = page_data([dataclasses.replace(whole, trials=paused)])["problems"]
+    trials = whole.result.trials
+    paused = [dataclasses.replace(it, ended_s=(it.ended_s or 0) + 3600 * (n > 20)) for n, it in enumerate(trials)]
+    (problem,) = page_data([changed(whole, trials=paused)])["problems"]
     assert problem["trials"]["paused"] == pytest.approx(3600, abs=1)
     assert max(problem["trials"]["ended"]) < 30
 
@@ -230,7 +242,7 @@ def test_only_what_is_cached_can_be_reported(tmp_path: Path) -> None:
     with pytest.raises(LookupError, match=r"on gpu: .*cpu"):
         cached_results(tmp_path, "matmul", device="gpu")
     (found,) = cached_results(tmp_path, "matmul")
-    assert (found.best_config, found.time_ms, found.trials) == ({"BM": 64}, 2.0, ())
+    assert (found.result.best_config, found.result.time_ms, found.result.trials) == ({"BM": 64}, 2.0, ())
     assert "without trials" in html_report.render([found])
 
 
@@ -438,13 +450,12 @@ def test_five_thousand_trials_are_paged_and_selected_quickly(window: Browser, tm
 @pytest.mark.clients
 def test_one_page_shows_how_the_choice_changes_with_the_shape(window: Browser, tmp_path: Path) -> None:
     small = result()
-    other = next(it for it in small.trials if it.config == {"BM": 64, "BN": 128, "stages": 0})
+    other = next(it for it in small.result.trials if it.config == {"BM": 64, "BN": 128, "stages": 0})
     faster = dataclasses.replace(other, time_ms=0.001, own_ms=0.001, samples_ms=(0.001,))
-    trials = [faster if it is other else it for it in small.trials]
+    trials = [faster if it is other else it for it in small.result.trials]
     array = {"shape": [64], "dtype": "float32"}
-    tiny = dataclasses.replace(
-        small, key_values={"a": array}, trials=trials, best_config=other.config, time_ms=0.001, tie=()
-    )
+    won = changed(small, trials=trials, best_config=other.config, time_ms=0.001, tie=())
+    tiny = dataclasses.replace(won, key_values={"a": array})
     shown(window, tmp_path, small, tiny)
     finding = window.run("return document.getElementById('shapes-finding').textContent")
     assert "2 different configs win for 2 problems; BM changes with the problem." in finding

@@ -28,7 +28,7 @@ from quarantune.cli.tune import _of_result
 from quarantune.measure import finals, playing
 from quarantune.results.cached_results import cached_results
 from quarantune.results.report_data import page_data
-from quarantune.values.times import Times, checked_interval, ratio_text, times_of
+from quarantune.values.findings import Findings, ratio_text
 from quarantune.values.trial import UNTUNED, Outcome, Trial
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -107,7 +107,7 @@ def shown_everywhere(result: TuningResult, line: str, cache_dir: Path, directory
     assert loaded.finalists == result.finalists
     assert loaded.speedup_interval == result.speedup_interval
     (cached,) = cached_results(cache_dir, "chained")
-    assert (cached.time_ms, cached.default_time_ms) == (best_ms, default_ms)
+    assert (cached.result.time_ms, cached.result.default_time_ms) == (best_ms, default_ms)
     for about in (result._report_data(), loaded._report_data(), cached):
         (problem,) = page_data([about])["problems"]
         drawn = {text: samples for _, text, _, samples in problem["finalists"]}
@@ -242,12 +242,12 @@ def test_finalists_stand_on_top_of_a_table_and_configs_ruled_out_below() -> None
 
 
 def test_times_in_words() -> None:
-    assert Times(0.0077, 0.0155).text() == "2.01x faster than the defaults (0.0077 ms against 0.0155 ms)"
-    assert Times(2.0, 1.0).text() == "2.00x slower than the defaults (2 ms against 1 ms)"
-    assert Times(1.0, 1.02, (0.99, 1.05)).text() == "as fast as the defaults (1 ms against 1.02 ms)"
-    assert Times(1.0, 1.0).text(is_default=True) == "the defaults are best (1 ms)"
-    assert Times(1.0).text() == "1 ms"
-    assert Times(float("nan"), 1.0).text() == "time not known"
+    assert Findings(0.0077, 0.0155).text() == "2.01x faster than the defaults (0.0077 ms against 0.0155 ms)"
+    assert Findings(2.0, 1.0).text() == "2.00x slower than the defaults (2 ms against 1 ms)"
+    assert Findings(1.0, 1.02, (0.99, 1.05)).text() == "as fast as the defaults (1 ms against 1.02 ms)"
+    assert Findings(1.0, 1.0).text(is_default=True) == "the defaults are best (1 ms)"
+    assert Findings(1.0).text() == "1 ms"
+    assert Findings(float("nan"), 1.0).text() == "time not known"
     assert [ratio_text(ratio) for ratio in (0.031, 0.31, 9.99, 12.34, 1234.5)] == [
         *("0.031x", "0.31x", "9.99x", "12.3x", "1.23e+03x")
     ]
@@ -255,9 +255,9 @@ def test_times_in_words() -> None:
 
 @pytest.mark.parametrize("value", [None, "1 to 2", [1.0], [1.0, "2"], [2.0, 1.0], [-1.0, 1.0], [1.0, 10**400], {}])
 def test_an_interval_in_a_file_may_be_anything(value: Any) -> None:
-    assert checked_interval(value) is None
-    assert times_of({"time_ms": 10**400, "default_time_ms": "1", "speedup_interval": value}).default_ms is None
-    assert checked_interval([1.0, 2.0]) == (1.0, 2.0)
+    entry = {"time_ms": 10**400, "default_time_ms": "1", "speedup_interval": value}
+    assert repr(Findings.from_json(entry)) == repr(Findings())  # NaN is not equal to itself
+    assert Findings.from_json({"speedup_interval": [1.0, 2.0]}).speedup_interval == (1.0, 2.0)
 
 
 def test_results_of_earlier_versions_load_without_a_record_of_the_final(tmp_path: Path) -> None:
@@ -277,11 +277,11 @@ def test_the_final_of_another_winner_is_not_drawn(cache_dir: Path) -> None:
     ((device, entries),) = json.loads((cache_dir / "chained.json").read_text()).items()
     ((key, entry),) = entries.items()
     (told,) = cached_results(cache_dir, "chained")
-    assert len(told.finalists) == 2
+    assert len(told.result.finalists) == 2
     store = quarantune.cache.Store(cache_dir)
     store.merge("chained", {device: {key: {**entry, "time_ms": entry["time_ms"] / 2}}})
     (other,) = cached_results(cache_dir, "chained")
-    assert other.finalists == []
+    assert other.result.finalists == ()
     assert "before the finalists were compared" in other.note
     assert conclusions(cache_dir, "chained", device, key).records()
     assert len(list(Journal(cache_dir, "chained", device, key).records())) == 2

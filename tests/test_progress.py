@@ -27,8 +27,8 @@ from quarantune.resolve import tuning_job
 from quarantune.results import display, terminal
 from quarantune.results.progress import Progress
 from quarantune.sweep import in_process
+from quarantune.values.findings import Findings
 from quarantune.values.shown import format_array
-from quarantune.values.times import Times
 from quarantune.values.trial import READY, Outcome, Trial
 
 SOURCE = Path(quarantune.__file__).parents[1]
@@ -153,7 +153,7 @@ def test_the_last_line_sums_up_the_sweep() -> None:
         for index in range(48):
             progress.step(ended(index, *((Outcome.ERROR,) if index < 3 else (Outcome.OK, 1.0))))
         clock.now += 2.1
-        progress.conclude({"BM": 128, "BN": 256}, Times(0.025, 0.0775).text(), saved="saved")
+        progress.conclude({"BM": 128, "BN": 256}, Findings(0.025, 0.0775).text(), saved="saved")
 
     expected = (
         "matmul f32[512,512]: 48 configs in 2.1 s (3 failed), best BM=128 BN=256, "

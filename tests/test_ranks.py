@@ -26,7 +26,7 @@ from quarantune.resolve.call_key import keyed
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.entries import open_store, space_of
 from quarantune.values import settings as environment
-from quarantune.values.times import Times
+from quarantune.values.findings import Findings
 
 RANKS = 4
 
@@ -233,7 +233,7 @@ def test_a_later_result_of_a_rank_does_not_change_the_answer(
     assert us is not None
     with caplog.at_level("INFO", logger="quarantune"):
         for n in (1, 2):
-            found = call_result(described, {"n": n}, Times(1.0, None))
+            found = call_result(described, {"n": n}, Findings(1.0, None))
             agreed = resolver._ranks.compare(described, settings, us, own=lambda: None, found=found)
             assert agreed is not None
             assert agreed.known is not None

@@ -28,13 +28,14 @@ from aftermath import is_of_multiprocessing
 
 import quarantune
 from quarantune.host import machine
-from quarantune.sandbox import MARK, codec, is_inside, spool, template, template_link
+from quarantune.sandbox import MARK, is_inside, spool, template, template_link
 from quarantune.sandbox.events import Damaged, Event, Said, describe_status
 from quarantune.sandbox.messages import Compile, Measure
 from quarantune.sandbox.pool import Sandbox
 from quarantune.sandbox.template_link import LoadError
 from quarantune.sweep import routes
 from quarantune.transport import payload
+from quarantune.values import codec
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
 from quarantune.values.trial import SandboxError
@@ -753,7 +754,8 @@ from quarantune.transport import payload
 from quarantune.sweep import routes
 from quarantune.values.options import Options
 from quarantune.sandbox.messages import Compile
-from quarantune.sandbox import codec, is_inside, pool, spool, template
+from quarantune.sandbox import is_inside, pool, spool, template
+from quarantune.values import codec
 from quarantune.sandbox.events import Ended
 import workload
 

@@ -22,7 +22,7 @@ from quarantune.devices.leases import Lease
 from quarantune.host import machine
 from quarantune.host import memory as memory_module
 from quarantune.measure.finals import Final
-from quarantune.sandbox import codec, messages, spool
+from quarantune.sandbox import messages, spool
 from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.messages import BenchOptions, Raised, Task
 from quarantune.scheduler import confirmation
@@ -33,6 +33,7 @@ from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.side_tasks import NoReferenceError
 from quarantune.scheduler.workers import Worker, WorkerState
+from quarantune.values import codec
 from quarantune.values.compiling import CompileTarget, OutputArray
 from quarantune.values.tolerance import Tolerance
 from quarantune.values.trial import Config, Outcome, Phase, Route, SandboxError, Trial

@@ -33,6 +33,7 @@ from quarantune.sweep.searching import Searching
 from quarantune.values import config_space
 from quarantune.values import settings as environment
 from quarantune.values.config_values import text_of
+from quarantune.values.findings import Findings, Searched
 from quarantune.values.options import Options
 from quarantune.values.trial import Config, Outcome, Phase, Route, Trial
 
@@ -308,7 +309,7 @@ def test_a_search_that_ends_early_has_not_seen_all() -> None:
     ((index, config),) = search.take(4).items()
     search.ended(index, trial(config, 1.0))
     assert (search.take(1), search.stopped, search.saw_all) == ({}, "exhausted", False)
-    assert entries.Searched("exhausted", 1, 10).thoroughness < entries.Searched("max_trials", 2, 10).thoroughness
+    assert Searched("exhausted", 1, 10).thoroughness < Searched("max_trials", 2, 10).thoroughness
     failures = {index: trial(SPACE[index], None, Outcome.ERROR) for index in range(1, 10)}
     search = searching(limits(max_trials=1), failures=failures)
     search.ended(0, trial(search.take(1)[0], 1.0))
@@ -458,7 +459,7 @@ def test_a_less_thorough_result_never_replaces_a_better_one() -> None:
 
 @pytest.mark.parametrize("record", [None, 3, {"stopped": 5, "seen": -1, "budget": "x"}, {"seen": True}])
 def test_whatever_a_file_says_of_a_search_is_read_without_an_error(record: Any) -> None:
-    found = entries.searched_of({"search": record})
+    found = Findings.from_json({"search": record}).search
     assert (found.stopped, found.seen, found.budget) == ("", None, None)
 
 

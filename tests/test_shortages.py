@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 import quarantune
-from quarantune.sandbox import codec, habitat, pool, shortages, template, wire
+from quarantune.sandbox import habitat, pool, shortages, template, wire
 from quarantune.sandbox.messages import Probe
+from quarantune.values import codec
 from quarantune.values.trial import SandboxError
 
 PROGRAM = """

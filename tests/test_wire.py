@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import pytest
 
 from quarantune.sandbox import wire
-from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.template_messages import Kill, Started
 from quarantune.sandbox.wire import Connection, Decoder, WireClosedError, WireError, encode
+from quarantune.values.codec import Frame
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
@@ -22,16 +22,20 @@ from quarantune.cache.keys import problem_hash
 from quarantune.cache.owners import Owner, boot_id
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory
+from quarantune.values.codec import Record, within
 from quarantune.values.json_object import JsonObject
 
 T = TypeVar("T")
 
+_LONGEST_WORST_CASE_S = 24 * 3600.0
+"""The longest silence that a claim's holder may announce, in seconds."""
+_Text: TypeAlias = Annotated[str, content.short_text]
 _GRACE_S = 2.0
 """Added to every worst case: the coarsest clock of a filesystem ticks once in two seconds."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Holder:
+class Holder(Record):
     """The holder of a claim, read from the claim's file.
 
     Attributes:
@@ -43,12 +47,12 @@ class Holder:
         worst_case_s: the holder refreshes its claim at least this often, in seconds.
     """
 
-    token: str
-    host_name: str
+    token: _Text
+    host_name: _Text
     owner: Owner
-    boot: str
-    locked: bool
-    worst_case_s: float
+    boot: _Text
+    locked: bool = False
+    worst_case_s: Annotated[float, within(0, _LONGEST_WORST_CASE_S + 1)]
 
     def __str__(self) -> str:
         """Returns the holder as people read it."""
@@ -85,7 +89,7 @@ class Claim:
         self._failure_name = f"{stem}.failed"
         self._place: Directory | None = None
         self._token = ""
-        self._worst_case_s = min(worst_case_s, content.LONGEST_WORST_CASE_S)
+        self._worst_case_s = min(worst_case_s, _LONGEST_WORST_CASE_S)
         self._fd: int | None = None
         self._lock_fd: int | None = None
         self._locked = False
@@ -142,7 +146,7 @@ class Claim:
             return False
         with contextlib.suppress(OSError):
             if worst_case_s is not None and worst_case_s != self._worst_case_s:
-                self._worst_case_s = min(worst_case_s, content.LONGEST_WORST_CASE_S)
+                self._worst_case_s = min(worst_case_s, _LONGEST_WORST_CASE_S)
                 self._describe(self._fd)
             os.utime(self._fd)
         return True
@@ -192,7 +196,7 @@ class Claim:
 
     def _read_holder(self, name: str) -> Holder | None:
         try:
-            return Holder(**content.claim_fields(self._content(name)))
+            return Holder.from_json(content.decode(self._content(name)))
         except (OSError, ValueError):
             return None
 
@@ -257,7 +261,7 @@ class Claim:
             locked=self._locked,
             worst_case_s=self._worst_case_s,
         )
-        text = json.dumps(dataclasses.asdict(holder)).encode()
+        text = json.dumps(holder.to_json()).encode()
         os.pwrite(fd, text, 0)
         os.ftruncate(fd, len(text))
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from types import NoneType
 from typing import Any, NoReturn
 
-from quarantune.cache.owners import Owner
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import is_plausible_ms
 
@@ -27,8 +26,6 @@ _LARGE_BYTES = 1 << 18
 _CONTAINERS = frozenset({dict, list})
 _TEXTS = frozenset({str})
 _OF_TEXTS = ("fingerprint", "versions")
-LONGEST_WORST_CASE_S = 24 * 3600.0
-"""The longest silence that a claim's holder may announce, in seconds."""
 
 
 def decode(content: bytes) -> Any:
@@ -101,41 +98,12 @@ def _shown(value: Any) -> str:
     return "a huge number" if isinstance(value, int) and abs(value) >= 10**40 else f"{value!r:.80}"
 
 
-def claim_fields(content: bytes) -> JsonObject:
-    """Returns the fields of the holder that a claim names.
+def short_text(value: str) -> str:
+    """Returns a text that a message can show.
 
     Raises:
-        ValueError: the claim is damaged.
+        ValueError: it is long, or has characters that no terminal shows.
     """
-    data = decode(content)
-    if not isinstance(data, dict):
-        raise ValueError("it is no dict")
-    owner = data.get("owner")
-    if not isinstance(owner, dict):
-        raise ValueError("it names no process")
-    return {
-        "token": _text(data, "token"),
-        "host_name": _text(data, "host_name"),
-        "boot": _text(data, "boot"),
-        "locked": data.get("locked") is True,
-        "worst_case_s": _number(data, "worst_case_s", least=0, most=LONGEST_WORST_CASE_S),
-        "owner": Owner(
-            host=_text(owner, "host"),
-            pid=int(_number(owner, "pid", least=1, most=2**31 - 1)),
-            started=int(_number(owner, "started", least=0, most=2**63)),
-        ),
-    }
-
-
-def _text(data: JsonObject, name: str) -> str:
-    value = data.get(name)
-    if not isinstance(value, str) or len(value) > _LONGEST_TEXT or not value.isprintable():
-        raise ValueError(f"its {name} is no text")
-    return value
-
-
-def _number(data: JsonObject, name: str, *, least: float, most: float) -> float:
-    value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= most:
-        raise ValueError(f"its {name} is no number from {least:g} to {most:g}")
+    if len(value) > _LONGEST_TEXT or not value.isprintable():
+        raise ValueError("it is no short text")
     return value

@@ -6,13 +6,16 @@ import dataclasses
 import functools
 import os
 import platform
+from typing import Annotated
 
+from quarantune.cache import content
 from quarantune.cache.keys import short_hash
 from quarantune.host import proc
+from quarantune.values.codec import Record, within
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Owner:
+class Owner(Record):
     """One process of one host.
 
     Attributes:
@@ -21,9 +24,9 @@ class Owner:
         started: its start time, in the kernel's ticks; 0 where that is not known.
     """
 
-    host: str
-    pid: int
-    started: int
+    host: Annotated[str, content.short_text]
+    pid: Annotated[int, within(1, 2**31)]
+    started: Annotated[int, within(0, 2**64)]
 
     @classmethod
     def this_process(cls) -> Owner:

@@ -17,10 +17,10 @@ from quarantune.cli.output import DONE, FAILED, InputError, Output, columns, cou
 from quarantune.values import settings as environment
 from quarantune.values.call_text import call_text
 from quarantune.values.config_values import freeze
+from quarantune.values.findings import Findings, ratio_text
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
 from quarantune.values.texts import did_you_mean, printable, shown
-from quarantune.values.times import ratio_text, times_of
 
 if TYPE_CHECKING:
     from quarantune.resolve.verification import Verified
@@ -277,23 +277,24 @@ def _seconds(text: str) -> float:
 
 
 def _row(entry: Entry) -> Sequence[str]:
-    times = times_of(entry)
+    found = Findings.from_json(entry)
     return (
         call_text(entry.get("key_values")),
         _config(entry),
-        f"{times.best_ms:.4g} ms" if times.best_ms > 0 else "",
-        "" if times.speedup is None else ratio_text(times.speedup),
+        f"{found.time_ms:.4g} ms" if found.time_ms > 0 else "",
+        "" if found.speedup is None else ratio_text(found.speedup),
         printable(str(entry.get("created", ""))[:10]),
     )
 
 
 def _record(key: CacheKey, entry: Entry) -> JsonObject:
+    found = Findings.from_json(entry)
     return {
         **_key(key),
         "call": call_text(entry.get("key_values")),
         **{name: entry.get(name) for name in ("config", "time_ms", "default_time_ms", "created")},
-        "speedup": times_of(entry).speedup,
-        "speedup_interval": times_of(entry).interval,
+        "speedup": found.speedup,
+        "speedup_interval": found.speedup_interval,
     }
 
 
@@ -312,8 +313,8 @@ def _pairs(pairs: Iterable[EntryPair], first: str, second: str) -> list[JsonObje
 def _details(key: CacheKey, entry: Entry) -> tuple[str, Iterable[str]]:
     """Returns the title and the lines about one result."""
     rows = [("device", printable(key.device)), ("config", _config(entry))]
-    if (times := times_of(entry)).best_ms > 0:
-        rows.append(("time", times.text()))
+    if (found := Findings.from_json(entry)).time_ms > 0:
+        rows.append(("time", found.text()))
     rows += [(name, _text(value)) for name, value in entry.items() if name not in _HIDDEN and value]
     lines = columns([*rows, ("key", printable(key.problem_size))], indent="  ")
     return f"{printable(key.kernel_type)}({call_text(entry.get('key_values'))})", lines

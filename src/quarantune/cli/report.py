@@ -17,14 +17,14 @@ def report(options: argparse.Namespace, out: Output) -> int:
     store = cache.opened()
     with input_errors(LookupError):
         results = cached_results(store.directory, options.name, device=options.device)
-    path = Path(options.output if options.output is not None else f"{results[0].name}.html").absolute()
+    path = Path(options.output if options.output is not None else f"{results[0].result.name}.html").absolute()
     try:
         html_report.write(path, results)
     except OSError as error:
         raise InputError(f"{str(path)!r} cannot be written ({error.strerror}): give another file with -o") from error
-    trials = sum(len(result.trials) for result in results)
+    trials = sum(len(data.result.trials) for data in results)
     out.line(f"{counted(len(results), 'result')} with {counted(trials, 'trial')} written to {path}")
-    out.json({"file": str(path), "function": results[0].name, "results": len(results), "trials": trials})
+    out.json({"file": str(path), "function": results[0].result.name, "results": len(results), "trials": trials})
     if options.open:
         webbrowser.open(path.as_uri())
     return DONE

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 
 from quarantune.devices.device import Backend
-from quarantune.sandbox import codec, pool
+from quarantune.sandbox import pool
 from quarantune.sandbox.events import Said
 from quarantune.sandbox.messages import Failed, PhaseEntered, Probe, Probed, Reply
+from quarantune.values import codec
 from quarantune.values.trial import SandboxError
 
 _DEADLINE_S = 120.0

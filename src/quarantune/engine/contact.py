@@ -17,10 +17,10 @@ import select
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from quarantune.host import proc
+from quarantune.values.codec import Record
 from quarantune.values.json_object import JsonObject
 
 _LOOPBACK = "127.0.0.1"
@@ -50,7 +50,7 @@ def machine_id() -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Address:
+class Address(Record):
     """The addresses of a submitter, as its shards get them.
 
     Attributes:
@@ -64,15 +64,6 @@ class Address:
     hosts: tuple[str, ...]
     port: int
     token: str
-
-    def to_json(self) -> JsonObject:
-        """Returns it as plain data."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Address:
-        """Returns what `to_json` described."""
-        return cls(data["machine"], tuple(data["hosts"]), data["port"], data["token"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias
 
 from quarantune.engine import remote
 from quarantune.measure.finals import Final
+from quarantune.values.codec import DamageError, Record, one_of
 from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import (
@@ -16,137 +17,131 @@ from quarantune.values.trial import (
     READY,
     Config,
     EngineError,
+    Milliseconds,
     Outcome,
     Phase,
     ReferenceFailedError,
     Trial,
-    is_plausible_ms,
 )
 
 _MOST_TEXT = 20_000
-_PHASES = (*Phase, READY, END)
 _DEATHS = ("Killed", "Crashed", "Died", "Lost", "Terminated", "Unreachable")
 """Parts of the names of the errors by which engines report that a worker has died."""
 _ERRORS = {error.__name__: error for error in (ReferenceFailedError, ValueError, TypeError, ImportError)}
 
 
-class DamageError(ValueError):
-    """A message is not one of a shard's."""
+def _cut(text: str) -> str:
+    return text[:_MOST_TEXT]
+
+
+def _not_empty(samples_ms: tuple[float, ...]) -> tuple[float, ...]:
+    if not samples_ms:
+        raise ValueError("there are no samples")
+    return samples_ms
+
+
+_Text: TypeAlias = Annotated[str, _cut]
+_Rounds: TypeAlias = tuple[tuple[int, Annotated[tuple[Milliseconds, ...], _not_empty]], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class End:
-    """How a shard ended on its machine.
+class Ended(Record):
+    """A config has ended.
 
     Attributes:
-        how: one of the constants of `remote`.
+        index: its index.
+        trial: its trial, as `Trial.to_json` describes it.
+        figures: the compiler's figures, where configs are only compiled.
+    """
+
+    index: int
+    trial: JsonObject
+    figures: CompilerFigures | None
+
+    def read(self, configs: Mapping[int, Config], *, is_check: bool) -> Trial:
+        """Returns the trial.
+
+        Args:
+            configs: the configs by index; those of messages do not count.
+            is_check: whether configs are only compiled.
+
+        Raises:
+            DamageError: the message describes none.
+        """
+        if self.index not in configs:
+            raise DamageError(f"there is no config {self.index}")
+        is_compiled = is_check and self.trial.get("outcome") == Outcome.OK
+        # In files, a trial that is ok has a time.
+        found = Trial.from_json(self.trial | ({"outcome": Outcome.NOT_RUN.value} if is_compiled else {}))
+        outcome = Outcome.OK if is_compiled else found.outcome
+        return dataclasses.replace(found, config=configs[self.index], outcome=outcome, figures=self.figures)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entered(Record):
+    """A config has entered a phase.
+
+    Attributes:
+        phase: its index, and the phase.
+    """
+
+    phase: tuple[int, Annotated[str, one_of(*Phase, READY, END)]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lowered(Record):
+    """A config has been lowered.
+
+    Attributes:
+        program: the config, and the lines of its program.
+    """
+
+    program: tuple[JsonObject, Mapping[str, int]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class End(Record):
+    """A shard has ended on its machine.
+
+    Attributes:
+        end: how: one of the constants of `remote`.
+        host: the machine.
         error: the reason, where it failed or was refused.
         kind: the type of the error, where the call itself is at fault.
-        final: the comparison of its fastest configs, where it was whole.
+        rounds_ms: the comparison of its fastest configs, where it was whole, as in `Final`.
+        warm_ms: as in `Final`.
         untuned: as `Swept.untuned`.
         complaint: as `Swept.complaint`.
+        trials: all that have ended, in the result of a shard.
     """
 
-    how: str
-    error: str = ""
-    kind: str = ""
-    final: Final = dataclasses.field(default_factory=Final)
+    end: str
+    host: _Text = ""
+    error: _Text = ""
+    kind: _Text = ""
+    rounds_ms: _Rounds = ()
+    warm_ms: _Rounds = ()
     untuned: Trial | None = None
-    complaint: str = ""
+    complaint: _Text = ""
+    trials: tuple[Ended, ...] = ()
+
+    @property
+    def final(self) -> Final:
+        """The comparison of its fastest configs."""
+        return Final(dict(self.rounds_ms), dict(self.warm_ms))
 
 
-def end(message: Mapping[str, Any]) -> End:
-    """Returns how a shard ended.
-
-    Raises:
-        DamageError: the message is no such thing.
-    """
-    try:
-        texts = {name: str(message.get(name, ""))[:_MOST_TEXT] for name in ("error", "kind")}
-        untuned = message.get("untuned")
-        return End(
-            how=str(message["end"]),
-            final=Final(_rounds(message.get("rounds_ms", [])), _rounds(message.get("warm_ms", []))),
-            untuned=None if untuned is None else Trial.from_json(untuned),
-            complaint=str(message.get("complaint", ""))[:_MOST_TEXT],
-            **texts,
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamageError(f"its end makes no sense: {error!r:.200}") from error
-
-
-def _rounds(data: Any) -> dict[int, list[float]]:
-    rounds = {index: [*samples_ms] for index, samples_ms in data}
-    for index, samples_ms in rounds.items():
-        if type(index) is not int or not samples_ms or not all(map(is_plausible_ms, samples_ms)):
-            raise ValueError("these are no samples")
-    return rounds
-
-
-def phase(message: Mapping[str, Any]) -> tuple[int, str]:
-    """Returns the index of a config and the phase that it has entered.
+def read(message: JsonObject) -> End | Entered | Lowered | Ended:
+    """Returns the message of a shard.
 
     Raises:
-        DamageError: the message is no such thing.
+        DamageError: it is none.
     """
-    try:
-        index, name = message["phase"]
-        if type(index) is not int or name not in _PHASES:
-            raise ValueError("there is no such phase")
-        return index, name
-    except (TypeError, ValueError) as error:
-        raise DamageError(f"it is no phase: {error!r:.200}") from error
-
-
-def program(message: Mapping[str, Any]) -> tuple[Config, Mapping[str, int]]:
-    """Returns a config and the lines of its program.
-
-    Raises:
-        DamageError: the message is no such thing.
-    """
-    match message["program"]:
-        case dict(config), dict(lines):
-            return config, lines
-    raise DamageError("it is no program")
-
-
-def trials(result: Any) -> Iterator[JsonObject]:
-    """Yields the messages about trials in the result of a shard.
-
-    Raises:
-        DamageError: this is not the result of a shard.
-    """
-    found = result.get("trials", []) if isinstance(result, dict) else None
-    if not isinstance(found, list):
-        raise DamageError(f"the engine returned {result!r:.80}")
-    yield from found
-
-
-def trial(message: Any, configs: Mapping[int, Config], *, is_check: bool) -> tuple[int, Trial]:
-    """Returns the index of a config and its trial.
-
-    Args:
-        message: the message.
-        configs: the configs by index; those of the message do not count.
-        is_check: whether configs are only compiled.
-
-    Raises:
-        DamageError: the message is no such thing.
-    """
-    try:
-        index, record, figures = message["index"], dict(message["trial"]), message["figures"]
-        is_compiled = is_check and record["outcome"] == Outcome.OK
-        if is_compiled:
-            record["outcome"] = Outcome.NOT_RUN.value  # in files, a trial that is ok has a time
-        found = Trial.from_json(record)
-        return index, dataclasses.replace(
-            found,
-            config=configs[index],
-            outcome=Outcome.OK if is_compiled else found.outcome,
-            figures=None if figures is None else CompilerFigures.from_json(figures),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamageError(f"it is no trial: {error!r:.200}") from error
+    if "end" in message:
+        return End.from_json(message)
+    if "phase" in message:
+        return Entered.from_json(message)
+    return Lowered.from_json(message) if "program" in message else Ended.from_json(message)
 
 
 def error_of(end: End, name: str, host: str) -> Exception:

@@ -14,9 +14,10 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from quarantune.engine import pieces, remote, replies
 from quarantune.engine.contact import Contacts, Gone
 from quarantune.engine.pieces import LEAST, Shard, again
-from quarantune.engine.replies import End
+from quarantune.engine.replies import End, Ended, Entered, Lowered
 from quarantune.engine.silence import Silence
 from quarantune.scheduler.plan import ConfigSource, Proof
+from quarantune.values.codec import DamageError
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import READY, Config, EngineError, Outcome, Trial
@@ -211,28 +212,28 @@ class Shards:
 
     def _hear(self, shard: Shard, message: JsonObject) -> None:
         try:
-            if "end" in message:
-                self._finish(shard, replies.end(message))
-            elif "phase" in message:
-                shard.is_accepted = True
-                index, phase = replies.phase(message)
-                if index in shard.indices:
-                    (shard.running.discard if phase == READY else shard.running.add)(index)
-                    self._on_phase(index, phase)
-            elif "program" in message:
-                self._proof.show(*replies.program(message))
-            else:
-                self._note(shard, message)
-        except replies.DamageError as error:
+            match replies.read(message):
+                case End() as end:
+                    self._finish(shard, end)
+                case Entered(phase=(index, phase)):
+                    shard.is_accepted = True
+                    if index in shard.indices:
+                        (shard.running.discard if phase == READY else shard.running.add)(index)
+                        self._on_phase(index, phase)
+                case Lowered(program=(config, lines)):
+                    self._proof.show(config, lines)
+                case Ended() as ended:
+                    self._note(shard, ended)
+        except DamageError as error:
             _logger.warning("%s: a shard on %s sent a damaged message: %s", self._name, shard.host, error)
             self._die(shard)
 
-    def _note(self, shard: Shard, message: JsonObject) -> None:
+    def _note(self, shard: Shard, ended: Ended) -> None:
         """Takes the trial of a config, unless it has one."""
-        index, trial = replies.trial(message, self._configs, is_check=self._is_check)
+        trial = ended.read(self._configs, is_check=self._is_check)
         self._took_part_at = time.monotonic()
-        if index in shard.indices:
-            self._end(shard, index, trial)
+        if ended.index in shard.indices:
+            self._end(shard, ended.index, trial)
 
     def _end(self, shard: Shard, index: int, trial: Trial) -> None:
         shard.indices.remove(index)
@@ -249,13 +250,13 @@ class Shards:
                 self._fail(shard, error)
                 continue
             try:
-                result = future.result()
+                end = End.from_json(future.result())
                 if shard.indices:  # otherwise the shard has told all of them
-                    for message in replies.trials(result):
-                        self._note(shard, message)
-                shard.host = shard.host or str(result.get("host", ""))[:100]
-                self._finish(shard, replies.end(result))
-            except replies.DamageError as damage:
+                    for ended in end.trials:
+                        self._note(shard, ended)
+                shard.host = shard.host or end.host[:100]
+                self._finish(shard, end)
+            except DamageError as damage:
                 self._fail(shard, damage)
 
     def _look_at_the_clock(self) -> None:
@@ -289,19 +290,19 @@ class Shards:
     def _finish(self, shard: Shard, end: End) -> None:
         """Ends a shard as its machine says."""
         self._silence.broken()
-        if end.how == remote.REFUSED:
+        if end.end == remote.REFUSED:
             shard.future = None  # not cancelled: an engine would take the machine for idle, and give it the next one
         self._release(shard)
-        if end.how == remote.DONE and not shard.indices:
+        if end.end == remote.DONE and not shard.indices:
             self._ends.append((shard, end))
-        elif end.how == remote.REFUSED:
+        elif end.end == remote.REFUSED:
             self._refuse(shard, end.error)
-        elif end.how == remote.INVALID:
+        elif end.end == remote.INVALID:
             raise replies.error_of(end, self._name, shard.host)
-        elif end.how == remote.FAILED:
+        elif end.end == remote.FAILED:
             self._repeat_failed(shard, f"on {shard.host}: {end.error}")
         else:
-            self._bury(shard, " (past its deadline)" if end.how == remote.LATE else "")
+            self._bury(shard, " (past its deadline)" if end.end == remote.LATE else "")
 
     def _die(self, shard: Shard) -> None:
         """Ends a shard whose process is gone, or does not answer."""

@@ -26,10 +26,10 @@ import dataclasses
 import enum
 import inspect
 import json
-import math
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias, TypeVar
 
+from quarantune.values.codec import Record
 from quarantune.values.json_object import JsonObject
 
 _T = TypeVar("_T")
@@ -52,7 +52,7 @@ class Source(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer:
+class Answer(Record):
     """A config that a rank offers to all.
 
     Attributes:
@@ -71,8 +71,7 @@ class Answer:
 
     def encode(self) -> str:
         """Returns the answer as the store holds it: JSON, which nothing executes."""
-        fields = dataclasses.asdict(self) | {"source": self.source.value}
-        return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def decode(cls, text: str) -> Answer:
@@ -81,20 +80,7 @@ class Answer:
         Raises:
             ValueError: it holds something else.
         """
-        match json.loads(text):
-            case {"config": dict() | None as config, "rank": int(rank), "source": str(source), **times}:
-                return cls(
-                    config=config,
-                    rank=rank,
-                    source=Source(source),
-                    time_ms=_time(times.get("time_ms")),
-                    default_time_ms=_time(times.get("default_time_ms")),
-                )
-        raise ValueError(f"{text[:200]!r} is no answer of a rank")
-
-
-def _time(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+        return cls.from_json(json.loads(text))
 
 
 @dataclasses.dataclass(frozen=True)

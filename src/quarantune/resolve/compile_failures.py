@@ -8,12 +8,14 @@ import datetime
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated, Any, Self
 
 from quarantune import cache
 from quarantune.cache import journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import versions
+from quarantune.values.codec import Record
 from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.config_values import text_of
 from quarantune.values.json_object import JsonObject
@@ -30,8 +32,13 @@ _PASSING = re.compile(
 _AT_COMPILE_TIME = frozenset({Outcome.ERROR, Outcome.DEVICE_OOM, Outcome.TIMEOUT, Outcome.OOM, Outcome.CRASHED})
 
 
+def _date(text: str) -> str:
+    datetime.datetime.fromisoformat(text)
+    return text
+
+
 @dataclasses.dataclass(frozen=True)
-class _Failure:
+class _Failure(Record):
     """A failed compilation, or one of a check that did not fail, and the conditions under which it counts.
 
     Attributes:
@@ -41,46 +48,38 @@ class _Failure:
         compilers: the versions and flags of the compilers.
         compile_timeout_s: the deadline that it ran under.
         memory_limit_bytes: the memory limit that it ran under; None for a share of the memory that was free.
+        figures: in a record, the compiler's figures of its trial.
     """
 
     trial: Trial
     source: str
-    found: str
-    compilers: Mapping[str, object]
+    found: Annotated[str, _date]
+    compilers: Mapping[str, Any]
     compile_timeout_s: float
     memory_limit_bytes: int | None
+    figures: CompilerFigures | None = None
 
     @classmethod
-    def from_json(cls, record: JsonObject) -> _Failure:
+    def from_json(cls, data: Any) -> Self:
         """Returns the failure that a record describes.
 
         Raises:
-            KeyError, TypeError, ValueError: it describes none.
+            DamageError: it describes none.
         """
-        limit, source, found = record["memory_limit_bytes"], record["source"], record["found"]
-        trial = Trial.from_json(record["trial"])
-        if (figures := record.get("figures")) is not None:
-            trial = dataclasses.replace(trial, outcome=Outcome.OK, figures=CompilerFigures.from_json(figures))
-        if not isinstance(source, str) or not isinstance(found, str) or not isinstance(record["compilers"], dict):
-            raise TypeError("it lacks its source, its time or its versions")
-        datetime.datetime.fromisoformat(found)
-        return cls(
-            trial=trial,
-            source=source,
-            found=found,
-            compilers=record["compilers"],
-            compile_timeout_s=float(record["compile_timeout_s"]),
-            memory_limit_bytes=None if limit is None else int(limit),
+        read = super().from_json(data)
+        if read.figures is None:
+            return read
+        return dataclasses.replace(
+            read, trial=dataclasses.replace(read.trial, outcome=Outcome.OK, figures=read.figures)
         )
 
     def to_json(self) -> JsonObject:
         """Returns the failure as JSON-able data."""
-        record = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        trial, figures = self.trial, self.trial.figures
-        if figures is not None:  # in files, a trial that is ok has a time
-            trial = dataclasses.replace(trial, outcome=Outcome.NOT_RUN)
-            record["figures"] = dataclasses.asdict(figures)
-        return record | {"trial": trial.to_json()}
+        if (figures := self.trial.figures) is None:
+            return {name: value for name, value in super().to_json().items() if name != "figures"}
+        # In files, a trial that is ok has a time.
+        trial = dataclasses.replace(self.trial, outcome=Outcome.NOT_RUN)
+        return super().to_json() | {"trial": trial.to_json(), "figures": figures.to_json()}
 
     def counts(self, limits: SweepLimits, *, start_over: bool) -> bool:
         """Returns whether a config that failed like this need not be compiled again.
@@ -199,7 +198,7 @@ class CompileFailures:
             try:
                 failure = _Failure.from_json(record)
                 text = cache.canonical_json(failure.trial.config)
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            except ValueError:
                 refused += 1
                 continue
             if failure.compilers == self._compilers and (text not in last or last[text].found <= failure.found):

@@ -16,7 +16,6 @@ from quarantune.host import locks
 from quarantune.measure import finals
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.contextual_function import ContextualFunction, KnownAssignments, shown_together
-from quarantune.resolve.entries import Searched, saved_of, searched_of
 from quarantune.resolve.kernel_search import KernelSearch
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuning import Tuning
@@ -36,9 +35,9 @@ from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
 from quarantune.transport.problem import Problem
 from quarantune.values import shown
+from quarantune.values.findings import Findings, Searched
 from quarantune.values.json_object import JsonObject
 from quarantune.values.space import Space
-from quarantune.values.times import Times
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
 
 _logger = logging.getLogger("quarantune")
@@ -363,18 +362,19 @@ class ContextualJob(TuningJob):
         ]
         chosen = {slot: choice.config for slot, choice in choices.items()}
         config: Config = {KEY: assignment.encode(chosen, others=OWN)}
+        findings = self._findings(time_ms, trials)
         if self._directory is not None:
             kernels = [
                 {**slot._asdict(), "config": choice.config, "time_ms": choice.time_ms, "space": space}
                 for (slot, choice), space in zip(choices.items(), spaces, strict=True)
             ]
-            entry = self._entry(config, Times(time_ms, None), trials) | {
+            entry = self._entry(config, findings) | {
                 "config": {"assignment": assignment.nested(chosen)},
                 "kernels": kernels,
                 "baseline_ms": baseline_ms,
             }
             self._save(entry)
-        result = call_result(self._keyed, config, Times(time_ms, None), tuple(trials), searched=self._all_searched)
+        result = call_result(self._keyed, config, findings, tuple(trials))
         return self._contextual(result, [*choices.values()], baseline_ms)
 
     def _result_of(self, entry: Entry) -> ContextualResult:
@@ -384,10 +384,8 @@ class ContextualJob(TuningJob):
             KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=float(entry["time_ms"]))
             for slot, chosen in assignment.Assignment(str(config[KEY])).chosen.items()
         ]
-        time_ms, baseline_ms = float(entry["time_ms"]), entry.get("baseline_ms")
-        about, saved = searched_of(entry), saved_of(entry)
-        result = call_result(self._keyed, config, Times(time_ms, None), from_cache=True, searched=about, saved=saved)
-        return self._contextual(result, kernels, baseline_ms)
+        result = call_result(self._keyed, config, Findings.from_json(entry), from_cache=True)
+        return self._contextual(result, kernels, entry.get("baseline_ms"))
 
     def _contextual(
         self, result: TuningResult, kernels: Sequence[KernelChoice], baseline_ms: float | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -13,22 +12,15 @@ from quarantune.cache import Entry
 from quarantune.resolve import layers
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import CallKey, KeyedCall
-from quarantune.resolve.entries import (
-    Saved,
-    Searched,
-    changed_versions,
-    open_store,
-    saved_of,
-    searched_of,
-)
+from quarantune.resolve.entries import changed_versions, open_store
 from quarantune.resolve.layers import Found, Layer
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.sweep.search_limits import SearchLimits
 from quarantune.values import naming, remembered, shown
 from quarantune.values import settings as environment
+from quarantune.values.findings import Findings, Searched
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
-from quarantune.values.times import Times, times_of
 from quarantune.values.trial import Config, TuningFailedError
 
 if TYPE_CHECKING:
@@ -39,12 +31,10 @@ _logger = logging.getLogger("quarantune")
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """A remembered config, its times, how thorough the search was that found it, and what the entry says of it."""
+    """A remembered config, and the findings of the sweep that it is from."""
 
     config: Config
-    times: Times
-    searched: Searched = dataclasses.field(default_factory=Searched)
-    saved: Saved = dataclasses.field(default_factory=Saved)
+    findings: Findings = dataclasses.field(default_factory=Findings)
 
 
 class KnownResults:
@@ -73,7 +63,7 @@ class KnownResults:
             config = self.config_of(entry, keyed.call, settings, is_own=layer.is_own)
             if config is not None:
                 _logger.debug("%s: found in %s", self._function.name, layer.label)
-                known = self._winners[keyed.key] = Known(config, times_of(entry), searched_of(entry), saved_of(entry))
+                known = self._winners[keyed.key] = Known(config, Findings.from_json(entry))
                 return known
         return None
 
@@ -110,7 +100,7 @@ class KnownResults:
                     f"{there} in {found.layer.label} (ON_MISS=nearest; this is said once)",
                     topic=f"nearest {self._function.name}",
                 )
-                return Known(config, Times(math.nan, None))
+                return Known(config)
         return None
 
     def seeds(self, keyed: KeyedCall, entries: Iterable[Found]) -> list[Config]:
@@ -162,9 +152,9 @@ class KnownResults:
         self._failures.pop(key, None)
         limits = SearchLimits.of(self._function.options, settings)
         budget = limits.budget(result.stopped) or result.seen  # `auto` has a budget of its own
-        searched = Searched(result.stopped, result.seen, result.space_size, budget)
-        times, saved = result.times, Saved(result.created, result.counts)
-        self._winners[key] = Known(result.best_config, times, searched, saved)
+        findings = result.findings
+        findings = dataclasses.replace(findings, search=dataclasses.replace(findings.search, budget=budget))
+        self._winners[key] = Known(result.best_config, findings)
         self._note_tuned(key)
 
     def remember_failure(self, key: CallKey, error: TuningFailedError) -> None:

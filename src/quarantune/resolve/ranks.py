@@ -23,9 +23,9 @@ from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.search_limits import SearchLimits
 from quarantune.values.config_values import encode
+from quarantune.values.findings import Findings
 from quarantune.values.search_choice import AUTO, AUTO_EXHAUSTIVE_MOST, AUTO_MAX_TRIALS
 from quarantune.values.settings import Settings
-from quarantune.values.times import Times
 
 _logger = logging.getLogger("quarantune")
 
@@ -188,8 +188,7 @@ class Ranks:
                     f"{label}: all ranks run {answer.config!r}, which rank {answer.rank} offers and this rank cannot "
                     f"use: start all ranks with the same code and versions"
                 )
-            best_ms = math.nan if answer.time_ms is None else answer.time_ms
-            known = Known(config, Times(best_ms, answer.default_time_ms))
+            known = Known(config, Findings.from_json(answer.to_json()))
             is_ours = own is not None and own.config == config
             who = "it" if answer.rank == us.rank else f"rank {answer.rank}"
             how = _HOW[answer.source]
@@ -295,12 +294,12 @@ def _deadline_s(keyed: KeyedCall, settings: Settings) -> float:
 
 
 def _answer(known: Known, rank: int, source: Source) -> Answer:
-    best_ms, default_ms = (
-        time_ms if time_ms is not None and math.isfinite(time_ms) else None
-        for time_ms in (known.times.best_ms, known.times.default_ms)
+    found = known.findings
+    time_ms = None if math.isnan(found.time_ms) else found.time_ms
+    return Answer(
+        config=encode(known.config), rank=rank, source=source, time_ms=time_ms, default_time_ms=found.default_time_ms
     )
-    return Answer(config=encode(known.config), rank=rank, source=source, time_ms=best_ms, default_time_ms=default_ms)
 
 
 def _known_of(result: TuningResult) -> Known:
-    return Known(result.best_config, Times(result.time_ms, result.default_time_ms))
+    return Known(result.best_config, result.findings)

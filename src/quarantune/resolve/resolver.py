@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,8 +19,8 @@ from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import assignment as assignments
 from quarantune.values import settings as environment
+from quarantune.values.findings import Findings
 from quarantune.values.settings import Settings
-from quarantune.values.times import Times
 from quarantune.values.trial import CacheMissError, Config, TuningFailedError
 
 if TYPE_CHECKING:
@@ -131,18 +130,11 @@ class Resolver:
                 return self._result_of_all(described, settings, us, start_over=must_tune)
             if not must_tune:
                 known = self._known.find(described, settings)
-                if known is not None and self._known.is_enough(known.searched, settings):
-                    return call_result(
-                        described,
-                        known.config,
-                        known.times,
-                        from_cache=True,
-                        searched=known.searched,
-                        saved=known.saved,
-                    )
+                if known is not None and self._known.is_enough(known.findings.search, settings):
+                    return call_result(described, known.config, known.findings, from_cache=True)
                 self._known.raise_failure(described.key)
                 if settings.on_miss == "nearest" and (near := self._known.nearest(described, settings)) is not None:
-                    return call_result(described, near.config, near.times, from_cache="nearest")
+                    return call_result(described, near.config, near.findings, from_cache="nearest")
                 if settings.on_miss != "tune":
                     return self._untuned(described, settings)
             return self._tune(described, settings, start_over=must_tune)
@@ -186,7 +178,7 @@ class Resolver:
         must_tune = self._known.must_tune(described.key, settings) and not is_inside and not call.is_symbolic
         if not must_tune:
             known = self._find(described, settings)
-            if known is not None and (is_inside or self._known.is_enough(known.searched, settings)):
+            if known is not None and (is_inside or self._known.is_enough(known.findings.search, settings)):
                 return Choice(known.config)
             self._known.raise_failure(described.key)
             if settings.on_miss == "nearest" and (near := self._known.nearest(described, settings)) is not None:
@@ -238,7 +230,7 @@ class Resolver:
 
         def own() -> Known | None:
             known = None if start_over else self._known.find(described, settings)
-            return known if known is not None and self._known.is_enough(known.searched, settings) else None
+            return known if known is not None and self._known.is_enough(known.findings.search, settings) else None
 
         may_tune = (start_over or settings.on_miss == "tune") and self._known.failure(described.key) is None
         return self._ranks.settle(
@@ -271,7 +263,7 @@ class Resolver:
             return agreed.tuned
         if agreed.known is not None:
             origin: Literal[True, "nearest"] = "nearest" if agreed.is_nearest else True
-            return call_result(described, agreed.known.config, agreed.known.times, from_cache=origin)
+            return call_result(described, agreed.known.config, agreed.known.findings, from_cache=origin)
         self._known.raise_failure(described.key)
         if settings.on_miss != "tune":
             return self._untuned(described, settings)
@@ -289,7 +281,7 @@ class Resolver:
         if settings.on_miss != "default" or call.untuned is None:
             raise CacheMissError(self._known.explain_miss(described, settings))
         cache.report_once(_UNTUNED.format(call.name, settings.on_miss))
-        return call_result(described, call.defaults, Times(math.nan, None), from_cache="default")
+        return call_result(described, call.defaults, Findings(), from_cache="default")
 
 
 def _keyed_to_tune(call: BoundCall, settings: Settings) -> KeyedCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,13 +19,7 @@ from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result, entry_for
 from quarantune.resolve.callers_error import callers_error
 from quarantune.resolve.compilation_seeds import CompilationSeeds
-from quarantune.resolve.entries import (
-    Searched,
-    more_thorough,
-    open_store,
-    saved_of,
-    searched_of,
-)
+from quarantune.resolve.entries import more_thorough, open_store
 from quarantune.resolve.known_results import KnownResults
 from quarantune.resolve.starts import starts
 from quarantune.resolve.sweep_records import SweepRecords
@@ -40,10 +35,19 @@ from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, S
 from quarantune.sweep.searching import Searching
 from quarantune.sweep.swept import Swept
 from quarantune.values.config_space import MOST_CONFIGS
+from quarantune.values.findings import Findings, Searched
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
-from quarantune.values.times import Times, times_of
-from quarantune.values.trial import READY, UNTUNED, Config, Outcome, Trial, TuningFailedError, pruned_trial
+from quarantune.values.trial import (
+    READY,
+    UNTUNED,
+    Config,
+    Outcome,
+    Trial,
+    TuningFailedError,
+    count_outcomes,
+    pruned_trial,
+)
 
 _logger = logging.getLogger("quarantune")
 
@@ -156,7 +160,7 @@ class TuningJob:
 
         def done() -> Entry | None:
             entry = known.usable_entry(self._keyed, self._settings, other_than=self._earlier) if self._follows else None
-            return entry if entry and known.is_enough(searched_of(entry), self._settings) else None
+            return entry if entry and known.is_enough(Findings.from_json(entry).search, self._settings) else None
 
         if self._directory is None:
             return None
@@ -312,7 +316,7 @@ class TuningJob:
         if self._directory is None or self._search.tries_all:
             return False
         entry = self._context.known.usable_entry(self._keyed, self._settings)
-        searched = Searched() if entry is None else searched_of(entry)
+        searched = Findings.from_json(entry or {}).search
         most = self._search.max_trials
         is_left = most is None or (searched.seen is not None and searched.seen < most)
         return searched.stopped in (MAX_TRIALS, TIME_BUDGET) and is_left
@@ -359,13 +363,12 @@ class TuningJob:
         defaults = settled.get(finals.default_among(settled, default))
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
         assert best.time_ms is not None
-        times = Times(best.time_ms)
+        findings = self._findings(best.time_ms, trials)
         if defaults is not None and defaults.outcome is Outcome.OK:  # and not ruled out by a sample or two
             interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
-            times = Times(best.time_ms, defaults.time_ms, interval)
-        entry = self._entry(best.config, times, trials) | {"samples": len(best.samples_ms)}
-        self._save(entry)
-        told = times.text(is_default=best is defaults)
+            findings = dataclasses.replace(findings, default_time_ms=defaults.time_ms, speedup_interval=interval)
+        self._save(self._entry(best.config, findings) | {"samples": len(best.samples_ms)})
+        told = findings.text(is_default=best is defaults)
         own = swept.untuned if default is None else settled.get(default)
         if own is not None and own.outcome.is_failure:
             told += f", and the defaults ended as {own.outcome}"
@@ -377,13 +380,11 @@ class TuningJob:
         return call_result(
             self._keyed,
             best.config,
-            times,
+            findings,
             trials,
             finalists=finalists,
             tie=tie,
             executable=executable,
-            searched=self._searched(),
-            saved=saved_of(entry),
             noise=swept.noise,
         )
 
@@ -393,7 +394,9 @@ class TuningJob:
         if kind is not None and issubclass(kind, KeyboardInterrupt) and is_usable:
             settled, verdict = finals.conclude(self._trials, finals.Final(), default=self._call.default_index)
             best = settled[verdict.winner]
-            result = call_result(self._keyed, best.config, Times(best.time_ms or 0.0, None), tuple(settled.values()))
+            trials = tuple(settled.values())
+            findings = Findings(best.time_ms or 0.0, trials=count_outcomes(trials))
+            result = call_result(self._keyed, best.config, findings, trials)
             self._context.known.remember(self._key, result, self._settings)
 
     def _leave_failure(self) -> TuningFailedError:
@@ -405,9 +408,12 @@ class TuningJob:
         self._claim.leave_failure(self._terms(), trials)
         return self._failure(trials)
 
-    def _entry(self, config: Config, times: Times, trials: Sequence[Trial]) -> Entry:
-        search = {"name": self._search.label, "seed": self._search.seed} | self._searched().to_json()
-        return entry_for(self._keyed, config, times, trials, search)
+    def _findings(self, time_ms: float, trials: Sequence[Trial]) -> Findings:
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        return Findings(time_ms, created=now, trials=count_outcomes(trials), search=self._searched())
+
+    def _entry(self, config: Config, findings: Findings) -> Entry:
+        return entry_for(self._keyed, config, findings, {"name": self._search.label, "seed": self._search.seed})
 
     def _save(self, entry: Entry) -> None:
         if self._directory is not None:
@@ -418,5 +424,4 @@ class TuningJob:
     def _result_of(self, entry: Entry) -> TuningResult:
         config = self._call.find(entry["config"])
         assert config is not None  # or the entry would not be usable
-        about, saved = searched_of(entry), saved_of(entry)
-        return call_result(self._keyed, config, times_of(entry), from_cache=True, searched=about, saved=saved)
+        return call_result(self._keyed, config, Findings.from_json(entry), from_cache=True)

@@ -20,9 +20,9 @@ from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
 from quarantune.transport.call import Arguments
 from quarantune.values.config_values import as_given
+from quarantune.values.findings import Findings
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import settings
-from quarantune.values.times import times_of
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
 
 _logger = logging.getLogger("quarantune")
@@ -181,7 +181,7 @@ def _judged(record: CacheRecord, config: Config, default: Config | None, result:
     if as_given(config) in (result.best_config, *result.tie):
         if config == default:
             return _verified(record, Verdict.CURRENT, "it is the defaults, and works", **times)
-        gain = result.times.compared or "and there are no defaults to compare it with"
+        gain = result.findings.compared or "and there are no defaults to compare it with"
         return _verified(record, Verdict.CURRENT, f"it works, {gain}", **times)
     slower = f"{winner.time_ms:.4g} ms against {result.time_ms:.4g}" if winner.time_ms else "ruled out at once"
     return _verified(record, Verdict.STALE, f"the defaults are faster: {slower}", **times)
@@ -216,7 +216,7 @@ def _code_of(key: CacheKey) -> Any:
 
 def _verified(record: CacheRecord, verdict: Verdict, reason: str, **times: float | None) -> Verified:
     entry: Entry = record.entry
-    saved = times_of(entry).best_ms
+    saved = Findings.from_json(entry).time_ms
     return Verified(
         key=record.key,
         verdict=verdict,

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from quarantune.cache import Entry, Journal, Store, canonical_json, conclusions, safe_name
-from quarantune.results.report_data import ResultData
-from quarantune.values.config_values import freeze, text_of
-from quarantune.values.json_object import JsonObject
+from quarantune.results.result import ResultData, TuningResult
+from quarantune.values.config_values import text_of
+from quarantune.values.findings import Findings
 from quarantune.values.texts import did_you_mean, printable
-from quarantune.values.times import times_of
-from quarantune.values.trial import Config, Trial
+from quarantune.values.trial import Trial, frozen
 
 
 def cached_results(directory: Path, name: str, *, device: str | None = None) -> list[ResultData]:
@@ -66,38 +65,31 @@ def result_of(directory: Path, name: str, device: str, key: str, entry: Entry) -
     """
     trials = {text_of(trial.config): trial for trial in _trials(Journal(directory, name, device, key))}
     finalists, tie, default = [], [], None
-    times, is_concluded = times_of(entry), False
+    findings, is_concluded = Findings.from_json(entry), False
     for record in conclusions(directory, name, device, key).records()[-1:]:
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-            default = None if record["default"] is None else _config(record["default"])
+            default = None if record["default"] is None else frozen(record["default"])
             found = [Trial.from_json(trial) for trial in record["finalists"]]
             # A final and a tie belong to their winner, and another job may have saved another winner since.
             is_winner = canonical_json(record["best"]) == canonical_json(entry["config"])
-            is_concluded = is_winner and (not found or times.best_ms in [trial.time_ms for trial in found])
+            is_concluded = is_winner and (not found or findings.time_ms in [trial.time_ms for trial in found])
             if is_concluded:
-                finalists, tie = found, [_config(config) for config in record["tie"]]
+                finalists, tie = found, [frozen(config) for config in record["tie"]]
     trials |= {text: trial for trial in finalists if (text := text_of(trial.config)) in trials}
-    search = entry.get("search")
-    search = search if isinstance(search, dict) else {}
-    return ResultData(
+    result = TuningResult.of(
+        findings,
         name=name,
         device=device,
-        key_values=entry.get("key_values"),
-        best_config=_config(entry["config"]),
-        time_ms=times.best_ms,
+        key=key,
+        from_cache=True,
+        best_config=frozen(entry["config"]),
         default_config=default,
-        default_time_ms=times.default_ms,
-        speedup_interval=times.interval,
-        finalists=finalists,
+        finalists=tuple(finalists),
         trials=tuple(trials.values()),
-        tie=tie,
-        stopped=search["stopped"] if isinstance(search.get("stopped"), str) else "",
-        seen=_count(search.get("seen")),
-        space_size=_count(search.get("space_size")),
+        tie=tuple(tie),
         versions=entry.get("versions") or {},
-        created=str(entry.get("created", "")),
-        note=_origin(trials, is_concluded=is_concluded),
     )
+    return ResultData(result, entry.get("key_values"), _origin(trials, is_concluded=is_concluded))
 
 
 def _origin(trials: dict[str, Trial], *, is_concluded: bool) -> str:
@@ -115,14 +107,6 @@ def _trials(journal: Journal) -> Iterator[Trial]:
     for record in journal.each():
         with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
             yield Trial.from_json(record["trial"])
-
-
-def _config(raw: JsonObject) -> Config:
-    return {name: freeze(value) for name, value in raw.items()}
-
-
-def _count(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -6,10 +6,10 @@ import dataclasses
 import os
 
 from quarantune.results import report
-from quarantune.results.report_data import ResultData
-from quarantune.results.result import TuningResult
+from quarantune.results.result import ResultData, TuningResult
 from quarantune.results.standing import Standing
 from quarantune.values import shown
+from quarantune.values.codec import IN_MEMORY
 from quarantune.values.trial import Config, Trial
 
 
@@ -46,8 +46,8 @@ class ContextualResult(TuningResult):
         baseline_ms: the median time with every kernel at the first of its configs; None where that failed.
     """
 
-    kernels: tuple[KernelChoice, ...] = ()
-    baseline_ms: float | None = None
+    kernels: tuple[KernelChoice, ...] = dataclasses.field(default=(), metadata=IN_MEMORY)
+    baseline_ms: float | None = dataclasses.field(default=None, metadata=IN_MEMORY)
 
     def table(self, *, width: int | None = None, flops: float | None = None, bytes: float | None = None) -> str:
         """Returns a table for each kernel, with a star at its choice, and the gain of the whole function.
@@ -83,17 +83,16 @@ class ContextualResult(TuningResult):
 
     def _report_data(self) -> ResultData:
         """Returns the data of the report: kernels are tunables, and the defaults are their first configs."""
-        data = super()._report_data()
-        return dataclasses.replace(
-            data,
-            best_config={
-                name: shown.format_config(choice.config) for name, choice in zip(self.labels, self.kernels, strict=True)
-            },
+        data, named = super()._report_data(), zip(self.labels, self.kernels, strict=True)
+        result = dataclasses.replace(
+            data.result,
+            best_config={name: shown.format_config(choice.config) for name, choice in named},
             default_config=None,
             default_time_ms=self.baseline_ms,
             speedup_interval=None,
             finalists=(),
         )
+        return dataclasses.replace(data, result=result)
 
     @property
     def labels(self) -> list[str]:

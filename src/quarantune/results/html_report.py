@@ -12,7 +12,8 @@ import os
 import re
 from collections.abc import Sequence
 
-from quarantune.results.report_data import ResultData, page_data
+from quarantune.results.report_data import page_data
+from quarantune.results.result import ResultData
 from quarantune.values.json_object import JsonObject
 
 _PAGE = "quarantune.results.page"

@@ -12,7 +12,7 @@ from typing import TextIO
 
 from quarantune.results import display
 from quarantune.values import shown
-from quarantune.values.times import Times
+from quarantune.values.findings import Findings
 from quarantune.values.trial import END, READY, Config, Outcome, Phase, Trial, count_outcomes
 
 _logger = logging.getLogger("quarantune")
@@ -278,8 +278,8 @@ class Progress:
         best, default_ms = self._best, self._default_ms
         if best is None or not best.time_ms:
             return ""
-        is_default = best.config == self._default
-        return f"best {shown.format_config(best.config)}, {Times(best.time_ms, default_ms).text(is_default=is_default)}"
+        told = Findings(best.time_ms, default_ms).text(is_default=best.config == self._default)
+        return f"best {shown.format_config(best.config)}, {told}"
 
     def _tried(self) -> str:
         of = f" of {self._total:,}" if self._total > len(self._trials) and not self._is_bound else ""

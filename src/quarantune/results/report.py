@@ -9,9 +9,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quarantune.results.standing import Standing, explain
+from quarantune.values.findings import ratio_text
 from quarantune.values.shown import format_config, format_value
 from quarantune.values.texts import printable
-from quarantune.values.times import ratio_text
 from quarantune.values.trial import Outcome, Trial
 
 _REASON_ROWS = 20

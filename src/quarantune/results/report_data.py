@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from quarantune.results import report
-from quarantune.results.standing import Standing, reason
+from quarantune.results.result import ResultData
+from quarantune.results.standing import reason
 from quarantune.values.call_text import call_size, call_text
 from quarantune.values.config_values import encode, text_of
+from quarantune.values.findings import interval_text
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config, format_value
 from quarantune.values.texts import printable
-from quarantune.values.times import Times, interval_text
 from quarantune.values.trial import Config, Outcome, Trial
 
 _TEXT_BYTES = 1_200_000
@@ -36,58 +37,15 @@ _UNSET: JsonObject = {"$unset": None}
 """The value of a key that a config lacks, so that the function's default holds."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResultData:
-    """The result of tuning one problem, as a report takes it.
-
-    Attributes:
-        name: the function.
-        device: the kind of device.
-        key_values: the description of the call, as an entry of the cache holds it.
-        best_config: the winner.
-        time_ms: its median time in milliseconds; NaN where it is not known.
-        default_config: the config that equals the function's own defaults, if there is one.
-        default_time_ms: the time of the defaults in milliseconds; None where it is not known.
-        speedup_interval: as of a `TuningResult`.
-        finalists: as of a `TuningResult`; the trials of the final as it was.
-        trials: the trials, finalists with the times of the final.
-        tie: the configs that the noise cannot tell from the winner, without it.
-        stopped: why the search ended; empty where that is not known.
-        seen: how many configs were tried, or dropped by `prune_fn`; None where that is not known.
-        space_size: how many configs there are; None where that is not known.
-        versions: the versions of JAX and others under which it was tuned.
-        created: when it was saved, as text; empty where that is not known.
-        note: a sentence on the origin of the data; may be empty.
-    """
-
-    name: str
-    device: str
-    key_values: Any
-    best_config: Config
-    time_ms: float
-    default_config: Config | None = None
-    default_time_ms: float | None = None
-    speedup_interval: tuple[float, float] | None = None
-    finalists: Sequence[Trial] = ()
-    trials: Sequence[Trial] = ()
-    tie: Sequence[Config] = ()
-    stopped: str = ""
-    seen: int | None = None
-    space_size: int | None = None
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    created: str = ""
-    note: str = ""
-
-
 def page_data(results: Sequence[ResultData]) -> JsonObject:
     """Returns the data of a report on some problems of one function, which are sorted by device and size."""
     texts = _Texts()
     budget = _Budget(_MOST_TRIALS, _MOST_SAMPLES)
-    ordered = sorted(results, key=lambda result: (result.device, call_size(result.key_values)))
-    is_of_one_device = len({result.device for result in ordered}) == 1
-    problems = [_problem(result, texts, budget, names_device=not is_of_one_device) for result in ordered]
+    ordered = sorted(results, key=lambda data: (data.result.device, call_size(data.key_values)))
+    is_of_one_device = len({data.result.device for data in ordered}) == 1
+    problems = [_problem(data, texts, budget, names_device=not is_of_one_device) for data in ordered]
     return {
-        "title": _label(ordered[0].name or "a tuned function"),
+        "title": _label(ordered[0].result.name or "a tuned function"),
         "outcomes": [[outcome.value, outcome.is_failure] for outcome in Outcome],
         "problems": problems,
         "texts": _fitted(texts.all, _TEXT_BYTES),
@@ -118,8 +76,9 @@ class _Budget:
     samples: int
 
 
-def _problem(result: ResultData, texts: _Texts, budget: _Budget, *, names_device: bool) -> JsonObject:
-    trials, notes = result.trials, [result.note] if result.note else []
+def _problem(data: ResultData, texts: _Texts, budget: _Budget, *, names_device: bool) -> JsonObject:
+    result, notes = data.result, [data.note] if data.note else []
+    trials: Sequence[Trial] = result.trials
     if len(trials) > budget.trials:
         trials = ()
         notes.append(f"Its {len(result.trials)} trials are left out, because the report would be too large.")
@@ -127,23 +86,22 @@ def _problem(result: ResultData, texts: _Texts, budget: _Budget, *, names_device
     places = {text_of(trial.config): index for index, trial in enumerate(trials)}
     final = {text_of(trial.config): trial for trial in result.finalists if trial.samples_ms}
     finalists = {places[text] for text in final.keys() & places.keys()}
-    times = Times(result.time_ms, result.default_time_ms, result.speedup_interval)
     own = None if result.default_config is None else text_of(result.default_config)
-    label = call_text(result.key_values) or "all calls"
+    label = call_text(data.key_values) or "all calls"
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     return {
         "label": _label(f"{label} on {result.device}" if names_device else label),
         "device": _label(result.device),
-        "size": call_size(result.key_values),
+        "size": call_size(data.key_values),
         "best": places.get(text_of(result.best_config)),
         "choice": [[_label(name), _label(_shown(value))] for name, value in _flat(result.best_config).items()],
         "bestText": _label(format_config(result.best_config)) or "the only config",
-        "why": _why(result, trials),
+        "why": printable(reason(trials, dataclasses.replace(result.standing, default_ms=None))),
         "bestMs": _rounded(result.time_ms),
         "default": None if own is None else places.get(own),
         "defaultMs": _rounded(result.default_time_ms),
         "defaultsWin": own == text_of(result.best_config),
-        "compared": times.compared,
+        "compared": result.findings.compared,
         "interval": interval_text(result.speedup_interval),
         "tie": _places(result.tie, places),
         "finalists": [
@@ -159,13 +117,6 @@ def _problem(result: ResultData, texts: _Texts, budget: _Budget, *, names_device
         "tunables": (columns := _columns(trials))[0],
         "trials": _encoded(trials, columns[1], texts, budget, finalists),
     }
-
-
-def _why(result: ResultData, trials: Sequence[Trial]) -> str:
-    """Returns why the winner won, as the rest of a sentence about it."""
-    best, default = result.best_config, result.default_config
-    standing = Standing(best=best, tie=tuple(result.tie), default=default, final=result.finalists)
-    return printable(reason(trials, standing))
 
 
 def _places(configs: Iterable[Config], places: Mapping[str, int]) -> list[int]:

@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from quarantune.cache import content
 from quarantune.results import report, rows, saved_files, summary
@@ -18,20 +18,29 @@ from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultEr
 from quarantune.results.standing import Standing
 from quarantune.transport import binding
 from quarantune.transport.call import Arguments
+from quarantune.values.codec import IN_MEMORY, DamageError, Record
 from quarantune.values.config_values import encode, originals, restore
+from quarantune.values.findings import Counts, Findings, Interval, Searched
+from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
-from quarantune.values.times import Times, checked_interval
-from quarantune.values.trial import Config, Trial, checked_counts, count_outcomes
+from quarantune.values.trial import Config, Milliseconds, Trial, count_outcomes, frozen
 
 if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics
-    from quarantune.results.report_data import ResultData
 
 FromCache: TypeAlias = bool | Literal["nearest", "default"]
+_Config: TypeAlias = Annotated[Config, frozen]
+
+
+def _refuse(folder: Path, *_: object, **__: object) -> None:
+    raise SavedResultError(
+        f"the function of {folder} was not loaded, because that runs code from there: "
+        f"load it with TuningResult.load(..., trusted=True), or call your own with best_config"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class TuningResult:
+class TuningResult(Record):
     """The result of tuning one problem.
 
     Attributes:
@@ -66,39 +75,58 @@ class TuningResult:
         structs: the call with a `jax.ShapeDtypeStruct` for each array; None for a result that was loaded.
     """
 
-    best_config: Config
-    time_ms: float
-    trials: tuple[Trial, ...]
-    key: str
-    device: str
-    from_cache: FromCache = False
+    # In the order of the file of a saved result.
     name: str = ""
-    tie: tuple[Config, ...] = ()
-    default_time_ms: float | None = None
-    speedup_interval: tuple[float, float] | None = None
+    best_config: _Config
+    time_ms: Milliseconds = math.nan
+    default_config: _Config | None = None
+    default_time_ms: Milliseconds | None = None
+    speedup_interval: Interval | None = None
     noise: float | None = None
     finalists: tuple[Trial, ...] = ()
-    default_config: Config | None = None
-    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    counts: Counts = dataclasses.field(default_factory=dict)
     created: str = ""
+    device: str
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
     stopped: str = ""
     seen: int | None = None
     space_size: int | None = None
-    versions: dict[str, str] = dataclasses.field(default_factory=dict)
-    fn: Callable[..., Any] = dataclasses.field(repr=False, compare=False)
-    executable: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
-    call: Arguments = dataclasses.field(default=((), {}), repr=False, compare=False)
-    structs: Arguments | None = dataclasses.field(default=None, repr=False, compare=False)
+    tie: tuple[_Config, ...] = ()
+    key: str
+    from_cache: FromCache = False
+    trials: tuple[Trial, ...]
+    fn: Callable[..., Any] = dataclasses.field(default=_refuse, compare=False, metadata=IN_MEMORY)
+    executable: bytes | None = dataclasses.field(default=None, compare=False, metadata=IN_MEMORY)
+    call: Arguments = dataclasses.field(default=((), {}), compare=False, metadata=IN_MEMORY)
+    structs: Arguments | None = dataclasses.field(default=None, compare=False, metadata=IN_MEMORY)
+
+    @classmethod
+    def of(cls, findings: Findings, **fields: Any) -> Self:
+        """Returns a result with the findings of a sweep, and with further fields."""
+        search = findings.search
+        return cls(
+            time_ms=findings.time_ms,
+            default_time_ms=findings.default_time_ms,
+            speedup_interval=findings.speedup_interval,
+            counts=dict(findings.trials),
+            created=findings.created,
+            stopped=search.stopped,
+            seen=search.seen,
+            space_size=search.space_size,
+            **fields,
+        )
+
+    @property
+    def findings(self) -> Findings:
+        """The findings of the sweep."""
+        searched = Searched(self.stopped, self.seen, self.space_size)
+        times = self.time_ms, self.default_time_ms, self.speedup_interval
+        return Findings(*times, self.created, self.counts, searched)
 
     @property
     def speedup(self) -> float | None:
         """The time of the defaults divided by that of the best config; None where the former is not known."""
-        return self.times.speedup
-
-    @property
-    def times(self) -> Times:
-        """The times of the best config and of the defaults, with their ratio."""
-        return Times(self.time_ms, self.default_time_ms, self.speedup_interval)
+        return self.findings.speedup
 
     @property
     def config_text(self) -> str:
@@ -221,7 +249,6 @@ class TuningResult:
 
     def _report_data(self) -> ResultData:
         from quarantune.results.cached_results import cached_result
-        from quarantune.results.report_data import ResultData
         from quarantune.values import settings
 
         if self.from_cache is True and not self.trials and self.name:
@@ -234,25 +261,7 @@ class TuningResult:
             "default": "The call was never tuned: the function's own defaults stand in.",
             False: "",
         }[self.from_cache]
-        return ResultData(
-            name=self.name,
-            device=self.device,
-            key_values=_key_values(self.key),
-            best_config=self.best_config,
-            time_ms=self.time_ms,
-            default_config=self.default_config,
-            default_time_ms=self.default_time_ms,
-            speedup_interval=self.speedup_interval,
-            finalists=self.finalists,
-            trials=self.trials,
-            tie=self.tie,
-            stopped=self.stopped,
-            seen=self.seen,
-            space_size=self.space_size,
-            versions=self.versions,
-            created=self.created,
-            note=note,
-        )
+        return ResultData(self, _key_values(self.key), note)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
@@ -277,28 +286,12 @@ class TuningResult:
         parts = {FUNCTION: pickling.dumps((plain, self.call, originals(self._configs())))}
         if self.executable is not None:
             parts[WINNER] = self.executable
-        about = {
-            "name": self.name,
-            "best_config": encode(self.best_config),
-            "time_ms": None if math.isnan(self.time_ms) else self.time_ms,
-            "default_config": encode(self.default_config),
-            "default_time_ms": self.default_time_ms,
-            "speedup_interval": self.speedup_interval,
-            "noise": self.noise,
-            "finalists": [trial.to_json() for trial in self.finalists],
-            "counts": self.counts,
-            "created": self.created,
-            "device": self.device,
-            "versions": self.versions,
-            "stopped": self.stopped,
-            "seen": self.seen,
-            "space_size": self.space_size,
-            "tie": encode(self.tie),
-            "key": self.key,
-            "from_cache": self.from_cache,
-            "trials": [trial.to_json() for trial in self.trials],
-        }
-        saved_files.save(folder, about, parts)
+        saved_files.save(folder, self.to_json(), parts)
+
+    def to_json(self) -> JsonObject:
+        """Returns the content of the JSON file of a saved result."""
+        configs = {name: encode(getattr(self, name)) for name in ("best_config", "default_config", "tie")}
+        return super().to_json() | configs | {"time_ms": None if math.isnan(self.time_ms) else self.time_ms}
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
@@ -320,30 +313,9 @@ class TuningResult:
         folder = Path(directory)
         about, contents = saved_files.load(folder)
         try:
-            default = about.get("default_config")
-            loaded = cls(
-                name=str(about.get("name", "")),
-                best_config=restore(about["best_config"], {}),
-                default_config=None if default is None else restore(default, {}),
-                time_ms=math.nan if about["time_ms"] is None else float(about["time_ms"]),
-                default_time_ms=None if about.get("default_time_ms") is None else float(about["default_time_ms"]),
-                speedup_interval=checked_interval(about.get("speedup_interval")),
-                noise=None if about.get("noise") is None else float(about["noise"]),
-                finalists=tuple(Trial.from_json(trial) for trial in about.get("finalists", ())),
-                counts=checked_counts(about.get("counts")),
-                created=str(about.get("created", "")),
-                stopped=str(about.get("stopped", "")),
-                seen=None if about.get("seen") is None else int(about["seen"]),
-                space_size=None if about.get("space_size") is None else int(about["space_size"]),
-                trials=tuple(Trial.from_json(trial) for trial in about["trials"]),
-                key=about["key"],
-                device=about["device"],
-                from_cache=about["from_cache"],
-                tie=tuple(restore(config, {}) for config in about["tie"]),
-                versions=dict(about["versions"]),
-                fn=functools.partial(_refuse, folder),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            known = {name: value for name, value in about.items() if name != "time_ms" or value is not None}
+            loaded = dataclasses.replace(cls.from_json(known), fn=functools.partial(_refuse, folder))
+        except DamageError as error:
             raise SavedResultError(f"{folder / JSON} is damaged: {error!r}; save the result again") from error
         return loaded._with_function(contents) if trusted else loaded
 
@@ -391,6 +363,21 @@ class TuningResult:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class ResultData:
+    """The result of tuning one problem, as a report takes it.
+
+    Attributes:
+        result: the result, whose trials have the times of the final where they took part in it.
+        key_values: the description of the call, as an entry of the cache holds it.
+        note: a sentence on the origin of the data; may be empty.
+    """
+
+    result: TuningResult
+    key_values: Any
+    note: str = ""
+
+
 def _key_values(key: str) -> Any:
     """Returns the description of the call in a key, which is canonical JSON; the key itself where it is not."""
     try:
@@ -398,10 +385,3 @@ def _key_values(key: str) -> Any:
     except ValueError:
         return key
     return parts.get("call", key) if isinstance(parts, dict) else key
-
-
-def _refuse(folder: Path, *_: object, **__: object) -> None:
-    raise SavedResultError(
-        f"the function of {folder} was not loaded, because that runs code from there: "
-        f"load it with TuningResult.load(..., trusted=True), or call your own with best_config"
-    )

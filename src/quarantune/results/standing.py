@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from quarantune.measure import finals
 from quarantune.values.config_values import text_of
+from quarantune.values.findings import interval_text
 from quarantune.values.shown import format_config
-from quarantune.values.times import interval_text
 from quarantune.values.trial import Config, Outcome, Trial
 
 _MOST_NAMED = 4

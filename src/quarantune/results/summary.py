@@ -29,7 +29,7 @@ def _winner(result: TuningResult) -> str:
 
 def times_text(result: TuningResult) -> str:
     """Returns the times of the winner and of the defaults as text."""
-    return result.times.text(is_default=result.best_config == result.default_config)
+    return result.findings.text(is_default=result.best_config == result.default_config)
 
 
 def _sweep(result: TuningResult) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import signal
 from typing import TypeAlias
 
-from quarantune.sandbox.codec import Frame
+from quarantune.values.codec import Frame
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,9 @@ def run(frame: object) -> NoReturn:
     Args:
         frame: `TemplateOptions` or `WorkerOptions` as encoded by the codec.
     """
-    from quarantune.sandbox import codec, contain
+    from quarantune.sandbox import contain
     from quarantune.sandbox.template_messages import ROLE_OPTIONS, TemplateOptions, WorkerOptions
+    from quarantune.values import codec
 
     contain.reset_signals()
     match codec.decode(frame, *ROLE_OPTIONS):

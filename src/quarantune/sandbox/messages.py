@@ -1,6 +1,6 @@
 """Every message between the scheduler and the workers, one frozen dataclass for each.
 
-`sandbox.codec` encodes and decodes them. The scheduler gives a worker tasks, and the worker answers with replies. The
+`values.codec` encodes and decodes them. The scheduler gives a worker tasks, and the worker answers with replies. The
 descriptors that travel with a message are part of its documentation.
 """
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from quarantune.host import machine, memory
 from quarantune.sandbox import shortages, spool, wire
-from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.template_link import SWEEP, LoadError, TemplateLink
 from quarantune.sandbox.template_messages import Exited, Kill, StartWorker
 from quarantune.sandbox.wire import Connection
+from quarantune.values.codec import Frame
 from quarantune.values.trial import SandboxError
 
 _CHECK_S = 0.1

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quarantune.host import interpreter, origins
-from quarantune.sandbox import codec, spool
+from quarantune.sandbox import spool
 from quarantune.sandbox.template_messages import RoleOptions
+from quarantune.values import codec
 
 # Collecting garbage while JAX is imported costs a third of that time and finds none. The import path is set before
 # anything is imported that is not in Python's own library.

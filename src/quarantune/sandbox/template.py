@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 from quarantune.host import locks, proc
 from quarantune.sandbox import MARK, habitat, shortages, spawning, spool, wire
-from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
 from quarantune.sandbox.wire import Connection
+from quarantune.values.codec import Frame
 from quarantune.values.trial import SandboxError
 
 _EXIT_WAIT_S = 2.0

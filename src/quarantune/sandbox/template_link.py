@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from quarantune.host import machine, stops
 from quarantune.sandbox import MARK, spawning, spool, template, wire
-from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.events import describe_status, was_killed
 from quarantune.sandbox.template_messages import (
     CHILD_EVENTS,
@@ -29,6 +28,7 @@ from quarantune.sandbox.template_messages import (
     StartSweep,
 )
 from quarantune.sandbox.wire import Connection
+from quarantune.values.codec import Frame
 from quarantune.values.trial import Outcome, SandboxError
 
 _logger = logging.getLogger("quarantune")

@@ -1,6 +1,6 @@
 """Every message between the caller's process, its template and the sweep's template, one frozen dataclass for each.
 
-`sandbox.codec` encodes them, and decodes them where they arrive. The descriptors that travel with a message are part of
+`values.codec` encodes them, and decodes them where they arrive. The descriptors that travel with a message are part of
 its documentation. The messages of workers are in `messages`.
 """
 
@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from quarantune.sandbox.codec import Frame
+from quarantune.values.codec import Frame
 from quarantune.values.trial import Outcome
 
 

@@ -18,8 +18,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from quarantune.sandbox import codec
-from quarantune.sandbox.codec import Frame
+from quarantune.values import codec
+from quarantune.values.codec import Frame
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"qtf1"

@@ -13,9 +13,9 @@ import socket
 from typing import NoReturn, Protocol, cast
 
 from quarantune.sandbox import contain
-from quarantune.sandbox.codec import Frame
 from quarantune.sandbox.template_messages import WorkerOptions
 from quarantune.sandbox.wire import Connection
+from quarantune.values.codec import Frame
 
 _WORKER_MAIN = "quarantune.worker.main"
 _MEASURING = "quarantune.worker.bench"

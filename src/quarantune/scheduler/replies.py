@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 
 from quarantune.measure.sampling import is_doubtful
-from quarantune.sandbox import codec
 from quarantune.sandbox.messages import (
     REPLIES,
     Checked,
@@ -34,6 +33,7 @@ from quarantune.scheduler.verdicts import (
     raised,
 )
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
+from quarantune.values import codec
 from quarantune.values.trial import READY, Outcome, Phase
 
 

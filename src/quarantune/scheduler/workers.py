@@ -11,10 +11,11 @@ from typing import Protocol
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import memory
-from quarantune.sandbox import codec, spool
+from quarantune.sandbox import spool
 from quarantune.sandbox.events import Event
 from quarantune.sandbox.messages import Measured, Reply, Task
 from quarantune.scheduler.plan import KILL_DEADLINE_S, STARTUP_DEADLINE_S
+from quarantune.values import codec
 from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.trial import Config, Outcome, Phase
 

@@ -19,7 +19,7 @@ from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery, targets
 from quarantune.devices.targets import Target
 from quarantune.host.shared_files import Directory
-from quarantune.sandbox import codec, shortages, spawning, spool, template, wire
+from quarantune.sandbox import shortages, spawning, spool, template, wire
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Proof
 from quarantune.sweep import sweep_inputs
 from quarantune.sweep.events import SweepEvents
@@ -31,7 +31,7 @@ from quarantune.sweep.swept import Swept
 from quarantune.transport import payload
 from quarantune.transport.call import PackedCall
 from quarantune.transport.problem import Problem
-from quarantune.values import config_values, shown
+from quarantune.values import codec, config_values, shown
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings

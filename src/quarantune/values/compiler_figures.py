@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+import math
+from typing import Annotated, TypeAlias
+
+from quarantune.values.codec import Record, within
+
+_Bytes: TypeAlias = Annotated[int, within(0, math.inf)]
+_Estimate: TypeAlias = Annotated[float, within(0, math.inf)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompilerFigures:
+class CompilerFigures(Record):
     """The compiler's figures about one program; None for those that it does not state.
 
     Compilers for GPUs state sizes only; the compiler for TPUs states all of them.
@@ -23,21 +28,10 @@ class CompilerFigures:
         moved_bytes: bytes that one call reads and writes in device memory, by the compiler's estimate.
     """
 
-    argument_bytes: int | None = None
-    output_bytes: int | None = None
-    temporary_bytes: int | None = None
-    code_bytes: int | None = None
-    vmem_bytes: int | None = None
-    flops: float | None = None
-    moved_bytes: float | None = None
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CompilerFigures:
-        """Returns the figures that `dataclasses.asdict` has described.
-
-        Raises:
-            AttributeError, TypeError, ValueError: these are no figures.
-        """
-        if not all(value is None or (type(value) in (int, float) and value >= 0) for value in data.values()):
-            raise ValueError("these are no figures")
-        return cls(**data)
+    argument_bytes: _Bytes | None = None
+    output_bytes: _Bytes | None = None
+    temporary_bytes: _Bytes | None = None
+    code_bytes: _Bytes | None = None
+    vmem_bytes: _Bytes | None = None
+    flops: _Estimate | None = None
+    moved_bytes: _Estimate | None = None

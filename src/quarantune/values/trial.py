@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from collections.abc import Sequence
+from typing import Annotated, Any, Self, TypeAlias, TypeGuard
 
+from quarantune.values.codec import IN_MEMORY, DamageError, Record, one_of, within
 from quarantune.values.compiler_figures import CompilerFigures
 from quarantune.values.config_values import encode, freeze
 from quarantune.values.json_object import JsonObject
@@ -60,7 +61,6 @@ class Phase(enum.StrEnum):
 END, READY = "end", "ready"
 """Reported like a phase: a trial is over; its config was compiled, and waits for its turn on a device."""
 
-_CLOCKS = frozenset({"", "device", "queued", "wall"})
 _LARGEST_NUMBER = 2**63
 
 
@@ -77,8 +77,17 @@ class Route(enum.StrEnum):
     """No worker: the caller's own process, as the operator chose, or where the program cannot leave its process."""
 
 
+def frozen(config: Config) -> Config:
+    """Returns a config as JSON holds it with values that jit can hash."""
+    return {name: freeze(value) for name, value in config.items()}
+
+
+Milliseconds: TypeAlias = Annotated[float, within(_SHORTEST_MS, _LONGEST_MS)]
+_Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
+class Trial(Record):
     """The result of one config.
 
     Attributes:
@@ -100,27 +109,25 @@ class Trial:
         figures: the compiler's figures, where the config was only compiled; no file keeps them.
     """
 
-    config: Config
+    config: Annotated[Config, frozen]
     outcome: Outcome
     phase: Phase | None = None
-    time_ms: float | None = None
-    samples_ms: tuple[float, ...] = ()
-    own_ms: float | None = None
-    compile_s: float | None = None
-    peak_memory_bytes: int | None = None
+    time_ms: Milliseconds | None = None
+    samples_ms: tuple[Milliseconds, ...] = ()
+    own_ms: Milliseconds | None = None
+    compile_s: _Seconds | None = None
+    peak_memory_bytes: Annotated[int, within(0, _LARGEST_NUMBER)] | None = None
     message: str = ""
     log_tail: str = ""
     route: Route | None = None
     device: str = ""
-    clock: str = ""
-    ended_s: float | None = dataclasses.field(default=None, compare=False)
-    figures: CompilerFigures | None = None
+    clock: Annotated[str, one_of("", "device", "queued", "wall")] = ""
+    ended_s: _Seconds | None = dataclasses.field(default=None, compare=False)
+    figures: CompilerFigures | None = dataclasses.field(default=None, metadata=IN_MEMORY)
 
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data, with nothing left out but the compiler's figures."""
-        # dataclasses.asdict copies all parts deeply, which is too slow for every config.
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "figures"}
-        return data | {"config": encode(self.config), "samples_ms": list(self.samples_ms)}
+        return super().to_json() | {"config": encode(self.config)}
 
     @property
     def level_ms(self) -> float | None:
@@ -128,69 +135,21 @@ class Trial:
         return self.own_ms if self.own_ms is not None else self.time_ms
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Trial:
+    def from_json(cls, data: Any) -> Self:
         """Returns the trial that `to_json` described, its config as JSON returns it.
 
         Raises:
-            KeyError, TypeError, ValueError: this describes no trial, or one with impossible times.
+            DamageError: this describes no trial, or one with impossible times.
         """
-        if not isinstance(data, Mapping):
-            raise TypeError(f"{data!r:.80} is no trial")
-        _check_types(data)
-        route, phase, time_ms = data.get("route"), data.get("phase"), data.get("time_ms")
-        samples_ms, own_ms = tuple(data.get("samples_ms", ())), data.get("own_ms")
-        for given_ms in (*samples_ms, *(known for known in (time_ms, own_ms) if known is not None)):
-            if not is_plausible_ms(given_ms):
-                raise ValueError("it has a time that no call can take")
-        if data["outcome"] == Outcome.OK and time_ms is None:
-            raise ValueError("it is ok, and has no time")
-        return cls(
-            config={name: freeze(value) for name, value in data["config"].items()},
-            outcome=Outcome(data["outcome"]),
-            phase=None if phase is None else Phase(phase),
-            time_ms=time_ms,
-            samples_ms=samples_ms,
-            own_ms=own_ms,
-            compile_s=data.get("compile_s"),
-            peak_memory_bytes=data.get("peak_memory_bytes"),
-            message=data.get("message", ""),
-            log_tail=data.get("log_tail", ""),
-            route=None if route is None else Route(route),
-            device=data.get("device", ""),
-            clock=data.get("clock", ""),
-            ended_s=data.get("ended_s"),
-        )
+        trial = super().from_json(data)
+        if trial.outcome is Outcome.OK and trial.time_ms is None:
+            raise DamageError("it is ok, and has no time")
+        return trial
 
 
 def pruned_trial(config: Config) -> Trial:
     """Returns the trial of a config that `prune_fn` drops."""
     return Trial(config=config, outcome=Outcome.PRUNED, message="prune_fn said no")
-
-
-def _check_types(data: Mapping[str, Any]) -> None:
-    """Checks the types in a described trial, which may have been written by anybody."""
-    types: dict[str, tuple[type, ...]] = {
-        "config": (dict,),
-        "outcome": (str,),
-        "phase": (str, type(None)),
-        "samples_ms": (list, tuple),
-        "compile_s": (int, float, type(None)),
-        "peak_memory_bytes": (int, type(None)),
-        "message": (str,),
-        "log_tail": (str,),
-        "route": (str, type(None)),
-        "device": (str,),
-        "clock": (str,),
-        "ended_s": (int, float, type(None)),
-    }
-    for name, accepted in types.items():
-        if name in data and (not isinstance(data[name], accepted) or isinstance(data[name], bool)):
-            raise TypeError(f"its {name} is of type {type(data[name]).__name__}")
-    for name in ("compile_s", "peak_memory_bytes", "ended_s"):
-        if (value := data.get(name)) is not None and not 0 <= value < _LARGEST_NUMBER:
-            raise ValueError(f"its {name} is out of range")
-    if data.get("clock", "") not in _CLOCKS:
-        raise ValueError(f"its clock is {data['clock']!r:.80}")
 
 
 def is_plausible_ms(time_ms: object) -> TypeGuard[float]:
@@ -205,12 +164,6 @@ def count_outcomes(trials: Sequence[Trial]) -> dict[str, int]:
     for trial in trials:
         counts[trial.outcome.value] = counts.get(trial.outcome.value, 0) + 1
     return counts
-
-
-def checked_counts(value: object) -> dict[str, int]:
-    """Returns numbers of outcomes that a file holds, without any that cannot be one; the file may hold anything."""
-    found = value if isinstance(value, dict) else {}
-    return {outcome.value: count for outcome in Outcome if type(count := found.get(outcome.value)) is int and count > 0}
 
 
 class TuningFailedError(RuntimeError):

@@ -14,11 +14,12 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
-from quarantune.sandbox import codec, messages, spool, wire
-from quarantune.sandbox.codec import Frame
+from quarantune.sandbox import messages, spool, wire
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.template_messages import WorkerOptions
 from quarantune.sandbox.wire import Connection
+from quarantune.values import codec
+from quarantune.values.codec import Frame
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import Phase
 from quarantune.worker.error_report import describe_error, readable, shortened

@@ -1,7 +1,10 @@
-"""Turns frozen dataclasses into JSON-able frames and back, treating whatever does not fit as damage.
+"""Turns frozen dataclasses into JSON-able data and back, treating whatever does not fit as damage.
 
-The receiver of a frame trusts nothing in it: a config may have written anything to its connection. `decode` therefore
-checks every field against its annotation, down to the last element, before an object is made.
+All data from outside of this process is read here: the frames of workers, and the records of files, of other machines
+and of other ranks. The reader trusts nothing in it, since a config may have written anything to its connection, and
+anybody to a shared directory. Every field is therefore checked against its annotation, down to the last element, before
+an object is made. In `Annotated[T, rule]`, the rule takes a value of type T and returns the one to use, or raises
+`ValueError`.
 """
 
 from __future__ import annotations
@@ -13,9 +16,11 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-Frame = dict[str, Any]
+from quarantune.values.json_object import JsonObject
+
+Frame = JsonObject
 _Message = TypeVar("_Message")
 _Check = Callable[[Any], Any]
 _KIND = "message"
@@ -25,6 +30,48 @@ class DamageError(ValueError):
     """A frame is not a message that was expected; the text says how it differs."""
 
 
+class Record:
+    """The base of frozen dataclasses that files, other machines or other ranks hold as JSON.
+
+    Fields that a record does not have are left out, because another version may have written them. A field has
+    `metadata=IN_MEMORY` where the JSON does not hold it.
+
+    Attributes:
+        IS_LENIENT: whether a field with a default takes it where its value does not fit; else that is damage.
+    """
+
+    IS_LENIENT: ClassVar[bool] = False
+
+    def to_json(self) -> JsonObject:
+        """Returns the record as JSON-able data."""
+        kind: Any = type(self)
+        return {name: _plain(getattr(self, name)) for name in _fields(kind)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Returns the record that JSON data describes.
+
+        Raises:
+            DamageError: it describes none.
+        """
+        return typing.cast("Self", _check_dataclass(cls, data))
+
+
+IN_MEMORY: Mapping[str, bool] = {"in_memory": True}
+
+
+def within(least: float, most: float) -> Callable[[Any], Any]:
+    """Returns a rule for numbers from `least` to below `most`."""
+
+    def rule(value: Any) -> Any:
+        # Compared without conversion: a huge integer does not fit a float.
+        if not least <= value < most:
+            raise ValueError(f"{value!r:.30} is not from {least:g} to below {most:g}")
+        return value
+
+    return rule
+
+
 def encode(message: Any) -> Frame:
     """Returns a message as a frame: its fields, and the name of its class under `message`.
 
@@ -32,9 +79,8 @@ def encode(message: Any) -> Frame:
         message: a dataclass instance whose fields `decode` supports.
     """
     kind: Any = type(message)
-    frame = {name: _plain(getattr(message, name)) for name in _fields(kind)}
-    frame[_KIND] = kind.__name__
-    return frame
+    _check_name(kind)
+    return {name: _plain(getattr(message, name)) for name in _fields(kind)} | {_KIND: kind.__name__}
 
 
 def decode(frame: object, *expected: type[_Message]) -> _Message:
@@ -52,7 +98,8 @@ def decode(frame: object, *expected: type[_Message]) -> _Message:
     kind = frame.get(_KIND)
     for message_type in expected:
         if message_type.__name__ == kind:
-            return typing.cast("_Message", _check_dataclass(message_type, {**frame, _KIND: None}, has_kind=True))
+            _check_name(message_type)
+            return typing.cast("_Message", _check_dataclass(message_type, frame, has_kind=True))
     names = ", ".join(message_type.__name__ for message_type in expected)
     raise DamageError(f"a message of kind {kind!r} arrived where one of these was expected: {names}")
 
@@ -64,6 +111,7 @@ def prepare(*message_types: type) -> None:
         TypeError: a message has a field that a frame cannot hold.
     """
     for message_type in message_types:
+        _check_name(message_type)
         _checks(message_type)
 
 
@@ -73,6 +121,8 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, enum.Enum):
         return value.value
+    if isinstance(value, Record):
+        return value.to_json()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: _plain(getattr(value, name)) for name in _fields(type(value))}
     if isinstance(value, (tuple, list)):
@@ -86,42 +136,45 @@ _SCALARS = frozenset({str, int, float, bool, type(None)})
 
 
 @functools.cache
-def _fields(message_type: Any) -> dict[str, dataclasses.Field[Any]]:
-    fields = {field.name: field for field in dataclasses.fields(message_type)}
-    if _KIND in fields:
+def _fields(kind: Any) -> dict[str, dataclasses.Field[Any]]:
+    return {field.name: field for field in dataclasses.fields(kind) if "in_memory" not in field.metadata}
+
+
+def _check_name(message_type: Any) -> None:
+    if _KIND in _fields(message_type):
         raise TypeError(f"rename {message_type.__name__}.{_KIND}: in a frame, {_KIND!r} holds the name of the class")
-    return fields
 
 
 @functools.cache
-def _checks(message_type: Any) -> dict[str, tuple[_Check, bool]]:
+def _checks(kind: Any) -> dict[str, tuple[_Check, bool]]:
     """Returns a check for each field of a dataclass, and whether the field may be missing."""
-    hints = typing.get_type_hints(message_type)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return {
         name: (
             _check_for(hints[name]),
             field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING,
         )
-        for name, field in _fields(message_type).items()
+        for name, field in _fields(kind).items()
     }
 
 
-def _check_dataclass(message_type: Any, value: Any, *, has_kind: bool = False) -> Any:
+def _check_dataclass(kind: Any, value: Any, *, has_kind: bool = False) -> Any:
     if not isinstance(value, dict):
-        raise DamageError(f"{message_type.__name__} is {value!r:.100}, not an object")
-    checks = _checks(message_type)
-    if unknown := value.keys() - checks.keys() - ({_KIND} if has_kind else set()):
-        raise DamageError(f"{message_type.__name__} has no field {sorted(map(str, unknown))[0]!r}")
+        raise DamageError(f"{kind.__name__} is {value!r:.100}, not an object")
+    checks, is_record = _checks(kind), issubclass(kind, Record)
+    if not is_record and (unknown := value.keys() - checks.keys() - ({_KIND} if has_kind else set())):
+        raise DamageError(f"{kind.__name__} has no field {sorted(map(str, unknown))[0]!r}")
     fields = {}
     for name, (check, is_optional) in checks.items():
         if name in value:
             try:
                 fields[name] = check(value[name])
-            except DamageError as error:
-                raise DamageError(f"{message_type.__name__}.{name}: {error}") from None
+            except ValueError as error:
+                if not (is_optional and is_record and kind.IS_LENIENT):
+                    raise DamageError(f"{kind.__name__}.{name}: {error}") from None
         elif not is_optional:
-            raise DamageError(f"{message_type.__name__} lacks {name!r}")
-    return message_type(**fields)
+            raise DamageError(f"{kind.__name__} lacks {name!r}")
+    return kind(**fields)
 
 
 def _check_for(hint: Any) -> _Check:
@@ -129,14 +182,20 @@ def _check_for(hint: Any) -> _Check:
     if hint is Any:
         return lambda value: value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _ruled(_check_for(arguments[0]), arguments[1])
+    if origin is Literal:
+        return one_of(*arguments)
     if origin in (typing.Union, types.UnionType):
         return _union([_check_for(argument) for argument in arguments], hint)
     if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
         return _sequence(_check_for(arguments[0]))
+    if origin is tuple:
+        return _row([_check_for(argument) for argument in arguments])
     if origin is not None and issubclass(origin, Mapping):
         return _mapping(_check_for(arguments[1]))
     if dataclasses.is_dataclass(hint):
-        return functools.partial(_check_dataclass, hint)
+        return getattr(hint, "from_json", None) or functools.partial(_check_dataclass, hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _member(hint)
     if hint is float:
@@ -144,6 +203,21 @@ def _check_for(hint: Any) -> _Check:
     if hint in (bool, int, str, type(None)):
         return _exactly(hint)
     raise TypeError(f"messages cannot hold fields of type {hint}")
+
+
+def _ruled(check_type: _Check, rule: _Check) -> _Check:
+    return lambda value: rule(check_type(value))
+
+
+def one_of(*known: str) -> _Check:
+    """Returns a rule for a few texts."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, str) or value not in known:
+            raise DamageError(f"{value!r:.100} is none of {known}")
+        return value
+
+    return check
 
 
 def _exactly(kind: type) -> _Check:
@@ -179,9 +253,18 @@ def _member(kind: type[enum.Enum]) -> _Check:
 
 def _sequence(check_item: _Check) -> _Check:
     def check(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list):
+        if not isinstance(value, (list, tuple)):
             raise DamageError(f"{value!r:.100} is no list")
         return tuple([check_item(item) for item in value])
+
+    return check
+
+
+def _row(checks: list[_Check]) -> _Check:
+    def check(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list) or len(value) != len(checks):
+            raise DamageError(f"{value!r:.100} is no list of {len(checks)}")
+        return tuple([check_item(item) for check_item, item in zip(checks, value, strict=True)])
 
     return check
 
@@ -196,11 +279,15 @@ def _mapping(check_item: _Check) -> _Check:
 
 
 def _union(checks: list[_Check], hint: Any) -> _Check:
+    may_be_none = type(None) in typing.get_args(hint)
+
     def check(value: Any) -> Any:
+        if value is None and may_be_none:  # at once, since most optional fields are
+            return None
         for check_one in checks:
             try:
                 return check_one(value)
-            except DamageError:
+            except ValueError:
                 continue
         raise DamageError(f"{value!r:.100} is no {hint}")
 

@@ -1,0 +1,123 @@
+"""The findings of a sweep, as an entry of the cache holds them: times, and how thorough the search was."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Annotated, TypeAlias
+
+from quarantune.values.codec import Record, within
+from quarantune.values.texts import printable
+from quarantune.values.trial import Milliseconds, Outcome
+
+_LONGEST_DATE = 40
+_Count: TypeAlias = Annotated[int, within(0, 1 << 53)]
+"""A huge integer does not fit a float."""
+
+
+def _interval(ends: tuple[float, float]) -> tuple[float, float]:
+    if not 0.0 <= ends[0] <= ends[1] < math.inf:
+        raise ValueError("it is no interval")
+    return ends
+
+
+def _counts(found: Mapping[str, int]) -> dict[str, int]:
+    return {outcome.value: found[outcome] for outcome in Outcome if found.get(outcome, 0) > 0}
+
+
+def _date(text: str) -> str:
+    return printable(text[:_LONGEST_DATE])
+
+
+Interval: TypeAlias = Annotated[tuple[float, float], _interval]
+Counts: TypeAlias = Annotated[dict[str, int], _counts]
+
+
+@dataclasses.dataclass(frozen=True)
+class Searched(Record):
+    """How thoroughly a space was searched.
+
+    Attributes:
+        stopped: why the search ended: `exhausted`, `max_trials`, `time_budget` or `patience`; empty where that is not
+            known, as for results of earlier versions.
+        seen: how many configs were tried, or dropped by `prune_fn`.
+        space_size: how many configs there are.
+        budget: the budget that ended it, as a number of trials or of seconds; None for another end.
+    """
+
+    IS_LENIENT = True
+
+    stopped: str = ""
+    seen: _Count | None = None
+    space_size: _Count | None = None
+    budget: _Count | float | None = None
+
+    @property
+    def thoroughness(self) -> float:
+        """The larger, the more thorough; a result of an earlier version comes from all configs."""
+        is_whole = self.seen is None or self.seen == self.space_size
+        return math.inf if self.seen is None or is_whole else self.seen
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings(Record):
+    """The findings of a sweep; read from an entry, whose file may hold anything, those that are not known are left out.
+
+    The times are those of one call in milliseconds, measured side by side.
+
+    Attributes:
+        time_ms: the time of the best config; NaN where it is unknown.
+        default_time_ms: the time of the function's own defaults; None where it is unknown.
+        speedup_interval: the speed-ups that the noise of the two allows; None where it is unknown.
+        created: when it was saved, as ISO text; empty where that is not known.
+        trials: how many configs ended in each outcome.
+        search: how thorough the search was.
+    """
+
+    IS_LENIENT = True
+
+    time_ms: Milliseconds = math.nan
+    default_time_ms: Milliseconds | None = None
+    speedup_interval: Interval | None = None
+    created: Annotated[str, _date] = ""
+    trials: Counts = dataclasses.field(default_factory=dict)
+    search: Searched = dataclasses.field(default_factory=Searched)
+
+    @property
+    def speedup(self) -> float | None:
+        """The time of the defaults divided by that of the best config; None where one of them is unknown."""
+        return self.default_time_ms / self.time_ms if self.default_time_ms and self.time_ms > 0 else None
+
+    def text(self, *, is_default: bool = False) -> str:
+        """Returns the times as text, as `2.02x faster than the defaults (0.0077 ms against 0.0155 ms)`.
+
+        Args:
+            is_default: whether the best config is that of the defaults.
+        """
+        if not self.time_ms > 0:
+            return "time not known"
+        best = f"{self.time_ms:.4g} ms"
+        if is_default:
+            return f"the defaults are best ({best})"
+        return f"{self.compared} ({best} against {self.default_time_ms:.4g} ms)" if self.compared else best
+
+    @property
+    def compared(self) -> str:
+        """The speed-up in words, as `2.02x faster than the defaults`; empty where it is unknown."""
+        if (speedup := self.speedup) is None:
+            return ""
+        low, high = self.speedup_interval or (speedup, speedup)
+        if low <= 1.0 <= high:
+            return "as fast as the defaults"
+        return f"{ratio_text(max(speedup, 1 / speedup))} {'faster' if speedup > 1 else 'slower'} than the defaults"
+
+
+def ratio_text(ratio: float) -> str:
+    """Returns a ratio of times as text, as `2.02x` or `31.5x`."""
+    return f"{ratio:.2f}x" if 0.1 <= ratio < 9.995 else f"{ratio:.3g}x"
+
+
+def interval_text(interval: tuple[float, float] | None) -> str:
+    """Returns an interval of ratios as text, as `1.95x to 2.10x`; empty for None."""
+    return "" if interval is None else " to ".join(map(ratio_text, interval))
