@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from helpers import SOURCE
 
-from quarantune.doctor import cache_checks, check, device_checks, failed, machine_checks, trial_checks
+from quarantune.doctor import check, device_checks, failed, machine_checks, trial_checks
 from quarantune.values.settings import Settings
 
 PROGRAM = """
@@ -23,9 +23,9 @@ import json, resource, sys
 if sys.argv[2] != "any":
     resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 from quarantune import doctor
-from quarantune.doctor import rank_checks, trial_checks
+from quarantune.doctor import trial_checks
 if sys.argv[1] == "quick":  # the checks that take seconds
-    rank_checks.ranks, trial_checks.trials = lambda settings: [], lambda: []
+    trial_checks.ranks, trial_checks.trials = lambda settings: [], lambda: []
 checks = doctor.run()
 print(json.dumps([check.to_dict() for check in checks]))
 sys.exit(doctor.failed(checks))
@@ -217,23 +217,31 @@ def test_slow_clocks_and_other_tenants_are_found(
 def test_damaged_results_are_found(cache_dir: Path) -> None:
     cache_dir.mkdir()
     (cache_dir / "matmul.json").write_text("{")
-    found = {entry.name: entry for entry in cache_checks.directory(Settings(cache_dir=cache_dir))}
+    found = {entry.name: entry for entry in machine_checks.cache_directory(Settings(cache_dir=cache_dir))}
     assert found["cached results"].status is check.Status.WARN
     assert "matmul.json" in found["cached results"].found
     assert [path.name for path in cache_dir.iterdir()] == ["matmul.json"]
 
 
 def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point(tmp_path: Path) -> None:
-    mounts = tmp_path / "mountinfo"
-    odd = "\u00e9 \v\u2028\udcff"
-    shown = odd.replace(" ", r"\040")
-    lines = [("/", "ext4"), (str(tmp_path), "ext4"), (str(tmp_path), "nfs4"), (f"{tmp_path}/other", "tmpfs")]
-    lines += [(f"{tmp_path}/{shown}", "lustre")]
-    text = "".join(f"1 1 0:1 / {point} rw - {kind} none rw\n" for point, kind in lines)
-    mounts.write_bytes(os.fsencode(text))
-    assert cache_checks.filesystem(tmp_path / "cache", mounts=mounts) == "nfs4"
-    assert cache_checks.filesystem(tmp_path / odd / "cache", mounts=mounts) == "lustre"
-    assert cache_checks.filesystem(tmp_path, mounts=tmp_path / "none") == ""
+    odd = tmp_path / "\u00e9 \v\u2028\udcff"
+    program = (
+        "import os, pathlib, subprocess, sys\n"
+        "from quarantune.doctor.machine_checks import filesystem\n"
+        "odd = pathlib.Path(sys.argv[1])\n"
+        "before = filesystem(odd)\n"
+        "def mounted(kind):\n"
+        "    subprocess.run(['mount', '-t', kind, 'none', odd], check=True)\n"
+        "    return filesystem(odd), filesystem(odd / 'cache')\n"
+        "print(mounted('ramfs'), mounted('tmpfs'), filesystem(odd.parent) == before != '')\n"
+    )
+    if not can_mount():
+        pytest.skip("this machine gives no mounts of its own to a user (unshare -rm)")
+    odd.mkdir()
+    command = ["unshare", "-rm", sys.executable, "-c", program, odd]
+    environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "('ramfs', 'ramfs') ('tmpfs', 'tmpfs') True\n", done.stderr
 
 
 def test_a_program_without_a_limit_on_processes_may_start_any_number(

@@ -53,6 +53,11 @@ def fail(name: str, found: str, remedy: str) -> Check:
     return Check(name=name, status=Status.FAIL, found=found, remedy=remedy)
 
 
+def judged(name: str, found: str, remedy: str, *, is_good: bool, is_needed: bool = False) -> Check:
+    """Returns a finding that needs nothing where it is good; else one with which tuning works, unless it is needed."""
+    return ok(name, found) if is_good else (fail if is_needed else warn)(name, found, remedy)
+
+
 def failed(checks: Iterable[Check]) -> bool:
     """Returns whether something essential failed."""
     return any(check.status is Status.FAIL for check in checks)

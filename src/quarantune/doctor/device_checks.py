@@ -6,13 +6,14 @@ import csv
 import importlib.util
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
 from quarantune.devices import discovery
 from quarantune.devices.device import cpu_device
-from quarantune.doctor.check import Check, fail, first_line, ok, warn
+from quarantune.doctor.check import Check, fail, first_line, judged, ok, warn
 from quarantune.host import installed
 from quarantune.values import versions
 from quarantune.values.trial import SandboxError
@@ -42,20 +43,15 @@ def jax_versions() -> Check:
     found = versions.compilers("cpu") | versions.compilers("cuda") | versions.compilers("tpu")
     found |= {"driver": driver} if (driver := versions.versions().get("nvidia_driver")) else {}
     text = ", ".join(f"{name} {version}" for name, version in found.items())
-    plugins = {name: version for name, version in found.items() if name.startswith("jax-")}
-    other = [name for name, version in plugins.items() if version != jax.__version__]
-    if other:
-        return warn(
-            "versions",
-            f"{text}: {' and '.join(other)} differ from jax",
-            f"run `pip install {' '.join(f'{name}=={jax.__version__}' for name in other)}`",
-        )
-    return ok("versions", text)
+    other = [name for name, version in found.items() if name.startswith("jax-") and version != jax.__version__]
+    remedy = f"run `pip install {' '.join(f'{name}=={jax.__version__}' for name in other)}`"
+    return judged(
+        "versions", f"{text}: {' and '.join(other)} differ from jax" if other else text, remedy, is_good=not other
+    )
 
 
-def plugins(*, root: Path = _ROOT) -> list[Check]:
-    """Returns whether JAX has a plugin for each kind of device whose driver is here."""
-    checks = []
+def plugins(*, root: Path = _ROOT) -> Iterator[Check]:
+    """Yields whether JAX has a plugin for each kind of device whose driver is here."""
     for kind, (files, plugin, package) in _HARDWARE.items():
         if not any((root / file).exists() for file in files):
             continue
@@ -63,44 +59,36 @@ def plugins(*, root: Path = _ROOT) -> list[Check]:
         if not _has_plugin(plugin):
             found = f"its driver is here, but JAX's {plugin} plugin is not installed, so JAX does not see the device"
             remedy = f"run `pip install '{package}'`, or set JAX_PLATFORMS=cpu if the CPU is meant"
-            checks.append(ok(kind, f"{found}; JAX_PLATFORMS=cpu") if chosen == "cpu" else fail(kind, found, remedy))
+            yield ok(kind, f"{found}; JAX_PLATFORMS=cpu") if chosen == "cpu" else fail(kind, found, remedy)
         elif chosen and plugin not in chosen and "gpu" not in chosen:
-            checks.append(
-                warn(kind, f"JAX is set to use {chosen!r} only and does not see it", "unset JAX_PLATFORMS to use it")
-            )
+            found = f"JAX is set to use {chosen!r} only and does not see it"
+            yield warn(kind, found, "unset JAX_PLATFORMS to use it")
         else:
-            checks.append(ok(kind, f"its driver and JAX's {plugin} plugin are here"))
-    return checks
+            yield ok(kind, f"its driver and JAX's {plugin} plugin are here")
 
 
-def devices(*, root: Path = _ROOT) -> list[Check]:
-    """Returns the devices that JAX finds, asked of a worker; no backend is initialised here."""
+def devices(*, root: Path = _ROOT) -> Iterator[Check]:
+    """Yields the devices that JAX finds, asked of a worker; no backend is initialised here."""
+    command = "run `python -c 'import jax; jax.devices()'`, which shows"
     try:
         backend = discovery.accelerators()
     except SandboxError as error:
-        remedy = "run `python -c 'import jax; jax.devices()'`, which shows the whole error, or set JAX_PLATFORMS=cpu"
-        return [fail("devices", first_line(error), remedy)]
+        yield fail("devices", first_line(error), f"{command} the whole error, or set JAX_PLATFORMS=cpu")
+        return
     if backend is None or all(device.platform == "cpu" for device in backend.devices):
         found = f"the CPU, {cpu_device().kind}"
-        if missing := [kind for kind in _HARDWARE if backend is not None and _should_be_found(kind, root)]:
+        missing = [kind for kind in _HARDWARE if backend is not None and _should_be_found(kind, root)]
+        if missing:
             found = f"only {found}, although the driver and JAX's plugin for the {missing[0]} are here"
-            remedy = "run `python -c 'import jax; jax.devices()'`, which shows why JAX does not use the device"
-            return [fail("devices", found, remedy)]
-        return [ok("devices", found)]
-    names = [f"{device.platform}:{device.index} {device.kind}" for device in backend.devices]
-    checks = [ok("devices", ", ".join(names))]
-    platforms = {device.platform for device in backend.devices}
-    if "cuda" in platforms:
-        checks += nvidia()
+        remedy = f"{command} why JAX does not use the device"
+        yield judged("devices", found, remedy, is_good=not missing, is_needed=True)
+        return
+    yield ok("devices", ", ".join(f"{device.platform}:{device.index} {device.kind}" for device in backend.devices))
+    if any(device.platform == "cuda" for device in backend.devices):
+        yield from nvidia()
         if backend.config_text is None:
-            checks.append(
-                warn(
-                    "compiling without the device",
-                    "this JAX gives no description of the GPU, so each compile worker makes a context on it",
-                    "install a JAX version that gives one (0.10 or newer)",
-                )
-            )
-    return checks
+            found = "this JAX gives no description of the GPU, so each compile worker makes a context on it"
+            yield warn("compiling without the device", found, "install a JAX version that gives one (0.10 or newer)")
 
 
 def nvidia() -> list[Check]:
@@ -125,11 +113,8 @@ def _nvidia(row: list[str], others: list[list[str]]) -> Check:
         return warn(name, f"{found}; slowed down by {' and '.join(hindered)}", "wait until it is cool and idle")
     if _whole(used) > _TENANT_MIB or _whole(busy) > 0:
         pids = f", processes {', '.join(row[1] for row in others)}" if others else ""
-        return warn(
-            name,
-            f"{found}: another program uses it{pids}, which makes times scatter and leaves less memory",
-            "end it, or choose another GPU with QUARANTUNE_DEVICES",
-        )
+        found += f": another program uses it{pids}, which makes times scatter and leaves less memory"
+        return warn(name, found, "end it, or choose another GPU with QUARANTUNE_DEVICES")
     return ok(name, f"{found}; nobody else uses it")
 
 
