@@ -155,7 +155,7 @@ def judged_as(fn: Any, args: list[Any], *values: str, on_device: bool) -> list[b
     options = BenchOptions(platform="cpu", warmup=0, rep=1, supply="auto", tolerance=None)
     found: list[bool] = []
     with contextlib.ExitStack() as files:
-        arrays, standard, other = (spool.create(label, size_bytes=packed.spool_bytes) for label in ("a", "b", "c"))
+        arrays, standard, other = (spool.create(label, size_bytes=packed.call.spool_bytes) for label in ("a", "b", "c"))
         for fd in (arrays, standard, other):
             files.callback(os.close, fd)
         payload.write_arrays(packed, arrays)

@@ -11,11 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from quarantune.jax_internals import JitOptions
 from quarantune.measure.compare import Flat, judge_by
 from quarantune.measure.compare import compare as compare_flat
 from quarantune.measure.compare import compare_shapes as compare_flat_shapes
-from quarantune.measure.gradients import gradients, scalar_of
 from quarantune.measure.rounding import Allowance
+from quarantune.transport.differentiation import gradients, scalar_of
 from quarantune.values.tolerance import Tolerance
 
 EXACT = Tolerance(rtol=0, atol=0, max_mismatched_ratio=0)
@@ -398,7 +399,7 @@ def test_a_check_that_raises_means_wrong_and_is_quoted() -> None:
 
 def test_gradients_are_those_of_the_scalar() -> None:
     x = jnp.arange(1.0, 5.0)
-    (found,) = gradients(jax.jit(lambda x: x**2), (x,), {}).values()
+    (found,) = gradients(jax.jit(lambda x: x**2), (x,), {}, JitOptions()).values()
     weights = jax.grad(scalar_of)(x)
     assert _agree(found, 2 * x * weights, Tolerance(rtol=1e-6, atol=0, max_mismatched_ratio=0))
 
@@ -412,14 +413,14 @@ def test_only_floating_arrays_that_are_not_static_get_a_gradient() -> None:
     tree = {"w": [np.ones(3, np.float32), jnp.ones(2, jnp.bfloat16)], "i": jnp.arange(3), "none": None}
     args = (jnp.ones(3), np.float32(2), tree, jax.random.key(0))
     kwargs = {"scale": np.complex64(1 + 2j), "mode": np.float32(2.5), "flag": True}
-    found = gradients(jitted, args, kwargs, static_argnums=(-3,), static_argnames=("mode", "flag"))
+    found = gradients(jitted, args, kwargs, JitOptions(static_argnums=(-3,), static_argnames=("mode", "flag")))
     assert {place: (gradient.shape, gradient.dtype.name) for place, gradient in found.items()} == {
         "args[0]": ((3,), "float32"),
         "args[2]['w'][0]": ((3,), "float32"),
         "args[2]['w'][1]": ((2,), "bfloat16"),
         "kwargs['scale']": ((), "complex64"),
     }
-    plain = gradients(fn, args, kwargs, static_argnums=(1,), static_argnames=("mode", "flag"))
+    plain = gradients(fn, args, kwargs, JitOptions(static_argnums=(1,), static_argnames=("mode", "flag")))
     assert _agree(found, plain)
 
 
@@ -431,20 +432,25 @@ def test_a_wrong_derivative_rule_under_a_right_output_is_found() -> None:
     wrong.defvjp(lambda x, y: (x * y, (x, y)), lambda kept, g: (g * kept[1], g * kept[1]))
     args = (jnp.full((4, 4), 2.0), jnp.full((4, 4), 3.0))
     assert _agree(wrong(*args), args[0] * args[1])
-    message = compare(gradients(wrong, args, {}), gradients(jnp.multiply, args, {}), STRICT, what="gradient")
+    message = compare(
+        gradients(wrong, args, {}, JitOptions()),
+        gradients(jnp.multiply, args, {}, JitOptions()),
+        STRICT,
+        what="gradient",
+    )
     assert message is not None
     assert message.startswith("16 of 16 elements (100%)")
     assert "of gradient['args[1]']: got " in message
 
 
 def test_a_function_without_floating_inputs_has_no_gradients() -> None:
-    found = gradients(lambda n, m: n + m, (jnp.arange(3), 2.5), {})
+    found = gradients(lambda n, m: n + m, (jnp.arange(3), 2.5), {}, JitOptions())
     assert found == {}
     assert _agree(found, {})
 
 
 def test_a_function_without_floating_outputs_has_zero_gradients() -> None:
-    (found,) = gradients(lambda x: (x > 0, x.astype(jnp.int32)), (jnp.ones(3),), {}).values()
+    (found,) = gradients(lambda x: (x > 0, x.astype(jnp.int32)), (jnp.ones(3),), {}, JitOptions()).values()
     assert found.tolist() == [0, 0, 0]
 
 

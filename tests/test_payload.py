@@ -625,11 +625,11 @@ def test_arrays_in_the_spool_do_not_overlap_and_start_where_xla_copies() -> None
     ]
     packed = payload.pack_call(_plain, tuple(arrays), {})
     end = 0
-    for spec in packed.arrays:
+    for spec in packed.call.specs:
         assert spec.offset % 64 == 16
         assert spec.offset >= end
         end = max(end, spec.offset + spec.nbytes)
-    assert packed.spool_bytes == end
+    assert packed.call.spool_bytes == end
 
 
 def test_the_blob_does_not_contain_array_data() -> None:
@@ -758,8 +758,8 @@ def test_tracers_are_packed_by_shape() -> None:
         return a
 
     outer(jnp.ones((5, 3), jnp.float16))
-    (spec,) = packed[0].arrays
-    assert (spec.shape, spec.dtype, spec.made, packed[0].spool_bytes) == ((3,), "float16", True, 0)
+    (spec,) = packed[0].call.specs
+    assert (spec.shape, spec.dtype, spec.made, packed[0].call.spool_bytes) == ((3,), "float16", True, 0)
 
 
 def test_python_scalars_stay_python_scalars() -> None:

@@ -824,7 +824,7 @@ def test_every_run_of_a_donating_config_gets_arguments_of_its_own(isolation: str
 
 def bench_of(fn: Callable[..., Any], *args: Any, **companions: Any) -> tuple[Bench, int]:
     packed = payload.pack_call(fn, args, {}, companions)
-    fd = spool.create("arrays", size_bytes=packed.spool_bytes)
+    fd = spool.create("arrays", size_bytes=packed.call.spool_bytes)
     payload.write_arrays(packed, fd)
     options = BenchOptions(platform="cpu", warmup=2, rep=5, supply="auto", tolerance=Tolerance(0.0, 0.0, 0.0))
     return Bench(packed.call, arrays_fd=fd, options=options), fd

@@ -239,7 +239,7 @@ def sandbox_for(
     packed = payload.pack_call(fn, args, {})
     with contextlib.ExitStack() as stack:
         fds = [-1, -1]
-        for position, (label, size) in enumerate((("payload", len(packed.blob)), ("arrays", packed.spool_bytes))):
+        for position, (label, size) in enumerate((("payload", len(packed.blob)), ("arrays", packed.call.spool_bytes))):
             if size:
                 fd = spool.create(label, size_bytes=size)
                 stack.callback(os.close, fd)

@@ -34,7 +34,7 @@ class Parcel:
     Attributes:
         blob: the call, for `payload.unpack_call`; only the workers of a sandbox unpack it.
         arrays: the arrays of the call.
-        context_mesh: the mesh that a worker sets; None for none.
+        devices_needed: as `PackedCall.devices_needed`.
         spool: the values of the arrays that the user chose.
         name: the function's name.
         platform: the platform to tune for.
@@ -51,7 +51,7 @@ class Parcel:
 
     blob: bytes
     arrays: tuple[ArraySpec, ...]
-    context_mesh: MeshSpec | None
+    devices_needed: int
     spool: bytes
     name: str
     platform: str
@@ -84,9 +84,7 @@ class Parcel:
         return PackedCall(
             blob=self.blob,
             call=Call(fn=stand_in, args=(), kwargs={}, specs=self.arrays),
-            arrays=self.arrays,
-            context_mesh=self.context_mesh,
-            spool_bytes=len(self.spool),
+            devices_needed=self.devices_needed,
             sources=(None,) * len(self.arrays),
             spool=self.spool,
         )
@@ -129,8 +127,8 @@ def pack(
     packed = sweep.pack(problem, configs, options, with_values=sweep_inputs.are_given(options.supply))
     parcel = Parcel(
         blob=packed.blob,
-        arrays=packed.arrays,
-        context_mesh=packed.context_mesh,
+        arrays=packed.call.specs,
+        devices_needed=packed.devices_needed,
         spool=_values_of(packed),
         name=problem.name,
         platform=problem.platform,
@@ -163,9 +161,9 @@ def unpack(data: bytes) -> Parcel:
 
 
 def _values_of(packed: PackedCall) -> bytes:
-    if not packed.spool_bytes:
+    if not packed.call.spool_bytes:
         return b""
-    fd = spool.create("arrays", size_bytes=packed.spool_bytes)
+    fd = spool.create("arrays", size_bytes=packed.call.spool_bytes)
     try:
         payload.write_arrays(packed, fd)
         return spool.read(fd)

@@ -366,12 +366,12 @@ def _spooled(packed: PackedCall) -> Iterator[tuple[int, int]]:
     """Yields read-only descriptors of the payload and of the arrays; -1 where there are no arrays."""
     with contextlib.ExitStack() as stack:
         fds = []
-        for label, size_bytes in (("payload", len(packed.blob)), ("arrays", packed.spool_bytes)):
+        for label, size_bytes in (("payload", len(packed.blob)), ("arrays", packed.call.spool_bytes)):
             fds.append(spool.create(label, size_bytes=size_bytes) if size_bytes else -1)
             if size_bytes:
                 stack.callback(os.close, fds[-1])
         spool.write(fds[0], packed.blob)
-        if packed.spool_bytes:
+        if packed.call.spool_bytes:
             payload.write_arrays(packed, fds[1])
         for position, fd in enumerate(fds):
             if fd >= 0:

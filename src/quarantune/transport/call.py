@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
 
 from quarantune import jax_internals
+from quarantune.transport import unpicklable
 from quarantune.transport.state import ProgramValue
 from quarantune.values.shardings import MeshSpec, ShardingSpec
 
@@ -73,8 +74,8 @@ class ArrayRef:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
-    """A call as it arrives in a worker.
+class Call(unpicklable.Bundle):
+    """A call as it arrives in a worker; pickled as one, so that an object shared by two of its parts stays one object.
 
     Attributes:
         fn: the function.
@@ -101,8 +102,22 @@ class Call:
 
     @property
     def devices_needed(self) -> int:
-        """How many devices the arrays, or the mesh of the context, are laid out over."""
-        return devices_needed(self.specs, self.context_mesh)
+        """How many devices the arrays, or the mesh of the context, are laid out over; at least 1."""
+        meshes = [self.context_mesh, *(spec.sharding.mesh for spec in self.specs if spec.sharding is not None)]
+        return max((mesh.size for mesh in meshes if mesh is not None), default=1)
+
+    @property
+    def spool_bytes(self) -> int:
+        """The size of the spool."""
+        return max((spec.offset + spec.nbytes for spec in self.specs if spec.nbytes), default=0)
+
+    def labelled_parts(self) -> Iterator[tuple[str, Any]]:
+        """Yields the parts that may be impossible to pickle, each after a phrase that names it."""
+        yield f"the function {getattr(self.fn, '__qualname__', unpicklable.short(self.fn))!r}", self.fn
+        yield from ((f"argument {index}", value) for index, value in enumerate(self.args))
+        yield from ((f"argument {key!r}", value) for key, value in self.kwargs.items())
+        yield from ((f"the function given as {key}", value) for key, value in self.companions.items())
+        yield from ((f"the config value {unpicklable.short(value)}", value) for value in self.config_values.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,28 +127,13 @@ class PackedCall:
     Attributes:
         blob: everything except the bytes of the arrays, for `payload.unpack_call`.
         call: the same call for trials in this process.
-        arrays: the arrays in the spool, and those that the worker generates.
-        context_mesh: the mesh that a worker sets; None for none.
-        spool_bytes: the size of the spool.
-        sources: the caller's arrays, in the order of `arrays`; None for each that the worker generates.
+        devices_needed: how many devices the arrays, or the mesh of the context, are laid out over.
+        sources: the caller's arrays, in the order of `call.specs`; None for each that the worker generates.
         spool: the content of the spool, where the call was packed on another machine; None where `sources` hold it.
     """
 
     blob: bytes
     call: Call = dataclasses.field(repr=False, compare=False)
-    arrays: tuple[ArraySpec, ...]
-    context_mesh: MeshSpec | None
-    spool_bytes: int
+    devices_needed: int
     sources: tuple[Any, ...] = dataclasses.field(repr=False, compare=False)
     spool: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
-
-    @property
-    def devices_needed(self) -> int:
-        """How many devices the arrays, or the mesh of the context, are laid out over."""
-        return devices_needed(self.arrays, self.context_mesh)
-
-
-def devices_needed(specs: tuple[ArraySpec, ...], mesh: MeshSpec | None) -> int:
-    """Returns how many devices arrays, or the mesh of the context, are laid out over; at least 1."""
-    meshes = [spec.sharding.mesh for spec in specs if spec.sharding is not None]
-    return max((mesh.size for mesh in [*meshes, *([mesh] if mesh else [])]), default=1)

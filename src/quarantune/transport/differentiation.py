@@ -1,10 +1,11 @@
-"""Times a jitted function together with its gradient, and explains why a config has no gradient."""
+"""Gradients of a call: to time with it, to compare with those of another function, and why a config has none."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,10 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.transport import binding
+
+_WEIGHT_SEED = 20_011
+_WEIGHT_TILE_ELEMENTS = 1_000_003
+"""Weights are drawn once for a tile and repeated; a prime, so that it fits no block of a kernel."""
 
 
 def with_gradient(jitted: Any) -> Any:
@@ -29,31 +34,31 @@ def with_gradient(jitted: Any) -> Any:
 
     @functools.wraps(jitted.__wrapped__)
     def trained(*args: Any, **kwargs: Any) -> tuple[Any, list[Any]]:
-        return _output_and_gradients(inner, options, args, kwargs)
+        forward, free, _ = _of_floats(inner, args, kwargs, options)
+        output, pull_back = jax.vjp(forward, free)
+        (gradients,) = pull_back(jax.tree.map(_cotangent, output))
+        return output, list(gradients.values())
 
     return options.rebuild(trained)
 
 
-def _output_and_gradients(
-    jitted: Callable[..., Any], options: jax_internals.JitOptions, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, list[Any]]:
-    is_static = [options.is_static_position(index, len(args)) for index in range(len(args))]
+def _of_floats(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: jax_internals.JitOptions
+) -> tuple[Callable[[dict[int, Any]], Any], dict[int, Any], list[Any]]:
+    """Returns a call as a function of its floating leaves, these leaves by number, and the path of each leaf."""
     dynamic = (
-        [arg for arg, static in zip(args, is_static, strict=True) if not static],
+        {index: arg for index, arg in enumerate(args) if not options.is_static_position(index, len(args))},
         {name: arg for name, arg in kwargs.items() if name not in options.static_argnames},
     )
-    leaves, structure = jax.tree.flatten(dynamic)
-    free = {index: leaf for index, leaf in enumerate(leaves) if _is_inexact(leaf)}
+    found, structure = jax.tree_util.tree_flatten_with_path(dynamic)
+    paths, leaves = [path for path, _ in found], [leaf for _, leaf in found]
 
-    def forward(free: dict[int, Any]) -> Any:
-        filled, named = jax.tree.unflatten(structure, [free.get(index, leaf) for index, leaf in enumerate(leaves)])
-        rest = iter(filled)
-        all_args = [arg if static else next(rest) for arg, static in zip(args, is_static, strict=True)]
-        return jitted(*all_args, **{**kwargs, **named})
+    def call(free: dict[int, Any]) -> Any:
+        filled = [free.get(index, leaf) for index, leaf in enumerate(leaves)]
+        positional, named = jax.tree.unflatten(structure, filled)
+        return fn(*(positional.get(index, arg) for index, arg in enumerate(args)), **{**kwargs, **named})
 
-    output, pull_back = jax.vjp(forward, free)
-    (gradients,) = pull_back(jax.tree.map(_cotangent, output))
-    return output, list(gradients.values())
+    return call, {index: leaf for index, leaf in enumerate(leaves) if _is_inexact(leaf)}, paths
 
 
 def _cotangent(leaf: Any) -> Any:
@@ -104,3 +109,62 @@ def explain_failure(
         f"though not with the defaults: tune it with time_grad=True, which times both"
     )
     raise failure
+
+
+# --- gradients to compare ---
+
+
+def gradients(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: jax_internals.JitOptions,
+) -> dict[str, Any]:
+    """Returns the gradients of `scalar_of(fn(*args, **kwargs))`.
+
+    Args:
+        fn: a jitted or plain function that JAX can differentiate. The arguments it donates are used up.
+        args: its positional arguments, the static ones included.
+        kwargs: its keyword arguments, the static ones included.
+        options: tells which of them are static.
+
+    Returns:
+        A gradient for each floating or complex array among the arguments that are not static, by its place,
+        such as `args[0]['w']`. All else is held fixed.
+    """
+    call, free, paths = _of_floats(fn, args, kwargs, options)
+    found = jax.grad(lambda free: scalar_of(call(free)))(free) if free else {}
+    return {
+        f"{('args', 'kwargs')[paths[index][0].idx]}{jax.tree_util.keystr(paths[index][1:])}": gradient
+        for index, gradient in found.items()
+    }
+
+
+def scalar_of(tree: Any) -> jax.Array:
+    """Returns one number that depends on every element of the floating and complex arrays of a pytree.
+
+    It is the sum of the elements times fixed weights, real parts only. The weights have both signs and none
+    is near zero. All ones would not do: a softmax always adds up to 1, whatever its gradient is. Those of
+    complex arrays are complex, so that imaginary parts count too.
+
+    Args:
+        tree: the output of a function; its other leaves are left out.
+    """
+    total = jnp.zeros((), jnp.float32)
+    for position, leaf in enumerate(jax.tree_util.tree_leaves(tree)):
+        if _is_inexact(leaf):
+            wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+            weights = _weights(position, leaf.shape, is_complex=jnp.issubdtype(leaf.dtype, jnp.complexfloating))
+            total += jnp.sum(jnp.real(wide * weights.astype(wide.dtype)))
+    return total
+
+
+def _weights(position: int, shape: tuple[int, ...], *, is_complex: bool) -> Any:
+    generator = np.random.default_rng([_WEIGHT_SEED, position, *shape])
+
+    def tile() -> Any:
+        elements = min(math.prod(shape), _WEIGHT_TILE_ELEMENTS)
+        drawn = generator.random(elements, np.float32) - np.float32(0.5)
+        return drawn + np.copysign(np.float32(0.5), drawn)
+
+    return np.resize(tile() + 1j * tile() if is_complex else tile(), shape)

@@ -211,8 +211,7 @@ def _floats(generator: np.random.Generator, kind: str, elements: int) -> np.ndar
 
 
 def _map_spool(call: Call, fd: int) -> mmap.mmap | None:
-    needed = max((spec.offset + spec.nbytes for spec in call.specs if not spec.made and spec.nbytes), default=0)
-    if needed == 0:
+    if (needed := call.spool_bytes) == 0:
         return None
     size = os.fstat(fd).st_size
     if size < needed:

@@ -7,7 +7,7 @@ import enum
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,9 +15,8 @@ import ml_dtypes
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.transport import unpicklable
 from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start
-from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall, devices_needed
+from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall
 from quarantune.transport.pickling import dumps, loads
 from quarantune.transport.process_options import ProcessOptions
 from quarantune.transport.state import ProgramValue
@@ -36,43 +35,6 @@ def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> MeshSpec | No
     mesh = context_mesh()
     is_shared = any(spec.sharding is not None and spec.sharding.mesh == mesh for spec in specs)
     return mesh if mesh is not None and (is_shared or mesh.size <= devices) else None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Blob:
-    """The outer pickle of a call, of plain values alone: it is read before any of the user's modules is imported.
-
-    Attributes:
-        process: the state of the caller's process that the worker adopts.
-        specs: the arrays of the call.
-        mesh: the mesh that the worker sets; None for none.
-        root: the pickled `_Root`.
-        program_values: the values that the caller's program has set.
-    """
-
-    process: ProcessOptions
-    specs: tuple[ArraySpec, ...]
-    mesh: MeshSpec | None
-    root: bytes
-    program_values: tuple[ProgramValue, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Root(unpicklable.Bundle):
-    """The parts of a call that are pickled together, so that an object shared by two parts stays one object."""
-
-    fn: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    companions: dict[str, Callable[..., Any]]
-    config_values: Mapping[str, Any]
-
-    def labelled_parts(self) -> Iterator[tuple[str, Any]]:
-        yield f"the function {getattr(self.fn, '__qualname__', unpicklable.short(self.fn))!r}", self.fn
-        yield from ((f"argument {index}", value) for index, value in enumerate(self.args))
-        yield from ((f"argument {key!r}", value) for key, value in self.kwargs.items())
-        yield from ((f"the function given as {key}", value) for key, value in self.companions.items())
-        yield from ((f"the config value {unpicklable.short(value)}", value) for value in self.config_values.values())
 
 
 def pack_call(
@@ -108,27 +70,26 @@ def pack_call(
     packer = _ArrayPacker(_Values.of(fn, with_values=with_values))
     packed_args = tuple(packer.pack(value) for value in args)
     packed_kwargs = {name: packer.pack(value) for name, value in kwargs.items()}
-    root = _Root(fn, packed_args, packed_kwargs, dict(companions or {}), dict(config_values or {}))
     specs = tuple(packer.specs)
     if manual_mesh is not None:
         specs = _as_shards(specs, packer.varying, manual_mesh)
-    # A manual mesh is set by the worker's own shard_map.
-    mesh = _mesh_to_send(specs, devices if manual_mesh is None else 0)
-    process = ProcessOptions.current(devices=devices_needed(specs, mesh))
+    call = Call(
+        fn=fn,
+        args=packed_args,
+        kwargs=packed_kwargs,
+        specs=specs,
+        companions=dict(companions or {}),
+        config_values=dict(config_values or {}),
+        # A manual mesh is set by the worker's own shard_map.
+        context_mesh=_mesh_to_send(specs, devices if manual_mesh is None else 0),
+        program_values=program_values,
+    )
+    process = ProcessOptions.current(devices=call.devices_needed)
     return PackedCall(
-        blob=pickle.dumps(_Blob(process, specs, mesh, dumps(root), program_values)),
-        call=Call(
-            fn=fn,
-            args=root.args,
-            kwargs=root.kwargs,
-            specs=specs,
-            companions=root.companions,
-            config_values=root.config_values,
-            own_shardings=tuple(packer.shardings),
-        ),
-        arrays=specs,
-        context_mesh=mesh,
-        spool_bytes=packer.spool_bytes,
+        # Two pickles, because the outer one is read before any of the user's modules is imported.
+        blob=pickle.dumps((process, dumps(call))),
+        call=dataclasses.replace(call, context_mesh=None, program_values=(), own_shardings=tuple(packer.shardings)),
+        devices_needed=call.devices_needed,
         sources=tuple(packer.sources),
     )
 
@@ -164,20 +125,12 @@ def unpack_call(blob: bytes) -> Call:
     Args:
         blob: `PackedCall.blob`.
     """
-    packed: _Blob = pickle.loads(blob)
-    unknown = packed.process.adopt_before_imports()
-    root = loads(packed.root)
-    packed.process.adopt_after_imports(unknown)
-    return Call(
-        fn=root.fn,
-        args=root.args,
-        kwargs=root.kwargs,
-        specs=packed.specs,
-        companions=root.companions,
-        config_values=root.config_values,
-        context_mesh=packed.mesh,
-        program_values=packed.program_values,
-    )
+    process: ProcessOptions
+    process, root = pickle.loads(blob)
+    unknown = process.adopt_before_imports()
+    call: Call = loads(root)
+    process.adopt_after_imports(unknown)
+    return call
 
 
 def write_arrays(packed: PackedCall, fd: int) -> None:
@@ -193,7 +146,7 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
     if packed.spool is not None:
         _write_all(fd, memoryview(packed.spool), 0)
         return
-    for spec, source in zip(packed.arrays, packed.sources, strict=True):
+    for spec, source in zip(packed.call.specs, packed.sources, strict=True):
         if not spec.made and spec.nbytes:
             data = source if isinstance(source, np.ndarray) else concrete_data(source)[0]
             data = data.T if spec.is_transposed else data

@@ -21,11 +21,10 @@ from quarantune import jax_internals
 from quarantune.cache import described
 from quarantune.measure import compare, on_device, rounding
 from quarantune.measure.compare import Flat, NoArray
-from quarantune.measure.gradients import gradients as gradients_of
 from quarantune.measure.rounding import Allowance
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
-from quarantune.transport import binding, inputs, pickling
+from quarantune.transport import binding, differentiation, inputs, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.call import Arguments, Call
 from quarantune.values.compiling import OutputArray
@@ -365,12 +364,11 @@ class Judge:
     def _gradients(self, fn: Callable[..., Any], config: Config, arguments: Arguments) -> Any:
         args, kwargs = arguments
         static = self._arguments.jit or jax_internals.JitOptions()
-        positions = [index for index in range(len(args)) if static.is_static_position(index, len(args))]
         if self._arguments.jit is not None and jax_internals.is_jitted(fn):
             config, _ = binding.split(fn, config)  # JAX refuses compiler options under differentiation
             fn = jax_internals.without_compiler_options(fn)
         bound = functools.partial(fn, **config) if config else fn
-        return gradients_of(bound, args, kwargs, static_argnums=positions, static_argnames=static.static_argnames)
+        return differentiation.gradients(bound, args, kwargs, static)
 
 
 def _flat(tree: Any) -> Flat:
