@@ -11,7 +11,7 @@ import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
-from quarantune.devices import discovery, probing
+from quarantune.devices import discovery
 from quarantune.sandbox import template
 from quarantune.values.trial import SandboxError
 
@@ -30,7 +30,7 @@ def test_a_hanging_plugin_ends_the_probe_with_advice(tmp_path: Path, monkeypatch
     plugin = tmp_path / "jax_plugins" / "hanging"
     plugin.mkdir(parents=True)
     (plugin / "__init__.py").write_text(HANGING_PLUGIN)
-    monkeypatch.setattr(probing, "_DEADLINE_S", 1.0)
+    monkeypatch.setattr(discovery, "_PROBE_DEADLINE_S", 1.0)
     template.close_shared()
     with monkeypatch.context() as patch:
         patch.syspath_prepend(str(tmp_path))
@@ -38,7 +38,7 @@ def test_a_hanging_plugin_ends_the_probe_with_advice(tmp_path: Path, monkeypatch
     with nothing_is_left(), pytest.raises(SandboxError, match=r"did not end within 1 s.*JAX_PLATFORMS=cpu"):
         discovery._probe.__wrapped__((None,))
     template.close_shared()
-    monkeypatch.setattr(probing, "_DEADLINE_S", 120.0)
+    monkeypatch.setattr(discovery, "_PROBE_DEADLINE_S", 120.0)
     assert discovery._probe.__wrapped__(("cpu",)).devices[0].platform == "cpu"
 
 

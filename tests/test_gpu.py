@@ -12,7 +12,7 @@ import pytest
 
 import quarantune
 from quarantune import Outcome, Route
-from quarantune.devices import target_texts, targets
+from quarantune.devices import targets
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,10 +94,10 @@ def test_a_sweep_leaves_its_gpu_for_compile_checks_elsewhere(held, tmp_path, cac
     kind = jax.devices()[0].device_kind
     doubled.tune(x, str(notes_in))
     (file,) = (cache_dir / "targets").iterdir()
-    left = target_texts.TargetText.of(file.read_text())
-    assert (left.kind, left.num_cores) == (kind, jax.devices()[0].core_count)
+    left = targets.of_text(file.read_text())
+    assert (left.device_kind, left.num_cores) == (kind, jax.devices()[0].core_count)
     assert left.origin == f"read from {kind} by JAX {jax.__version__}"
-    assert targets.find(kind).config_text == left.text
+    assert targets.find(kind).config_text == left.config_text
     struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
     report = quarantune.compile_check(doubled, {"block": [64, 96]}, struct, str(notes_in), target=kind)
     assert [trial.outcome for trial in report.trials] == [Outcome.OK, Outcome.ERROR], report.table()

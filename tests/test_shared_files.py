@@ -19,7 +19,7 @@ import pytest
 import quarantune
 from quarantune.cache import CacheWarning, CacheWriteError, Claim, Journal, Store, TuningCache
 from quarantune.cache import journal as journals
-from quarantune.devices import target_texts
+from quarantune.devices import targets
 from quarantune.host.shared_files import Directory, NotAFileError
 from quarantune.sweep import sweep
 from quarantune.values.trial import Outcome, Trial
@@ -51,7 +51,7 @@ def claim(directory: Path) -> None:
 
 def save_target(directory: Path) -> None:
     with contextlib.suppress(NotADirectoryError):
-        target_texts.save(directory, "NVIDIA L4", TEXT)
+        targets.save(directory, "NVIDIA L4", TEXT)
 
 
 def keep_log(directory: Path) -> None:

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import quarantune
-from quarantune.devices import target_texts, targets
+from quarantune.devices import targets
 from quarantune.devices.device import Backend
 from quarantune.values import settings as environment
 from quarantune.values.compiling import CompileTarget
@@ -67,14 +67,12 @@ def test_every_target_states_where_its_description_comes_from(monkeypatch: pytes
     assert all(target.config_text and target.num_cores for target in listed if target.platform == "cuda")
 
 
-def test_a_complete_description_is_used_by_its_jax_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    short = target_texts.packaged("nvidia_h200")
-    monkeypatch.setattr(jax, "__version__", "0.11.2")
-    complete = target_texts.packaged("nvidia_h200")
-    assert "scalar_unit_description" in complete.text
-    assert complete.kind == short.kind == "NVIDIA H200"
-    monkeypatch.setattr(jax, "__version__", "0.10.2")
-    assert "scalar_unit_description" not in target_texts.packaged("nvidia_h200").text
+def test_a_complete_description_is_used_by_its_jax_alone() -> None:
+    short = targets.packaged("nvidia_h200", "0.10.2")
+    assert "scalar_unit_description" not in short.config_text
+    complete = targets.packaged("nvidia_h200", "0.11.2")
+    assert "scalar_unit_description" in complete.config_text
+    assert complete.device_kind == short.device_kind == "NVIDIA H200"
 
 
 def test_a_sweep_leaves_its_gpu_for_jobs_without_it(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +91,7 @@ def test_a_sweep_leaves_its_gpu_for_jobs_without_it(cache_dir: Path, monkeypatch
 
 
 def test_a_description_left_by_a_sweep_replaces_the_packages(cache_dir: Path) -> None:
-    target_texts.save(cache_dir, "NVIDIA H200", TEXT.replace("NVIDIA L4", "NVIDIA H200"))
+    targets.save(cache_dir, "NVIDIA H200", TEXT.replace("NVIDIA L4", "NVIDIA H200"))
     assert targets.find("H200").num_cores == 58
     with quarantune.settings(disable_cache=True):
         assert targets.find("H200").num_cores == 132
@@ -105,7 +103,7 @@ def test_damaged_descriptions_are_passed_over(cache_dir: Path, content: bytes) -
     folder.mkdir(parents=True)
     (folder / f"a.jax{jax.__version__}.textproto").write_bytes(content)
     (folder / f"b.jax{jax.__version__}.textproto").mkdir()
-    assert list(target_texts.saved(cache_dir)) == []
+    assert list(targets.saved(cache_dir)) == []
 
 
 def test_the_devices_of_this_machine_are_listed_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +173,7 @@ def test_no_description_brings_escapes_to_the_terminal(cache_dir: Path) -> None:
     folder.mkdir(parents=True)
     file = folder / f"a.jax{jax.__version__}.textproto"
     file.write_text(f"# Origin: \x1b[2J\x1b]0;title\x07\n{TEXT}")
-    (found,) = target_texts.saved(cache_dir)
+    (found,) = targets.saved(cache_dir)
     assert found.origin == r"\x1b[2J\x1b]0;title\x07"
     file.write_text(TEXT.replace("NVIDIA L4", "NVIDIA\x1b[2J L4"))
-    assert list(target_texts.saved(cache_dir)) == []
+    assert list(targets.saved(cache_dir)) == []

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
+import time
 
 import jax
 
 from quarantune import jax_internals, sandbox
 from quarantune.devices.device import Backend, Device, cpu_device, describe_jax_devices, grouped, visible_devices
 from quarantune.host import installed
+from quarantune.values import codec
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.settings import Settings
+from quarantune.values.trial import SandboxError
 
+_PROBE_DEADLINE_S = 120.0
+"""The longest wait for a worker to describe the devices; a driver may hang."""
 _DEVICE = "QUARANTUNE_SANDBOX_DEVICE"
 """Environment variable with the platform and kind of the device of a worker, which may not be visible to it."""
 
@@ -111,12 +117,32 @@ def _platforms() -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def _probe(_: tuple[str | None, ...]) -> Backend:
-    """Has a worker describe the devices.
+    """Returns the devices that a worker finds, so that this process need not initialise a backend.
 
     Raises:
-        SandboxError: as for `probing.probe`.
+        SandboxError: the worker failed, or took too long.
     """
     # Not needed where JAX's backends are initialised, as they usually are.
-    from quarantune.devices import probing
+    from quarantune.sandbox import pool
+    from quarantune.sandbox.events import Said
+    from quarantune.sandbox.messages import Failed, PhaseEntered, Probe, Probed, Reply
 
-    return probing.probe(_platforms())
+    with pool.Sandbox(payload_fd=-1, arrays_fd=-1, method="fork") as sandbox:
+        sandbox.open(load_timeout_s=None)
+        number = sandbox.start(codec.encode(Probe(platforms=_platforms(), last=True)))
+        deadline = time.monotonic() + _PROBE_DEADLINE_S
+        reply: Reply | None = None
+        while (left_s := deadline - time.monotonic()) > 0:
+            for event in sandbox.poll(left_s):
+                if isinstance(event, Said):
+                    with contextlib.suppress(codec.DamageError):
+                        reply = codec.decode(event.message, PhaseEntered, Probed, Failed)
+                elif event.number == number:
+                    if isinstance(reply, Probed):
+                        return Backend(reply.devices, reply.config_text)
+                    detail = (isinstance(reply, Failed) and reply.text) or sandbox.log(number)[-2000:]
+                    raise SandboxError(f"the device probe failed: {detail}")
+    raise SandboxError(
+        f"the device probe did not end within {_PROBE_DEADLINE_S:g} s: a device's driver or a JAX plugin hangs; "
+        "to tune without it, name the platforms to use, as in JAX_PLATFORMS=cpu"
+    )

@@ -1,22 +1,34 @@
-"""Devices to compile for, here or not: TPUs by their topology, GPUs by XLA's description of them."""
+"""Devices to compile for, here or not: TPUs by their topology, GPUs by XLA's description of them.
+
+A description of a GPU is text. It belongs to the version of JAX that wrote it, because others may refuse fields that
+they do not know. The package holds short ones, with the fields that all versions know, and complete ones for single
+versions; sweeps leave further ones in the cache directory.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib.resources
 import importlib.util
 import logging
 import pkgutil
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
-from quarantune.devices import discovery, target_texts
+import jax
+
+from quarantune.cache.keys import safe_name
+from quarantune.devices import discovery
 from quarantune.devices.device import Device, cpu_device
-from quarantune.host import installed
+from quarantune.host import installed, shared_files
+from quarantune.host.shared_files import Directory
 from quarantune.values import settings as environment
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.settings import Settings
-from quarantune.values.texts import did_you_mean, shown
+from quarantune.values.texts import did_you_mean, printable, shown
 from quarantune.values.trial import SandboxError
 
 _logger = logging.getLogger("quarantune")
@@ -36,6 +48,15 @@ _GPUS = {
     "NVIDIA B200": "nvidia_b200",
 }
 """The name of each GPU whose description the package holds, with the description's file."""
+
+
+_TEXTS_FOLDER = "targets"
+_ORIGIN = "# Origin: "
+_KIND = re.compile(r'^device_description_str: "([^"\\\n]{1,200})"', re.MULTILINE)
+_PLATFORM = re.compile(r'^platform_name: "(CUDA|ROCM)"', re.MULTILINE)
+_CORES = re.compile(r"^\s*core_count: (\d{1,6})$", re.MULTILINE)
+_LARGEST_BYTES = 1 << 18
+"""The largest description accepted; one of an H200 has 5 KB."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,7 +174,7 @@ def remember(target: CompileTarget | None, settings: Settings) -> None:
     if target is None or not target.config_text or settings.disable_cache:
         return
     try:
-        target_texts.save(settings.cache_dir, target.device_kind, target.config_text)
+        save(settings.cache_dir, target.device_kind, target.config_text)
     except OSError as error:
         _logger.info("the description of %s is not kept: %s", target.device_kind, error)
 
@@ -170,29 +191,73 @@ def _by_name() -> Iterator[Target]:
             origin=f"the topology {topology} of libtpu",
         )
     settings = environment.current()
-    saved = {} if settings.disable_cache else {text.kind: text for text in target_texts.saved(settings.cache_dir)}
+    left = {} if settings.disable_cache else {target.device_kind: target for target in saved(settings.cache_dir)}
     for name, stem in _GPUS.items():
-        packaged = _packaged(stem)
-        text = saved.pop(packaged.kind, packaged)
-        yield _of_text(name, text)
-    for kind, text in saved.items():
-        yield _of_text(kind, text)
+        known = packaged(stem)
+        yield dataclasses.replace(left.pop(known.device_kind, known), name=name)
+    yield from left.values()
+
+
+# --- XLA's descriptions of GPUs ---
+
+
+def of_text(content: str) -> Target:
+    """Returns the GPU that a description is of.
+
+    Raises:
+        ValueError: it is no description of a GPU.
+    """
+    kind, platform, cores = _KIND.search(content), _PLATFORM.search(content), _CORES.search(content)
+    if kind is None or platform is None or printable(kind[1]) != kind[1]:
+        raise ValueError("it names no GPU and no platform")
+    first, _, rest = content.partition("\n")
+    has_origin = first.startswith(_ORIGIN)
+    return Target(
+        name=kind[1],
+        platform=platform[1].lower(),
+        device_kind=kind[1],
+        config_text=rest if has_origin else content,
+        num_cores=None if cores is None else int(cores[1]),
+        origin=printable(first.removeprefix(_ORIGIN).strip()) if has_origin else "unknown",
+    )
 
 
 @functools.cache
-def _packaged(stem: str) -> target_texts.TargetText:
-    return target_texts.packaged(stem)
+def packaged(stem: str, jax_version: str = jax.__version__) -> Target:
+    """Returns a GPU by the package's description: the complete one for a version of JAX, else the short one."""
+    folder = importlib.resources.files("quarantune.devices") / "target_texts"
+    complete = folder / f"{stem}.jax{jax_version}.textproto"
+    file = complete if complete.is_file() else folder / f"{stem}.textproto"
+    return of_text(file.read_text(encoding="utf-8"))
 
 
-def _of_text(name: str, text: target_texts.TargetText) -> Target:
-    return Target(
-        name=name,
-        platform=text.platform,
-        device_kind=text.kind,
-        config_text=text.text,
-        num_cores=text.num_cores,
-        origin=text.origin,
-    )
+def saved(directory: Path) -> Iterator[Target]:
+    """Yields the GPUs described in a cache directory for the JAX that is running; other files are passed over."""
+    for path in shared_files.paths(directory, f"{_TEXTS_FOLDER}/*.jax{jax.__version__}.textproto"):
+        try:
+            yield of_text(shared_files.read(path, below=directory, largest_bytes=_LARGEST_BYTES).decode())
+        except (OSError, ValueError):  # anybody may have written it
+            continue
+
+
+def save(directory: Path, kind: str, text: str) -> None:
+    """Leaves the description of a GPU in a cache directory, for the JAX that is running.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if _KIND.search(text) is None:  # JAX's name of the device and XLA's are the same
+        text = f'{text.rstrip()}\ndevice_description_str: "{kind}"\n'
+    written = f"{_ORIGIN}read from {kind} by JAX {jax.__version__}\n{text}".encode()
+    name = f"{safe_name(kind)}.jax{jax.__version__}.textproto"
+    with Directory(directory, _TEXTS_FOLDER, make=True) as place:
+        with contextlib.suppress(OSError):
+            if place.read(name, largest_bytes=_LARGEST_BYTES) == written:
+                return
+        place.replace(name, written)
+
+
+# --- the devices of this machine ---
 
 
 def _here() -> Iterator[Target]:
