@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -10,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TextIO
 
-from quarantune.results import display
+from quarantune.results.display import View, screen_for
 from quarantune.values import shown
 from quarantune.values.findings import Findings
 from quarantune.values.trial import END, READY, Config, Outcome, Phase, Trial, count_outcomes
@@ -20,36 +19,6 @@ _logger = logging.getLogger("quarantune")
 _VERBS = {Phase.LOAD: "loads", Phase.COMPILE: "compiles", Phase.CHECK: "is checked", Phase.MEASURE: "is measured"}
 _MOST_RUNNING = 8
 _FEWEST_FOR_ESTIMATE = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class View:
-    """The progress at one moment, as text.
-
-    Attributes:
-        label: the function and its shapes.
-        done: how many configs are done.
-        total: how many there are, at most; 0 where that is not known.
-        counts: the number of configs done, by outcome, and the time gone and to go.
-        flow: how many configs wait, compile and are measured.
-        best: the best so far, against the defaults.
-        running: the configs that run, with how long they have.
-        notice: a sentence about something other than configs, such as another job that is waited for.
-    """
-
-    label: str
-    done: int
-    total: int
-    counts: str
-    flow: str
-    best: str
-    running: str
-    notice: str
-
-    def lines(self) -> list[str]:
-        """Returns the parts as lines, without those that are empty."""
-        first = f"{self.label}: {self.counts}"
-        return [line for line in (first, self.notice, self.flow, self.best, self.running) if line]
 
 
 class Progress:
@@ -105,8 +74,9 @@ class Progress:
         self._notice = ""
         self._last_line = ""
         self._on_interrupt = ""
-        self._screen = display.screen_for(shown, stream, may_redraw=may_redraw)
-        self._screen.add(self)
+        self._screen = screen_for(shown, stream, may_redraw=may_redraw)
+        if self._screen is not None:
+            self._screen.add(self.view)
 
     # Events
 
@@ -133,14 +103,8 @@ class Progress:
         """Counts a trial that ended."""
         self._count(trial)
         took = "" if trial.time_ms is None else f" {trial.time_ms:.4g} ms"
-        _logger.info(
-            "%s: %s: %s%s %s",
-            self._name,
-            shown.format_config(trial.config),
-            trial.outcome.value,
-            took,
-            trial.message,
-        )
+        ended = f"{trial.outcome.value}{took} {trial.message}"
+        _logger.info("%s: %s: %s", self._name, shown.format_config(trial.config), ended)
 
     def recall(self, trials: Sequence[Trial]) -> None:
         """Counts trials that an earlier sweep finished."""
@@ -198,7 +162,8 @@ class Progress:
     def close(self) -> None:
         """Ends the display, and writes the last line."""
         line = f"{self._label}: {self._last_line}" if self._last_line and self._has_last_line else ""
-        self._screen.remove(self, line)
+        if self._screen is not None:
+            self._screen.remove(self.view, line)
 
     # The view
 
@@ -209,28 +174,30 @@ class Progress:
         phases = [phase for phase, _ in running.values()]
         compiling = sum(phase in (Phase.LOAD, Phase.COMPILE) for phase in phases)
         ready = phases.count(READY)
-        measuring = len(phases) - compiling - ready
         begun = sum(index >= 0 for index in running)  # the untuned function is none of the configs
-        waiting = max(0, self._total - len(trials) - begun)
-        flow = [f"{compiling} compile", *([f"{ready} compiled"] if ready else []), f"{measuring} measured"]
-        if not self._is_bound:
-            flow = [f"{waiting:,} wait", *flow]
-        gone_s = now - self._started_s
-        time_text = f"{_duration(gone_s)} gone{self._to_go(gone_s, len(trials))}"
-        counts = ", ".join(f"{count:,} {outcome}" for outcome, count in count_outcomes(trials).items())
+        waiting = 0 if self._is_bound else max(0, self._total - len(trials) - begun)
+        states = {"waiting": waiting, "compiling": compiling, "ready": ready}
+        states["measuring"] = len(phases) - compiling - ready
+        flow = ", ".join(f"{number:,} {state}" for state, number in states.items() if number)
         if self._is_bound:
             done = f"{len(trials) + begun:,} asked of at most {self._total:,}, {len(trials):,} done"
         else:
             done = f"{len(trials):,} of {self._total:,} done"
+        counts = ", ".join(f"{count:,} {outcome}" for outcome, count in count_outcomes(trials).items())
+        gone_s = now - self._started_s
+        more = [
+            f"{_duration(gone_s)} gone{self._to_go(gone_s, len(trials))}",
+            self._notice,
+            flow if phases else self._before_or_after(len(trials)),
+            self._best_text(),
+            self._running_text(running, now),
+        ]
         return View(
             label=self._label,
             done=len(trials),
             total=self._total,
-            counts=f"{done}{f' ({counts})' if counts else ''}, {time_text}" if self._total else time_text,
-            flow=", ".join(flow) if phases else self._before_or_after(len(trials)),
-            best=self._best_text(),
-            running=self._running_text(running, now),
-            notice=self._notice,
+            counts=f"{done}{f' ({counts})' if counts else ''}" if self._total else "",
+            more=[line for line in more if line],
         )
 
     def _interrupted(self) -> str:
