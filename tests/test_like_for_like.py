@@ -24,7 +24,7 @@ from test_report import first_words, result_of, trial
 import quarantune
 from quarantune import TuningResult
 from quarantune.cache import Journal, conclusions
-from quarantune.cli.tune import _of_result
+from quarantune.cli.tune import _record, _text
 from quarantune.measure import finals, playing
 from quarantune.results.cached_results import cached_results
 from quarantune.results.report_data import page_data
@@ -99,8 +99,8 @@ def shown_everywhere(result: TuningResult, line: str, cache_dir: Path, directory
             )
             assert rows[config]["speedup"] == default_ms / rows[config]["time_ms"]
     assert [row["speedup"] for config, row in rows.items() if config not in of] == [None] * (len(rows.keys() - of))
-    printed = _of_result(result)
-    assert printed["times"] == told
+    printed = _record(result, {})
+    assert told in _text(result, {}, was_known=False)
     assert (printed["speedup"], printed["speedup_interval"]) == (result.speedup, result.speedup_interval)
     result.save(directory / "saved")
     loaded = TuningResult.load(directory / "saved")
