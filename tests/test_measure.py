@@ -16,7 +16,7 @@ import pytest
 
 from quarantune.host import waits
 from quarantune.host.waits import RunTime
-from quarantune.measure import clocks, finals, playing, sampling
+from quarantune.measure import clocks, finals, model, playing, sampling
 from quarantune.values.trial import Outcome, Trial, is_plausible_ms
 
 SOFT_BUDGET_S = 0.25
@@ -79,7 +79,7 @@ def test_noise_is_sampled_until_the_median_is_known_to_one_percent() -> None:
     many = sampling.measure(Sampler(noisy(0, sigma=0.05)), rep=1000).samples_ms
     assert len(few) < len(many) < 1000
     for samples_ms in (few, many):
-        assert sampling.standard_error(samples_ms) < 0.01
+        assert model.standard_error(samples_ms) < 0.01
         assert np.median(samples_ms) == pytest.approx(1.0, rel=0.02)
 
 
@@ -258,23 +258,23 @@ def test_a_clock_without_further_plausible_samples_ends_sampling() -> None:
 
 def test_the_spread_is_sigma_as_a_share_of_the_median() -> None:
     samples = list(itertools.islice(noisy(1, middle=5.0, sigma=0.03), 20_000))
-    assert sampling.spread(samples) == pytest.approx(0.03, rel=0.05)
+    assert model.spread(samples) == pytest.approx(0.03, rel=0.05)
 
 
 def test_a_few_hiccups_hardly_change_the_spread() -> None:
     samples = list(itertools.islice(noisy(2), 200))
-    assert sampling.spread([*samples, *[1e6] * 10]) == pytest.approx(sampling.spread(samples), rel=0.2)
+    assert model.spread([*samples, *[1e6] * 10]) == pytest.approx(model.spread(samples), rel=0.2)
 
 
 def test_equal_samples_have_no_spread_and_zeros_an_infinite_one() -> None:
-    assert sampling.spread([3.0] * 5) == 0.0
-    assert sampling.spread([0.0] * 5) == math.inf
+    assert model.spread([3.0] * 5) == 0.0
+    assert model.spread([0.0] * 5) == math.inf
 
 
 def test_the_standard_error_is_the_scatter_of_medians() -> None:
     batches = [list(itertools.islice(noisy(seed), 25)) for seed in range(400)]
     scatter = float(np.std([np.median(batch) for batch in batches]))
-    assert np.median([sampling.standard_error(batch) for batch in batches]) == pytest.approx(scatter, rel=0.2)
+    assert np.median([model.standard_error(batch) for batch in batches]) == pytest.approx(scatter, rel=0.2)
 
 
 # --- clocks -------------------------------------------------------------------------------------------------

@@ -21,13 +21,11 @@ class Clock(Protocol):
     """Takes samples of one run.
 
     Attributes:
-        name: the name in `Trial.clock`.
-        margin: how many times slower than the best a sample must be to rule a config out, on a machine with other work.
+        name: the name in `Trial.clock` and in `model.CLOCKS`.
         is_exact: whether samples are free of the effects of other processes.
     """
 
     name: str
-    margin: float
     is_exact: bool
 
     def take(self, count: int) -> Sequence[RunTime]:
@@ -39,7 +37,6 @@ class WallClock:
     """The wall-clock time from a call to the end of its work; short runs are repeated within a sample."""
 
     name = "wall"
-    margin = 1.5
     is_exact = False
 
     def __init__(self, run: Callable[[], object], prepare: Callable[[], None] | None, *, spins: bool = False) -> None:
@@ -82,7 +79,6 @@ class QueuedClock:
     """The wall-clock time of many runs queued on a device between two synchronisations, divided by their number."""
 
     name = "queued"
-    margin = 1.5
     is_exact = False
 
     def __init__(self, dispatch: Callable[[], object]) -> None:
@@ -119,7 +115,6 @@ class DeviceClock:
     """
 
     name = "device"
-    margin = 1.15
     is_exact = True
 
     def __init__(self, dispatch: Callable[[], object], flush: Flush | None) -> None:

@@ -6,23 +6,16 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from quarantune.measure.sampling import standard_error
+from quarantune.measure.model import CLOCKS, ENOUGH, FEW, standard_error
 from quarantune.values.trial import UNTUNED, Outcome, Trial
 
 FINALISTS = 4
 MOST_FINALISTS = 8
 """The number of finalists where the machine was busy, which makes the times that they are chosen by less reliable."""
-_CONTENDER = 1.5
-"""A config this many times slower than the fastest is not in the final."""
-_EXACT_CONTENDER = 1.15
-"""The same where a device's own clock, which no other process disturbs, took the times."""
-_BUSY_NOISE = 1.5
-"""Where the longest sample of a typical config is this many times its fastest, the machine was busy."""
 _FEW_SAMPLES = 4
 """Other processes can have disturbed all samples of a config with fewer: on a busy machine it is measured again."""
-FEWEST_ROUNDS = 3
 FAR = 1.2
-"""A finalist this many times slower in each of the `FEWEST_ROUNDS` first rounds will not win in two more."""
+"""A finalist this many times slower in each of the `FEW` first rounds will not win in two more."""
 _PREFERENCE = 0.015
 """Among configs that tie, a preferred one may be slower than the fastest by at most this share."""
 _SIGMAS = 3.0
@@ -37,8 +30,6 @@ WARM_BUDGET_S = 0.2
 """Seconds for comparing them again, which gains at most that share."""
 WARM_FLOOR = 0.002
 """The noise floor with warm caches: the difference of one program from itself within a process."""
-_LEVEL_ROUNDS = 10
-"""With fewer rounds, the estimate of the scatter is too rough."""
 
 
 def default_among(trials: Mapping[int, Trial], default: int | None) -> int:
@@ -76,9 +67,9 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     if not ranked:
         return []
     fastest_ms = trials[ranked[0]].level_ms or 0.0
-    contender = _EXACT_CONTENDER if trials[ranked[0]].clock == "device" else _CONTENDER
+    contender = CLOCKS.get(trials[ranked[0]].clock or "wall", CLOCKS["wall"]).margin
     close = [index for index in ranked if (trials[index].level_ms or 0.0) <= contender * fastest_ms]
-    if (noise := _noise(trials)) < _BUSY_NOISE:
+    if (noise := _noise(trials)) < CLOCKS["wall"].margin:
         return close[:count]
     again = sorted(_ruled_out_by_few(trials, noise * fastest_ms), key=lambda index: trials[index].level_ms or 0.0)
     # Ranks by many samples are more reliable than ranks by few.
@@ -222,7 +213,7 @@ def speedup_interval(best_ms: Sequence[float], default_ms: Sequence[float]) -> t
         Its ends; None where too few rounds tell nothing about the noise.
     """
     ratios = _ratios(best_ms, default_ms)
-    if len(ratios) < FEWEST_ROUNDS:
+    if len(ratios) < FEW:
         return None
     speedup = statistics.median(default_ms) / statistics.median(best_ms)
     error = max(NOISE_FLOOR, 2 * standard_error(ratios))
@@ -310,7 +301,7 @@ def _ties(leader: Sequence[float], other: Sequence[float], sigmas: float, floor:
 def _is_level(leader: Sequence[float], other: Sequence[float], floor: float) -> bool:
     """Returns whether the noise between two is so low that more rounds would not tell them apart any better."""
     ratios = _ratios(leader, other)
-    return len(ratios) >= _LEVEL_ROUNDS and _SIGMAS * standard_error(ratios) < floor
+    return len(ratios) >= 2 * ENOUGH and _SIGMAS * standard_error(ratios) < floor
 
 
 def _ratios(leader: Sequence[float], other: Sequence[float]) -> list[float]:

@@ -7,21 +7,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from quarantune.host.waits import RunTime, fastest
-from quarantune.measure.finals import FAR, FEWEST_ROUNDS, NOISE_FLOOR, is_clear, leader_of
-from quarantune.measure.sampling import ALL_DISTURBED, cautious_share
+from quarantune.measure.finals import FAR, NOISE_FLOOR, is_clear, leader_of
+from quarantune.measure.model import ALL_DISTURBED, ENOUGH, FEW, LONG_RUN_MS, cautious_share
 from quarantune.values.trial import is_plausible_ms
 
-_PER_ROUND = 3
 _MOST_PER_ROUND = 10
 _ROUND_MS = 1.0
 """How long one contender's samples of a round take, where each is shorter than the profiler's own work."""
-_LONG_MS = 5.0
-"""A run of this length is a sample by itself: the interruptions that disturb single samples are much shorter."""
-_MIN_ROUNDS = 5
 _CLEARLY = 3.0
 """A finalist this many times slower in each of its rounds is there for its time only, not because it may win."""
 _LONG_FINAL_S = 0.5
-"""Such a finalist leaves after `FEWEST_ROUNDS` rounds once its rounds have taken this long,"""
+"""Such a finalist leaves after `FEW` rounds once its rounds have taken this long,"""
 _LONGEST_FINAL_S = 3.0
 """and after this time in any case: the function's own defaults may take a hundred times as long as the winner."""
 _VERY_LONG_MS = 1000.0
@@ -31,8 +27,6 @@ _BUDGET_S = 0.8
 _BUSY_BUDGET_S = 2.4
 _BUSY_ROUNDS = 20
 """The fewest rounds on a busy machine, before their fastest decide."""
-_FOLDED = 5
-"""The number of rounds that the rounds of a busy machine are folded into."""
 _SCATTERED = 1.08
 """Where a typical round of one contender is this many times longer than its fastest, other processes disturbed it."""
 
@@ -100,19 +94,19 @@ def _played(
         racing = {index: None for index in racing if not _leaves(rounds, index, spent_s[index])}
         run, marks = {index: taken[index] for index in racing}, {index: rounds[index] for index in racing}
         passed_s = clock() - started - sum(spent_s[index] for index in rounds.keys() - racing.keys())
-        is_long = any(samples_ms[-1] > _LONG_MS for samples_ms in marks.values())
-        is_over = played >= (rep if is_long else _FOLDED * rep)
+        is_long = any(samples_ms[-1] > LONG_RUN_MS for samples_ms in marks.values())
+        is_over = played >= (rep if is_long else ENOUGH * rep)
         if not is_exact and any(map(_is_disturbed, run.values())):
-            if played >= _MIN_ROUNDS and _is_won(run):
+            if played >= ENOUGH and _is_won(run):
                 return [_fastest_rounds(taken[index]) for index in range(len(contenders))]
             folded = _folded(taken)
             is_settled = played >= _BUSY_ROUNDS and is_clear({index: folded[index] for index in racing}, floor=floor)
-            if is_over or (played >= _MIN_ROUNDS and (is_settled or passed_s > _BUSY_BUDGET_S)):
+            if is_over or (played >= ENOUGH and (is_settled or passed_s > _BUSY_BUDGET_S)):
                 return [folded[index] for index in range(len(contenders))]
             continue
-        if played >= _MIN_ROUNDS and (is_clear(marks, floor=floor) or passed_s > budget_s):
+        if played >= ENOUGH and (is_clear(marks, floor=floor) or passed_s > budget_s):
             break
-        if is_over or (played >= FEWEST_ROUNDS and _is_far(marks)):
+        if is_over or (played >= FEW and _is_far(marks)):
             break
     return [rounds[index] for index in range(len(contenders))]
 
@@ -121,7 +115,7 @@ def _leaves(rounds: Mapping[int, Sequence[float]], index: int, spent_s: float) -
     """Returns whether a contender that is clearly behind in all its rounds has taken enough time for them."""
     leader = leader_of(rounds, rounds)
     is_behind = all(theirs > _CLEARLY * ours for ours, theirs in zip(rounds[leader], rounds[index], strict=False))
-    is_long = spent_s > _LONG_FINAL_S and len(rounds[index]) >= FEWEST_ROUNDS
+    is_long = spent_s > _LONG_FINAL_S and len(rounds[index]) >= FEW
     return is_behind and (is_long or spent_s > _LONGEST_FINAL_S)
 
 
@@ -139,7 +133,7 @@ def _is_disturbed(rounds: Sequence[RunTime]) -> bool:
 def _folded(rounds: Mapping[int, Sequence[RunTime]]) -> dict[int, list[float]]:
     """Returns fewer rounds, each the fastest of several from different times of the final."""
     return {
-        index: [fastest(taken[first::_FOLDED]).cpu for first in range(min(_FOLDED, len(taken)))]
+        index: [fastest(taken[first::ENOUGH]).cpu for first in range(min(ENOUGH, len(taken)))]
         for index, taken in rounds.items()
     }
 
@@ -164,8 +158,8 @@ def _is_won(rounds: Mapping[int, Sequence[RunTime]]) -> bool:
 def _fastest_rounds(rounds: Sequence[RunTime]) -> list[float]:
     """Returns the fastest rounds, which were disturbed least, in the order of their times."""
     clean = [taken for taken in rounds if taken.is_clean]
-    chosen = clean if len(clean) >= FEWEST_ROUNDS else rounds
-    return sorted(taken.cpu for taken in chosen)[:FEWEST_ROUNDS]
+    chosen = clean if len(clean) >= FEW else rounds
+    return sorted(taken.cpu for taken in chosen)[:FEW]
 
 
 def _is_far(rounds: Mapping[int, Sequence[float]]) -> bool:
@@ -178,7 +172,7 @@ def _is_far(rounds: Mapping[int, Sequence[float]]) -> bool:
 def _samples_for(last_ms: Sequence[float]) -> int:
     """Returns how many samples a contender takes in a round, by its last run; none where that was implausible."""
     if not last_ms:
-        return _PER_ROUND
-    if last_ms[-1] > _LONG_MS:
+        return FEW
+    if last_ms[-1] > LONG_RUN_MS:
         return 1
-    return max(_PER_ROUND, min(_MOST_PER_ROUND, round(_ROUND_MS / last_ms[-1])))
+    return max(FEW, min(_MOST_PER_ROUND, round(_ROUND_MS / last_ms[-1])))

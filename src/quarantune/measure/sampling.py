@@ -9,49 +9,39 @@ import time
 from collections.abc import Callable, Sequence
 
 from quarantune.host.waits import RunTime, fastest
-from quarantune.values.trial import Trial, is_plausible_ms
+from quarantune.measure.model import (
+    ALL_DISTURBED,
+    CLOCKS,
+    ENOUGH,
+    FEW,
+    LONG_RUN_MS,
+    STRAY,
+    cautious_share,
+    standard_error,
+)
+from quarantune.values.trial import is_plausible_ms
 
-_FIRST_LOOK = 3
-_MIN_SAMPLES = 5
-_BATCH = 5
 _STEADY = 0.01
 """Sampling ends once the median's standard error is below this share of it: near enough to name the finalists."""
 _DISTURBED_BUDGET_S = 1.0
 """How long to sample where every run had long waits: beside a busy process, matrix products of a millisecond took a
 hundred in a row, because spinning threads waited for others that did not run."""
 _SOFT_BUDGET_S = 0.06
-"""After this time, `_FIRST_LOOK` samples are enough: a slow config's median is steady with few."""
+"""After this time, `FEW` samples are enough: a slow config's median is steady with few."""
 _BEHIND = 1.1
 """A config all of whose samples are this many times slower than the fastest gets no more than necessary: if it reaches
 the final, it is measured again there."""
 _COLD = 2.0
 """How many times slower than the next ones a first long sample may be merely because it was cold."""
-_LONG_MS = 50.0
-"""A single sample shorter than this may be an interruption, and three more cost little: on a 2-core machine with other
-work, one 0.1 ms run in sixty took over three times the median."""
-_ALONE_MS = 30.0
-_STRAY = 0.25
-"""A sample was disturbed if it took this share longer than it should: of the time of the fastest config, or of what
-another config takes longer than that, as its shortest run may have been disturbed less than most."""
+_ALONE_MS = 50.0
+"""A single sample shorter than this may be an interruption or a cold start, and three more cost little: on a 2-core
+machine with other work, one 0.1 ms run in sixty took over three times the median."""
 _WAITED = 0.05
 """The largest share of a sample spent waiting for a CPU of which the rest can be believed."""
 _FEWEST_RUNS = 2
-ALL_DISTURBED = 0.0025
-"""The highest acceptable probability that all runs that rule a config out were disturbed."""
+"""Runs that must agree in any case."""
 _MOST_RUNS = 200
 """How many of the latest samples describe the noise."""
-_NOISE_MARGIN = 1.25
-"""How many times slower than any first run seen before a first run may be because of noise alone."""
-_FIRSTS = 1.5
-"""A first run longer than `_ALONE_MS`, and this many times longer than the fastest first run, is informative by itself:
-a cold start adds much the same to all."""
-INFORMATIVE_MS = 5.0
-"""Two consecutive runs longer than this are informative: neither a cold start nor an interruption takes as long."""
-BUSY = {"device": 0.05, "queued": 0.15, "wall": 0.25}
-"""Scatter, as a share of the median, above which the machine was busy, by the clock that took the samples."""
-_MAD_TO_SIGMA = 1.4826
-_MEDIAN_EFFICIENCY = 1.2533
-"""The standard error of a median is this many times that of a mean, for normal noise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +111,8 @@ class Noise:
             best_ms: the time of the fastest config.
             cpu_ms: the config's own samples; where they scatter, they describe the current state of the machine.
         """
-        stray_ms = _STRAY * max(least_ms - best_ms, best_ms)
+        # Of the best time, or of what this one takes longer: its shortest run may be disturbed less than most.
+        stray_ms = STRAY * max(least_ms - best_ms, best_ms)
         # A longer run is interrupted as often as it is longer, and a shorter one shows at least one interruption.
         disturbed = sum(
             run_ms - fastest_ms >= stray_ms * max(1.0, fastest_ms / best_ms) for run_ms, fastest_ms in self.runs
@@ -130,11 +121,6 @@ class Noise:
         if own := sum(each - min(cpu_ms) >= stray_ms for each in cpu_ms):
             share = max(share, cautious_share(own, len(cpu_ms)))
         return max(_FEWEST_RUNS, round(math.log(ALL_DISTURBED) / math.log(share)))
-
-
-def cautious_share(disturbed: int, samples: int) -> float:
-    """Returns the share of disturbed samples to reckon with: with few samples, a low share may be chance."""
-    return (disturbed + 1) / (samples + 4)
 
 
 def measure(
@@ -186,7 +172,7 @@ def measure(
         noise=None if is_exact else noise,
         clock=clock,
         started_s=clock(),
-        is_informed=before_ms is not None and before_ms > INFORMATIVE_MS,
+        is_informed=before_ms is not None and before_ms > LONG_RUN_MS,
     )
     if sampler.is_informed and before_ms is not None:
         sampler.least_ms = before_ms
@@ -238,7 +224,7 @@ class _Sampler:
             False where the very first sample rules the config out.
         """
         self.samples = self._more(1)
-        beyond_doubt_ms = self.limit_ms if self.is_informed else max(_LONG_MS, _COLD * self.limit_ms)
+        beyond_doubt_ms = self.limit_ms if self.is_informed else max(_ALONE_MS, _COLD * self.limit_ms)
         if self.samples and self.least_ms > beyond_doubt_ms and not self.is_informed and may_be_cold:
             if last_ms is None:
                 self._more(1)
@@ -248,7 +234,7 @@ class _Sampler:
             return False
         if not self.is_informed:
             self.least_ms = math.inf
-            self.samples = self._more(min(self.rep, _FIRST_LOOK if may_be_cold else _MIN_SAMPLES))
+            self.samples = self._more(min(self.rep, FEW if may_be_cold else ENOUGH))
         return True
 
     def is_ruled_out(self) -> bool:
@@ -262,10 +248,10 @@ class _Sampler:
             return True
         if self._is_slow:
             return False
-        is_enough = len(self.samples) >= _MIN_SAMPLES and not self._all_disturbed
+        is_enough = len(self.samples) >= ENOUGH and not self._all_disturbed
         if is_enough and standard_error([sample.cpu for sample in self.samples]) < _STEADY:
             return True
-        if len(self.samples) < (2 if self.is_informed else _FIRST_LOOK):
+        if len(self.samples) < (2 if self.is_informed else FEW):
             return False
         budget_s = _DISTURBED_BUDGET_S if self._all_disturbed else _SOFT_BUDGET_S
         return self.least_ms > _BEHIND * self.best_ms or self.clock() - self.started_s > budget_s
@@ -277,7 +263,7 @@ class _Sampler:
             ValueError: there is no plausible sample at all.
         """
         one_by_one = self.is_informed or self._all_disturbed or self._is_slow
-        further = self._more(min(self.rep - len(self.samples), 1 if one_by_one else _BATCH))
+        further = self._more(min(self.rep - len(self.samples), 1 if one_by_one else ENOUGH))
         self.samples += further
         if not self.samples:
             raise ValueError("the clock gave no plausible sample")
@@ -329,8 +315,8 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, 
     """
     if noise.runs_needed(first_ms, fastest_ms) > _FEWEST_RUNS:
         return False
-    doubt = max(_COLD, _NOISE_MARGIN * noise.first_run)
-    is_long = first_ms > _ALONE_MS and first_ms > _FIRSTS * fastest_first_ms
+    doubt = max(_COLD, (1 + STRAY) * noise.first_run)
+    is_long = first_ms > _ALONE_MS and first_ms > CLOCKS["wall"].margin * fastest_first_ms
     return first_ms > (doubt * fastest_ms if is_long else 2 * doubt * fastest_first_ms)
 
 
@@ -343,23 +329,5 @@ def longest_first_run(fastest_ms: float, *, noise: Noise) -> float:
         fastest_ms: the time of the fastest config, or of its first run.
         noise: how much other processes disturb runs here.
     """
-    hopeless_ms = max(_COLD, _NOISE_MARGIN * noise.first_run) * max(fastest_ms, _LONG_MS)
+    hopeless_ms = max(_COLD, (1 + STRAY) * noise.first_run) * max(fastest_ms, _ALONE_MS)
     return hopeless_ms * noise.runs_needed(hopeless_ms, fastest_ms)
-
-
-def typical_spread(trials: Sequence[Trial]) -> float:
-    """Returns how much the samples of a typical trial scatter, as a share of their median."""
-    return statistics.median(spread(trial.samples_ms) for trial in trials)
-
-
-def standard_error(samples: Sequence[float]) -> float:
-    """Returns the standard error of the samples' median, as a share of it, from their median absolute deviation."""
-    return _MEDIAN_EFFICIENCY * spread(samples) / math.sqrt(len(samples))
-
-
-def spread(samples: Sequence[float]) -> float:
-    """Returns the samples' scatter as a share of their median: the median absolute deviation, scaled as sigma is."""
-    middle = statistics.median(samples)
-    if not middle:
-        return math.inf
-    return _MAD_TO_SIGMA * statistics.median(abs(sample - middle) for sample in samples) / middle

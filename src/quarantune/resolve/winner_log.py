@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Sequence
 
-from quarantune.measure import sampling
+from quarantune.measure import model
 from quarantune.values import shown
 from quarantune.values.trial import Config, Trial
 
@@ -44,7 +45,8 @@ def log_winner(
         best.time_ms,
         f", level with {' and '.join(map(shown.format_config, tie))}" if tie else "",
     )
-    if (scatter := sampling.typical_spread(usable)) > sampling.BUSY[best.clock or "wall"]:
+    scatter = statistics.median(model.spread(trial.samples_ms) for trial in usable)
+    if scatter > model.CLOCKS[best.clock or "wall"].busy:
         _logger.warning(
             "%s: the samples scatter by %.0f%%, far above the usual: %s was busy or its clock throttled",
             name,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from quarantune import jax_internals
 from quarantune.host.waits import RunTime, Watch
-from quarantune.measure import clocks, finals, playing, rounding, sampling
+from quarantune.measure import clocks, finals, model, playing, rounding, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes, program_text
@@ -353,7 +353,7 @@ class Bench:
             clock.take,
             rep=self._options.rep,
             best_median_ms=best_median_ms,
-            margin=clock.margin,
+            margin=model.CLOCKS[clock.name].margin,
             before_ms=None if last is None or not is_warm or clock.name != "wall" else last.least,
             last_ms=None if last is None or clock.name != "wall" else last.least,
             is_exact=clock.is_exact,
@@ -370,7 +370,7 @@ class Bench:
     def informative_first_run(self, program: Program) -> RunTime | None:
         """Returns the time of the first run where that was long enough to be informative; else None."""
         last = self._last_run
-        return last if self.times_first_run(program) and last and last.whole > sampling.INFORMATIVE_MS else None
+        return last if self.times_first_run(program) and last and last.whole > model.LONG_RUN_MS else None
 
     def times_first_run(self, program: Program) -> bool:
         """Returns whether the time of a long first run says how fast the config is."""
