@@ -28,7 +28,7 @@ from aftermath import eventually
 from helpers import SOURCE
 
 import quarantune
-from quarantune.engine import contact, finalists, pieces, remote, replies
+from quarantune.engine import contact, distributed, remote, replies, shards
 from quarantune.values.codec import DamageError
 from quarantune.values.trial import EngineError, Outcome, Trial
 
@@ -139,12 +139,12 @@ def test_a_function_may_have_a_parameter_named_executor() -> None:
 
 
 def test_shards_divide_configs_evenly_and_leave_dangerous_ones_for_last() -> None:
-    assert [len(shard.indices) for shard in pieces.partition(range(10))] == [10]
-    assert [len(shard.indices) for shard in pieces.partition(range(64))] == [16] * 4
-    sizes = [len(shard.indices) for shard in pieces.partition(range(5000))]
+    assert [len(shard.indices) for shard in shards.partition(range(10))] == [10]
+    assert [len(shard.indices) for shard in shards.partition(range(64))] == [16] * 4
+    sizes = [len(shard.indices) for shard in shards.partition(range(5000))]
     assert sum(sizes) == 5000
     assert max(sizes) == 16
-    *others, last = pieces.partition(range(100), [3, 5])
+    *others, last = shards.partition(range(100), [3, 5])
     assert last.indices == [3, 5]
     assert sorted(index for each in others for index in each.indices) == [n for n in range(100) if n not in (3, 5)]
 
@@ -160,11 +160,11 @@ def measured(index: int, time_ms: float, host: str) -> Trial:
 def test_finalists_come_from_every_machine_whatever_its_speed() -> None:
     fast = {index: measured(index, 1.0 + index / 100, "fast") for index in range(20)}
     slow = {index: measured(index, 9.0 + index / 100, "slow") for index in range(20, 40)}
-    groups = finalists.of_machines(fast | slow)
+    groups = distributed.of_machines(fast | slow)
     assert groups == [list(range(8)), list(range(20, 28))]
-    assert finalists.heats(groups, 39) == [[*range(8), *range(20, 28), 39]]
+    assert distributed.heats(groups, 39) == [[*range(8), *range(20, 28), 39]]
     many = {index: measured(index, 1.0 + index, f"host-{index}") for index in range(40)}
-    heats = finalists.heats(finalists.of_machines(many), None)
+    heats = distributed.heats(distributed.of_machines(many), None)
     assert sorted(len(heat) for heat in heats) == [13, 13, 14]
     assert sorted(index for heat in heats for index in heat) == list(range(40))
 

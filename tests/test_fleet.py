@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers import SOURCE
 
-from quarantune.engine import pieces
+from quarantune.engine import shards
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "benchmarks" / "fleet.py"
 MEASURE = """
@@ -51,31 +51,31 @@ def test_a_sweep_on_many_machines_costs_the_submitter_little_and_lets_none_wait(
     ("configs", "machines", "largest", "last"), [(64, 2, 16, 16), (300, 10, 16, 15), (100_000, 1000, 64, 16)]
 )
 def test_shards_are_large_at_first_and_small_at_the_end(configs: int, machines: int, largest: int, last: int) -> None:
-    pending = collections.deque(pieces.partition(range(configs)))
-    given: list[pieces.Shard] = []
+    pending = collections.deque(shards.partition(range(configs)))
+    given: list[shards.Shard] = []
     while pending:
-        given.append(pieces.joined(pending, pieces.largest(configs), min(machines, len(given))))
+        given.append(shards.joined(pending, shards.largest(configs), min(machines, len(given))))
     sizes = [len(shard.indices) for shard in given]
     assert (sizes[0], sizes[-1]) == (largest, last)
     assert sorted(index for shard in given for index in shard.indices) == list(range(configs))
-    assert sum(sizes[-machines:]) <= pieces.LEAST * machines
+    assert sum(sizes[-machines:]) <= shards.LEAST * machines
 
 
 def test_configs_that_hung_before_stay_in_shards_of_their_own() -> None:
-    pending = collections.deque(pieces.partition(range(200), last=range(100, 200)))
-    given = [pieces.joined(pending, pieces.MOST, 1) for _ in range(len(pending)) if pending]
+    pending = collections.deque(shards.partition(range(200), last=range(100, 200)))
+    given = [shards.joined(pending, shards.MOST, 1) for _ in range(len(pending)) if pending]
     assert all(len({index >= 100 for index in shard.indices}) == 1 for shard in given)
-    assert max(len(shard.indices) for shard in given if shard.indices[0] >= 100) <= pieces.LEAST
+    assert max(len(shard.indices) for shard in given if shard.indices[0] >= 100) <= shards.LEAST
 
 
 def test_few_descriptors_limit_the_machines_and_not_the_journal(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("quarantune.host.machine.descriptors_left", lambda: 1000)
-    assert pieces.most_at_a_time() == 904
+    assert shards.most_at_a_time() == 904
     monkeypatch.setattr("quarantune.host.machine.descriptors_left", lambda: 20)
-    assert pieces.most_at_a_time() == pieces.LEAST
-    pieces.warn_of_descriptors("some kernel", 904)
-    pieces.warn_of_descriptors("some kernel", 904)
+    assert shards.most_at_a_time() == shards.LEAST
+    shards.warn_of_descriptors("some kernel", 904)
+    shards.warn_of_descriptors("some kernel", 904)
     assert len(caplog.messages) == 1
     assert "ulimit -n" in caplog.messages[0]

@@ -19,8 +19,8 @@ import pytest
 import quarantune
 from quarantune import Outcome, Trial, search
 from quarantune.search import Space, strategy
+from quarantune.values.space import WatchedConfig
 from quarantune.values.trial import Config
-from quarantune.values.watched_config import WatchedConfig
 
 BILLION = {"a": list(range(1000)), "b": list(range(1000)), "c": list(range(1000))}
 

@@ -19,7 +19,7 @@ from helpers import SOURCE
 import quarantune
 from quarantune import CacheMissError, CacheWarning
 from quarantune.cache import SCHEMA, Store, canonical_json
-from quarantune.resolve import nearest
+from quarantune.resolve import similar
 from quarantune.resolve.call_key import keyed
 from quarantune.resolve.known_results import KnownResults
 from quarantune.values import settings as environment
@@ -154,16 +154,16 @@ def a_key(*shape: int, dtype: str = "float32", mode: str = "a") -> str:
     ],
 )
 def test_the_distance_of_two_calls_is_that_of_their_sizes(found: str, doublings: float | None) -> None:
-    away = nearest.distance(found, a_key(64, 64))
+    away = similar.distance(found, a_key(64, 64))
     assert (None if away is None else away.doublings) == doublings
 
 
 def test_of_two_sizes_as_near_the_smaller_is_preferred() -> None:
-    smaller, larger = (nearest.distance(a_key(size), a_key(64)) for size in (32, 128))
+    smaller, larger = (similar.distance(a_key(size), a_key(64)) for size in (32, 128))
     assert smaller is not None
     assert larger is not None
     assert smaller < larger
-    above, below = (nearest.distance(a_key(size), a_key(64)) for size in (65, 32))
+    above, below = (similar.distance(a_key(size), a_key(64)) for size in (65, 32))
     assert above is not None
     assert below is not None
     assert above < below, "but the nearer one wins"
@@ -174,11 +174,11 @@ def test_whole_numbers_from_a_key_fn_are_sizes() -> None:
         canonical_json({"call": {"key_fn": {"m": m, "dtype": dtype}, "static": 4}, "code": "c"})
         for m, dtype in ((64, "f32"), (128, "f32"), (64, "f16"))
     )
-    away = nearest.distance(near, wanted)
+    away = similar.distance(near, wanted)
     assert away is not None
     assert away.doublings == 1
-    assert nearest.distance(other, wanted) is None
-    assert nearest.distance(wanted.replace('"static":4', '"static":8'), wanted) is None
+    assert similar.distance(other, wanted) is None
+    assert similar.distance(wanted.replace('"static":4', '"static":8'), wanted) is None
 
 
 def test_the_nearest_entry_stands_in_with_one_warning_and_is_not_saved(

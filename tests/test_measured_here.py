@@ -32,7 +32,7 @@ from quarantune.cache import journal
 from quarantune.devices import discovery
 from quarantune.devices.device import Device
 from quarantune.measure import finals
-from quarantune.resolve.suspects import Suspects
+from quarantune.resolve.sweep_records import Suspects
 from quarantune.sweep import in_process, sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, choose

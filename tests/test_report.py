@@ -14,7 +14,7 @@ import pytest
 
 from quarantune import TuningResult
 from quarantune.results import report
-from quarantune.results.standing import Standing
+from quarantune.results.report import Standing
 from quarantune.values.trial import Outcome, Phase, Trial
 
 CLEAR = "\x1b[2J\x1b]0;title\x07"

@@ -78,7 +78,7 @@ def test_a_generator_is_run_only_as_far_as_needed() -> None:
 
 
 def test_an_endless_generator_is_refused_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quarantune.values.space_sources.MOST_CONFIGS", 2000)
+    monkeypatch.setattr("quarantune.values.space.MOST_CONFIGS", 2000)
     with pytest.raises(ValueError, match=r"matmul: there are more than 2,000 configs: a generator has to end"):
         search.make("random", Space(endless(), fn_name="matmul"))
     assert len(search.make("exhaustive", Space(endless())).ask(1500)) == 1500

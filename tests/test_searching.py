@@ -25,7 +25,7 @@ from test_scheduler import (  # noqa: F401
 
 from quarantune import settings
 from quarantune.resolve import entries
-from quarantune.resolve.starts import distance
+from quarantune.resolve.similar import difference
 from quarantune.scheduler.loop import Scheduler
 from quarantune.search import Space
 from quarantune.sweep.search_limits import SearchLimits
@@ -433,11 +433,11 @@ def test_problems_are_the_nearer_the_less_their_sizes_differ() -> None:
         {"x": array(1024, 1024), "causal": False},
         {"x": array(1024, 1024, dtype="int8"), "causal": False},
     ]
-    distances = [distance(here, other) for other in others]
+    distances = [difference(here, other) for other in others]
     assert distances[0] == 0
     assert all(nearer < farther for nearer, farther in itertools.pairwise(distances))
-    assert distance({"x": 10**400}, {"x": 3}) < distance({"x": 10**500}, {"x": 3}), "numbers that no float holds"
-    assert distance({"key_fn": ["small", 64]}, {"key_fn": ["small", 128]}) < distance(here, {"key_fn": 3})
+    assert difference({"x": 10**400}, {"x": 3}) < difference({"x": 10**500}, {"x": 3}), "numbers that no float holds"
+    assert difference({"key_fn": ["small", 64]}, {"key_fn": ["small", 128]}) < difference(here, {"key_fn": 3})
 
 
 def entry(time_ms: float, stopped: str, seen: int) -> dict[str, Any]:

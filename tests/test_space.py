@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarantune.values.config_space import expand, expand_callable, grid
-from quarantune.values.tunables import check_parameters
+from quarantune.values.config_space import check_parameters, expand, expand_callable, grid
 
 
 class Size(enum.IntEnum):

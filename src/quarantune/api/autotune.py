@@ -16,7 +16,7 @@ from quarantune.resolve import suitable
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding, differentiation, pickling
 from quarantune.transport.call import Arguments
-from quarantune.values import naming, remembered, tunables
+from quarantune.values import config_space, naming, remembered
 from quarantune.values.config_values import as_given
 from quarantune.values.options import OptionKeywords, Options, checked_options
 from quarantune.values.space import Space
@@ -104,7 +104,7 @@ class Autotuned:
         suitable.check_jit_options(fn, self.name)
         if isinstance(listed, Space):
             examples = listed.examples()
-            tunables.check_parameters(
+            config_space.check_parameters(
                 examples,
                 parameters=self._signature,
                 static_names=frozenset(self._jit_options.static_argnames),

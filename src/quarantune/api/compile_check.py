@@ -61,7 +61,7 @@ def compile_check(
         {'error': 1}
     """
     from quarantune.devices import targets
-    from quarantune.resolve import tuning
+    from quarantune.resolve import compiling
     from quarantune.resolve.bound_call import BoundCall
     from quarantune.resolve.tuned_function import TunedFunction
 
@@ -75,4 +75,4 @@ def compile_check(
     # The machines of an engine need the compiler, and not this one.
     found = targets.usable(target) if environment.current().executor is None else targets.find(target)
     call = BoundCall(TunedFunction.of(fn, configs, options, compiled_by="compile_check"), args, kwargs)
-    return tuning.check_all(call, found, num_workers=num_workers, again=again)
+    return compiling.check_all(call, found, num_workers=num_workers, again=again)

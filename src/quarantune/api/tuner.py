@@ -108,7 +108,7 @@ def compile_configs(
         ImportError: the compiler for the target is not installed.
     """
     from quarantune.devices import targets
-    from quarantune.resolve import tuning
+    from quarantune.resolve import compiling
     from quarantune.resolve.bound_call import BoundCall
     from quarantune.resolve.tuned_function import TunedFunction
 
@@ -119,9 +119,9 @@ def compile_configs(
     function = TunedFunction.of(fn, expanded, Options(), compiled_by="compile_configs")
     call = BoundCall(function, args, kwargs)
     if target is None:
-        compiled = tuning.compile_all(call, num_workers=num_workers)
+        compiled = compiling.compile_all(call, num_workers=num_workers)
     else:
-        checked = tuning.check_all(call, targets.usable(target), num_workers=num_workers, again=False)
+        checked = compiling.check_all(call, targets.usable(target), num_workers=num_workers, again=False)
         compiled = [(trial, None) for trial in checked.trials]
     functions: dict[str, Callable[..., Any] | None] = {}
     for config, (trial, executable) in zip(expanded, compiled, strict=True):

@@ -18,7 +18,7 @@ from quarantune.cli import calls, engines, functions
 from quarantune.cli.call_texts import Call
 from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
 from quarantune.host.shared_files import Directory
-from quarantune.results import summary
+from quarantune.results import result
 from quarantune.results.contextual_result import labels
 from quarantune.results.result import TuningResult
 from quarantune.values import settings as environment
@@ -125,7 +125,7 @@ def _text(ended: _End, kernels: dict[str, Config], *, was_known: bool) -> str:
         return str(ended)
     config = ", ".join(f"{name}: {format_config(config)}" for name, config in kernels.items()) or ended.config_text
     origin = ", from the cache (--force tunes again)" if was_known else ""
-    return f"{config}, {summary.times_text(ended)}{origin}"
+    return f"{config}, {result.times_text(ended)}{origin}"
 
 
 def _repeating(trials: Sequence[Trial], options: argparse.Namespace) -> str:

@@ -9,10 +9,9 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor
 
 from quarantune.devices.targets import Target
-from quarantune.engine import finalists, parcel, pieces
-from quarantune.engine.pieces import Shard
+from quarantune.engine import parcel, shards
 from quarantune.engine.replies import End
-from quarantune.engine.shards import Shards
+from quarantune.engine.shards import Shard, Shards
 from quarantune.engine.whole_sweeps import WholeSweeps
 from quarantune.measure import finals
 from quarantune.measure.finals import Final
@@ -25,7 +24,7 @@ from quarantune.transport.problem import Problem
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
-from quarantune.values.trial import END, UNTUNED, Config, Trial
+from quarantune.values.trial import END, UNTUNED, Config, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
 
@@ -89,7 +88,7 @@ def run(
         on_phase=relay.on_phase,
     )
     with contextlib.closing(given):
-        is_alone = source.is_closed and target is None and not any(map(finalists.is_usable, measured.values()))
+        is_alone = source.is_closed and target is None and not any(map(is_usable, measured.values()))
         first = _first_shards([*configs], troubled, is_whole=is_alone and whole is not None, may_be_whole=is_alone)
         ends = given.run(first, relay.on_trial, source)
         return Swept() if target is not None else _finish(given, problem, measured, first, ends)
@@ -112,9 +111,9 @@ def _first_shards(
     indices: list[int], troubled: Collection[int], *, is_whole: bool, may_be_whole: bool
 ) -> Sequence[Shard]:
     """Divides configs into shards: one whole sweep where that is wanted, or where they are few."""
-    if indices and (is_whole or (may_be_whole and len(indices) <= pieces.LEAST)):
+    if indices and (is_whole or (may_be_whole and len(indices) <= shards.LEAST)):
         return [Shard(indices=indices, is_whole=True)]
-    return pieces.partition(indices, [index for index in indices if index in troubled])
+    return shards.partition(indices, [index for index in indices if index in troubled])
 
 
 class _Relay:
@@ -145,7 +144,7 @@ class _Relay:
 
 def _lacks(ended: tuple[Shard, End], trials: Mapping[int, Trial]) -> bool:
     """Returns whether configs may win that a shard did not have, because another shard died with them."""
-    return any(index not in ended[0].given for index, trial in trials.items() if finalists.is_usable(trial))
+    return any(index not in ended[0].given for index, trial in trials.items() if is_usable(trial))
 
 
 def _swept(end: End) -> Swept:
@@ -172,19 +171,19 @@ class _Final:
         Args:
             complaint: how outputs disagreed in a shard; else empty.
         """
-        groups = finalists.of_machines(self._measured)
+        groups = of_machines(self._measured)
         if not groups:
             return Swept(complaint=complaint)
         while True:
-            heats = finalists.heats(groups, self._default)
-            if len(heats) == 1 and len(heats[0]) == 1 and not self._has_untuned:
-                return Swept(_alone(heats[0][0], self._measured), complaint=complaint)
+            parts = heats(groups, self._default)
+            if len(parts) == 1 and len(parts[0]) == 1 and not self._has_untuned:
+                return Swept(_alone(parts[0][0], self._measured), complaint=complaint)
             trials: dict[int, Trial] = {}
-            ends = self._play(heats, trials)
+            ends = self._play(parts, trials)
             winners = [winner for shard, end in ends if (winner := _winner(shard, end, trials)) is not None]
             if not winners:
                 return self._without(groups[0], complaint)
-            if len(heats) == 1:
+            if len(parts) == 1:
                 end = ends[0][1]
                 played = trials if end.untuned is None else {**trials, UNTUNED: end.untuned}
                 fastest = finals.conclude(played, Final(), default=None)[1].winner
@@ -209,7 +208,7 @@ class _Final:
         _logger.warning(
             "%s: the finalists could not be compared on one machine, so those of %s are",
             self._name,
-            finalists.machine_of(self._measured[group[0]]) or "an earlier sweep",
+            machine_of(self._measured[group[0]]) or "an earlier sweep",
         )
         return Swept(_alone(group[0], self._measured), complaint=complaint)
 
@@ -217,10 +216,50 @@ class _Final:
 def _winner(shard: Shard, end: End, trials: Mapping[int, Trial]) -> int | None:
     """Returns the fastest config of a heat; None where none could run."""
     heat = {index: trials[index] for index in shard.given if index in trials}
-    if not any(map(finalists.is_usable, heat.values())):
+    if not any(map(is_usable, heat.values())):
         return None
     return finals.conclude(heat, end.final, default=None)[1].winner
 
 
 def _alone(index: int, trials: Mapping[int, Trial]) -> Final:
     return Final({index: trials[index].samples_ms})
+
+
+MOST = 16
+"""The number of finalists: each is compiled, checked and measured again on the machine of the final."""
+
+
+def of_machines(trials: Mapping[int, Trial]) -> list[list[int]]:
+    """Returns for each machine the configs that may be the fastest, in the order of their times on that machine."""
+    machines: dict[str, dict[int, Trial]] = {}
+    for index, trial in trials.items():
+        machines.setdefault(machine_of(trial), {})[index] = trial
+    share = max(1, MOST // max(1, len(machines)))
+    ranked = [finals.finalists(group, count=share)[:share] for group in machines.values()]
+    return [group for group in ranked if group]
+
+
+def machine_of(trial: Trial) -> str:
+    """Returns the machine on which a config was measured; empty for the one of an earlier sweep without an engine."""
+    return trial.device.partition(" on ")[2]
+
+
+def heats(groups: Sequence[Sequence[int]], default: int | None) -> list[list[int]]:
+    """Returns the configs to compare next: one list is the final; several are heats, whose winners go on.
+
+    Args:
+        groups: the candidates of each machine, the fastest first.
+        default: the config of the function's own defaults, which is in the final so that its time is known there; None
+            where it cannot be.
+    """
+    if len(groups) > MOST:
+        leaders = [group[0] for group in groups]
+        count = -(-len(leaders) // MOST)
+        return [leaders[first::count] for first in range(count)]
+    chosen = [index for group in groups for index in group][:MOST]
+    return [chosen if default is None or default in chosen else [*chosen, default]]
+
+
+def is_usable(trial: Trial) -> bool:
+    """Returns whether a config may win."""
+    return trial.outcome is Outcome.OK and trial.time_ms is not None

@@ -16,12 +16,11 @@ from quarantune.sandbox import spool
 from quarantune.sweep import sweep, sweep_inputs
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport import payload
-from quarantune.transport.call import ArraySpec, Call, PackedCall
+from quarantune.transport.call import Call, PackedCall
 from quarantune.transport.problem import Problem
 from quarantune.values.config_values import encode
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
-from quarantune.values.shardings import MeshSpec
 from quarantune.values.trial import Config
 
 _THREADS = ("OMP", "MKL", "OPENBLAS", "BLIS", "NUMEXPR")
@@ -32,62 +31,22 @@ class Parcel:
     """One call as the shards of its sweep run it.
 
     Attributes:
-        blob: the call, for `payload.unpack_call`; only the workers of a sandbox unpack it.
-        arrays: the arrays of the call.
-        devices_needed: as `PackedCall.devices_needed`.
-        spool: the values of the arrays that the user chose.
-        name: the function's name.
-        platform: the platform to tune for.
-        device_kind: the kind of device to tune for; other machines refuse the shard.
+        problem: the call, without its arguments; a stand-in takes the place of the function.
         is_jitted: whether the function is jitted.
-        manual_mesh: as `Problem.manual_mesh`.
-        untuned: as `Problem.untuned`, encoded.
-        default: as `Problem.default`.
-        options: the author's options; stand-ins take the place of functions, which travel in the blob.
+        packed: the call as a sweep sends it to its workers; only these unpack it.
+        options: the author's options; stand-ins take the place of functions, which travel with the call.
         settings: the settings that hold on every machine, by name.
         threads: the variables that limit threads of numerical libraries, with their values in the submitter's process.
         target: the device to compile for, which the machines need not have; None where configs are measured.
     """
 
-    blob: bytes
-    arrays: tuple[ArraySpec, ...]
-    devices_needed: int
-    spool: bytes
-    name: str
-    platform: str
-    device_kind: str
+    problem: Problem
     is_jitted: bool
-    manual_mesh: MeshSpec | None
-    untuned: Config | None
-    default: int | None
+    packed: PackedCall
     options: Options
     settings: Mapping[str, Any]
     threads: Mapping[str, str | None]
     target: Target | None
-
-    def problem(self) -> Problem:
-        """Returns the call for a sweep of it, with a stand-in for the function."""
-        return Problem(
-            fn=_jitted_stand_in if self.is_jitted else stand_in,
-            name=self.name,
-            args=(),
-            kwargs={},
-            platform=self.platform,
-            device_kind=self.device_kind,
-            manual_mesh=self.manual_mesh,
-            untuned=self.untuned,
-            default=self.default,
-        )
-
-    def packed(self) -> PackedCall:
-        """Returns the call as a sweep sends it to its workers."""
-        return PackedCall(
-            blob=self.blob,
-            call=Call(fn=stand_in, args=(), kwargs={}, specs=self.arrays),
-            devices_needed=self.devices_needed,
-            sources=(None,) * len(self.arrays),
-            spool=self.spool,
-        )
 
 
 def stand_in(*args: Any, **kwargs: Any) -> None:
@@ -125,18 +84,17 @@ def pack(
         TypeError: a part of the call cannot be pickled.
     """
     packed = sweep.pack(problem, configs, options, with_values=sweep_inputs.are_given(options.supply))
+    values = _values_of(packed)
+    untuned = None if problem.untuned is None else encode(problem.untuned)
     parcel = Parcel(
-        blob=packed.blob,
-        arrays=packed.call.specs,
-        devices_needed=packed.devices_needed,
-        spool=_values_of(packed),
-        name=problem.name,
-        platform=problem.platform,
-        device_kind=problem.device_kind,
+        problem=dataclasses.replace(problem, fn=stand_in, args=(), kwargs={}, untuned=untuned),
         is_jitted=jax_internals.is_jitted(problem.fn),
-        manual_mesh=problem.manual_mesh,
-        untuned=None if problem.untuned is None else encode(problem.untuned),
-        default=problem.default,
+        packed=dataclasses.replace(
+            packed,
+            call=Call(fn=stand_in, args=(), kwargs={}, specs=packed.call.specs),
+            sources=(None,) * len(packed.call.specs),
+            spool=values,
+        ),
         options=_plain(options),
         settings={
             "compile_timeout": limits.compile_timeout_s,
@@ -157,7 +115,9 @@ def unpack(data: bytes) -> Parcel:
     """Returns the parcel that `pack` packed in a process with the same versions."""
     parcel = pickle.loads(data)
     assert isinstance(parcel, Parcel)
-    return parcel
+    if not parcel.is_jitted:
+        return parcel
+    return dataclasses.replace(parcel, problem=dataclasses.replace(parcel.problem, fn=_jitted_stand_in))
 
 
 def _values_of(packed: PackedCall) -> bytes:

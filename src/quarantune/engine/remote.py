@@ -7,14 +7,18 @@ import dataclasses
 import os
 import platform
 import socket
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from quarantune.devices import discovery, targets
-from quarantune.engine import contact, surroundings
+from quarantune.engine import contact
 from quarantune.engine.contact import Address, Contact
 from quarantune.engine.parcel import Parcel, unpack
+from quarantune.host import locks
+from quarantune.sandbox import template
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
@@ -111,7 +115,7 @@ class _Shard:
             parcel = unpack(self._task["parcel"])
             self._check_device(parcel)
             self._say({"phase": [NO_CONFIG, Phase.LOAD.value]})
-            with surroundings.prepared(parcel.threads):
+            with prepared(parcel.threads):
                 swept = self._sweep(parcel)
         except (_RefusalError, ImportError) as refusal:
             return self._refused(str(refusal))
@@ -129,9 +133,10 @@ class _Shard:
         """Raises where this machine does not have the device."""
         if parcel.target is not None:
             return
-        found = discovery.platform_and_kind("cpu" if parcel.platform == "cpu" else None)
-        if found != (parcel.platform, parcel.device_kind):
-            raise _RefusalError(f"it has {found[1]}, another kind of device than {parcel.device_kind}")
+        platform, kind = parcel.problem.platform, parcel.problem.device_kind
+        found = discovery.platform_and_kind("cpu" if platform == "cpu" else None)
+        if found != (platform, kind):
+            raise _RefusalError(f"it has {found[1]}, another kind of device than {kind}")
 
     def _refused(self, reason: str) -> JsonObject:
         """Returns the refusal of this machine, which is told at once, and stays busy while another takes the shard."""
@@ -147,7 +152,7 @@ class _Shard:
             settings = environment.current()
         target = None if parcel.target is None else targets.usable(parcel.target)
         return sweep.run(
-            parcel.problem(),
+            parcel.problem,
             configs,
             options=parcel.options,
             settings=settings,
@@ -160,7 +165,7 @@ class _Shard:
             ),
             troubled=self._task["troubled"],
             target=target,
-            packed=parcel.packed(),
+            packed=parcel.packed,
             has_final=self._task["is_whole"],
         )
 
@@ -194,3 +199,67 @@ def _described(swept: Swept) -> JsonObject:
         "untuned": None if swept.untuned is None else swept.untuned.to_json(),
         "complaint": swept.complaint,
     }
+
+
+_LINGER_S = 20.0
+"""A template that no shard has used for this long is ended."""
+
+_lock = locks.new()
+_running = 0
+_begun = 0
+_before: dict[str, str | None] = {}
+
+
+@contextlib.contextmanager
+def prepared(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Prepares this process for a shard, and keeps its template for the next one unless the shard is interrupted.
+
+    Args:
+        variables: the submitter's limits of threads, None for those that are not set. A numerical library reads them
+            when it is loaded, in the template, and engines set them to 1 for their own workers. Where shards of several
+            sweeps run in one process at a time, those of the first hold.
+    """
+    global _running, _begun
+    with _lock:
+        _running += 1
+        _begun += 1
+        if _running == 1:
+            _before.update({name: os.environ.get(name) for name in variables})
+            _set(variables)
+    linger_s = 0.0
+    try:
+        yield
+        linger_s = _LINGER_S
+    finally:
+        with _lock:
+            _running -= 1
+            if not _running:
+                _set(_before)
+                _before.clear()
+        _end_template_after(linger_s, _begun)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        elif os.environ.get(name) != value:
+            os.environ[name] = value
+
+
+def _end_template_after(linger_s: float, begun: int) -> None:
+    """Ends the template unless a shard runs by then, or another has."""
+    if "quarantune.engine.distributed" in sys.modules:
+        return  # this process tunes, too, and keeps its template
+
+    def end() -> None:
+        with _lock:
+            if not _running and begun == _begun:
+                template.close_shared()
+
+    if not linger_s:
+        end()
+        return
+    timer = threading.Timer(linger_s, end)
+    timer.daemon = True
+    timer.start()

@@ -16,10 +16,8 @@ from quarantune.host import locks
 from quarantune.measure import finals
 from quarantune.resolve.call_result import call_result
 from quarantune.resolve.contextual_function import ContextualFunction, KnownAssignments, shown_together
-from quarantune.resolve.kernel_search import KernelSearch
 from quarantune.resolve.resolver import Resolver
-from quarantune.resolve.tuning import Tuning
-from quarantune.resolve.tuning_job import TuningJob
+from quarantune.resolve.tuning_job import Tuning, TuningJob
 from quarantune.results import report
 from quarantune.results.contextual_result import ContextualResult, KernelChoice, labels
 from quarantune.results.progress import Progress
@@ -378,7 +376,7 @@ class ContextualJob(TuningJob):
         return self._contextual(result, [*choices.values()], baseline_ms)
 
     def _result_of(self, entry: Entry) -> ContextualResult:
-        config = self._context.known.config_of(entry, self._call, self._settings)
+        config = self._tuning.known.config_of(entry, self._call, self._settings)
         assert config is not None  # or the entry would not be usable
         kernels = [
             KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=float(entry["time_ms"]))
@@ -403,3 +401,22 @@ class ContextualResolver(Resolver):
     @locks.lazy
     def _tuning(self) -> Tuning:
         return Tuning(self._known, self._seeds, self._on_phase, job=ContextualJob)
+
+
+class KernelSearch:
+    """The search over one kernel's configs, each as an assignment of configs to all kernels."""
+
+    def __init__(self, searching: Searching, texts: Sequence[str]) -> None:
+        self._searching = searching
+        self._texts = texts
+        self.ended = searching.ended
+        self.reason_to_stop = searching.reason_to_stop
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more configs will be asked."""
+        return self._searching.is_closed
+
+    def take(self, count: int) -> dict[int, Config]:
+        """Returns the next configs to try, at most `count`, by index."""
+        return {index: {KEY: self._texts[index]} for index in self._searching.take(count)}

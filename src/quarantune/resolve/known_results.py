@@ -36,6 +36,28 @@ class Known:
     config: Config
     findings: Findings = dataclasses.field(default_factory=Findings)
 
+    @classmethod
+    def of(cls, result: TuningResult) -> Known:
+        """Returns what a sweep has found."""
+        return cls(result.best_config, result.findings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """The source that has answered a call.
+
+    Attributes:
+        known: the config, with its findings; None for the function's own defaults.
+        reason: why it is the defaults, where ranks have agreed on them.
+        is_nearest: whether it is the config of a near call.
+        tuned: the result, where this process has tuned and its config is the one.
+    """
+
+    known: Known | None
+    reason: str = ""
+    is_nearest: bool = False
+    tuned: TuningResult | None = None
+
 
 class KnownResults:
     """Results for the calls of one function."""
@@ -81,11 +103,11 @@ class KnownResults:
         The entry is of the same kind of device and code, and its dtypes and static arguments are those of the call. Its
         config is in the call's config space, and `prune_fn` accepts it. The result is not remembered.
         """
-        from quarantune.resolve import nearest  # which a call that is found does not need
+        from quarantune.resolve import similar  # which a call that is found does not need
 
         candidates = []
         for found in self.entries(settings):
-            away = nearest.distance(found.key, keyed.key.text) if found.device == keyed.key.device else None
+            away = similar.distance(found.key, keyed.key.text) if found.device == keyed.key.device else None
             if away is not None:
                 candidates.append((away, found))
         for _, found in sorted(candidates, key=lambda candidate: candidate[0]):
@@ -108,11 +130,11 @@ class KnownResults:
 
         They come in the order of the entries, each once, and only those in the call's config space.
         """
-        from quarantune.resolve import misses
+        from quarantune.resolve import similar
 
         seeds: list[Config] = []
         for found in entries:
-            if found.device == keyed.key.device and misses.describe_same_call(found.key, keyed.key.text):
+            if found.device == keyed.key.device and similar.describe_same_call(found.key, keyed.key.text):
                 config = _kept(found, keyed)
                 if config is not None and config not in seeds:
                     seeds.append(config)
@@ -227,10 +249,10 @@ class KnownResults:
 
     def explain_miss(self, keyed: KeyedCall, settings: Settings) -> str:
         """Returns a message with the missing key, the layers, and the differences from the nearest entry."""
-        from quarantune.resolve import misses
+        from quarantune.resolve import similar
 
         labels = [layer.label for layer in self._layers(settings)]
-        return misses.explain(keyed, labels, self.entries(settings), settings)
+        return similar.explain(keyed, labels, self.entries(settings), settings)
 
     def _layers(self, settings: Settings) -> Iterator[Layer]:
         return iter(()) if settings.disable_cache else layers.open_layers(settings, self._function.options.tables)

@@ -16,7 +16,7 @@ from quarantune import cache, jax_internals
 from quarantune.jax_internals import Coordination
 from quarantune.resolve.agreement import Answer, Count, Member, Read, Source, Tune, Wait, Write, drive
 from quarantune.resolve.call_key import CallKey, KeyedCall
-from quarantune.resolve.known_results import Known, KnownResults
+from quarantune.resolve.known_results import Known, KnownResults, Resolved
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult
 from quarantune.sweep.isolation import Isolation, isolation_of
@@ -44,23 +44,6 @@ _MESSAGE_S = 5.0
 """How often a waiting rank reports that it waits."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Agreed:
-    """The outcome of an agreement, for this rank.
-
-    Attributes:
-        known: the config that all ranks use, with its times; None for the function's own defaults.
-        reason: why it is the defaults.
-        is_nearest: whether it is the config of a near call.
-        tuned: the result of this rank, if it has tuned and its config is the one.
-    """
-
-    known: Known | None
-    reason: str = ""
-    is_nearest: bool = False
-    tuned: TuningResult | None = None
-
-
 class Ranks:
     """The agreements of this rank with the others, for the calls of one function."""
 
@@ -74,7 +57,7 @@ class Ranks:
         self._name = name
         self._known = known
         self._client: Any = None
-        self._agreed: dict[CallKey, Agreed] = {}
+        self._agreed: dict[CallKey, Resolved] = {}
 
     def coordination(self, settings: Settings) -> Coordination | None:
         """Returns the means to agree; None in a program of one process, or where the settings say not to."""
@@ -93,7 +76,7 @@ class Ranks:
         own: Callable[[], Known | None],
         near: Callable[[], Known | None],
         tune: Callable[[], TuningResult | None] | None,
-    ) -> Agreed:
+    ) -> Resolved:
         """Returns the config for a call that all ranks use, for the life of the program.
 
         Args:
@@ -131,7 +114,7 @@ class Ranks:
         coordination: Coordination,
         own: Callable[[], Known | None],
         found: TuningResult | None = None,
-    ) -> Agreed | None:
+    ) -> Resolved | None:
         """Offers the result that this rank has, if any, and returns the outcome if there is one; never waits.
 
         Args:
@@ -151,7 +134,7 @@ class Ranks:
             return agreed
         talk = _Talk(keyed, settings, coordination, None)
         member = talk.member(0.0)
-        had, source = (own(), Source.CACHE) if found is None else (_known_of(found), Source.TUNED)
+        had, source = (own(), Source.CACHE) if found is None else (Known.of(found), Source.TUNED)
         if had is not None:
             answer = drive(member.offer(_answer(had, coordination.rank, source)), talk.perform)
         elif (seen := drive(member.read(), talk.perform)) is not None:
@@ -169,8 +152,8 @@ class Ranks:
         *,
         had: Known | None,
         found: TuningResult | None,
-    ) -> Agreed:
-        own = had if found is None else _known_of(found)
+    ) -> Resolved:
+        own = had if found is None else Known.of(found)
         label = f"{self._name}: rank {us.rank} of {us.ranks}"
         if answer.config is None:
             reason = (
@@ -180,7 +163,7 @@ class Ranks:
             )
             log = _logger.warning if settings.on_miss == "tune" else _logger.info
             log("%s runs the defaults, as all ranks do: %s%s", label, reason, self._besides(own, found))
-            agreed = Agreed(known=None, reason=reason)
+            agreed = Resolved(known=None, reason=reason)
         else:
             config = self._known.config_from(answer.config, keyed.call)
             if config is None:
@@ -195,7 +178,7 @@ class Ranks:
             besides = "" if is_ours else self._besides(own, found)
             _logger.info("%s runs %s, as all ranks do: %s %s%s", label, self._known.text_of(config), who, how, besides)
             is_nearest = answer.source is Source.NEAREST
-            agreed = Agreed(known=known, is_nearest=is_nearest, tuned=found if is_ours else None)
+            agreed = Resolved(known=known, is_nearest=is_nearest, tuned=found if is_ours else None)
         self._agreed.setdefault(keyed.key, dataclasses.replace(agreed, tuned=None))  # which holds an executable
         return agreed
 
@@ -252,7 +235,7 @@ class _Talk:
         us = self._coordination
         self._progress.say(f"rank {us.rank} of {us.ranks} tunes it for all")
         self.found = self._tune()
-        return None if self.found is None else _answer(_known_of(self.found), us.rank, Source.TUNED)
+        return None if self.found is None else _answer(Known.of(self.found), us.rank, Source.TUNED)
 
     def _wait(self, step: Wait) -> None:
         us = self._coordination
@@ -299,7 +282,3 @@ def _answer(known: Known, rank: int, source: Source) -> Answer:
     return Answer(
         config=encode(known.config), rank=rank, source=source, time_ms=time_ms, default_time_ms=found.default_time_ms
     )
-
-
-def _known_of(result: TuningResult) -> Known:
-    return Known(result.best_config, result.findings)

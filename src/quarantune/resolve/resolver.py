@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quarantune import cache, jax_internals, sandbox
-from quarantune.cache import Entry
 from quarantune.host import locks
 from quarantune.jax_internals import Coordination
 from quarantune.resolve.bound_call import BoundCall
-from quarantune.resolve.call_key import KeyedCall, keyed, keyed_to_tune
+from quarantune.resolve.call_key import CallKey, KeyedCall, keyed, keyed_to_tune
 from quarantune.resolve.compilation_seeds import CompilationSeeds
-from quarantune.resolve.key_locks import KeyLocks
-from quarantune.resolve.known_results import Known, KnownResults
+from quarantune.resolve.known_results import Known, KnownResults, Resolved
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import assignment as assignments
 from quarantune.values import settings as environment
@@ -24,9 +24,9 @@ from quarantune.values.settings import Settings
 from quarantune.values.trial import CacheMissError, Config, TuningFailedError
 
 if TYPE_CHECKING:
-    from quarantune.resolve.ranks import Agreed, Ranks
-    from quarantune.resolve.tuning import Tuning
-    from quarantune.results.result import TuningResult
+    from quarantune.resolve.ranks import Ranks
+    from quarantune.resolve.tuning_job import Tuning
+    from quarantune.results.result import FromCache, TuningResult
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +44,6 @@ class Choice:
 
 _DEFAULTS = Choice(None, is_settled=False)  # another job may tune the call at any time
 
-_UNTUNED = "{}: not tuned for this call, running with its defaults (ON_MISS={})"
-
 
 class Resolver:
     """Finds the best config for each call of one function: remembered, or by tuning for it."""
@@ -61,13 +59,13 @@ class Resolver:
         """
         self.function = function
         self._known = self._known_results(function)
-        self._locks = KeyLocks()
+        self._locks: dict[tuple[int, CallKey], threading.RLock] = {}
         self._seeds = CompilationSeeds()
         self._on_phase = on_phase or (lambda index, phase: None)
 
     @locks.lazy
     def _tuning(self) -> Tuning:
-        from quarantune.resolve.tuning import Tuning  # which cached calls do not need
+        from quarantune.resolve.tuning_job import Tuning  # which cached calls do not need
 
         return Tuning(self._known, self._seeds, self._on_phase)
 
@@ -109,7 +107,7 @@ class Resolver:
             is_assigned, config = assignment.find(slot, lambda: _seen(call))
             if is_assigned:
                 return Choice(config, is_settled=config is not None)
-        with self._locks.of(described.key):
+        with self._lock_of(described.key):
             return self._choice(described)
 
     def result(self, call: BoundCall) -> TuningResult:
@@ -120,24 +118,23 @@ class Resolver:
             CacheMissError: nothing is remembered, and `ON_MISS` is neither `tune` nor `default`.
             TypeError: the call sets a tunable parameter by hand.
         """
-        from quarantune.resolve.call_result import call_result
-
         settings = environment.current()
         described = _keyed_to_tune(call, settings)
-        with self._locks.of(described.key):
-            must_tune = self._known.must_tune(described.key, settings)
-            if (us := self._coordination(settings)) is not None:
-                return self._result_of_all(described, settings, us, start_over=must_tune)
-            if not must_tune:
-                known = self._known.find(described, settings)
-                if known is not None and self._known.is_enough(known.findings.search, settings):
-                    return call_result(described, known.config, known.findings, from_cache=True)
-                self._known.raise_failure(described.key)
-                if settings.on_miss == "nearest" and (near := self._known.nearest(described, settings)) is not None:
-                    return call_result(described, near.config, near.findings, from_cache="nearest")
-                if settings.on_miss != "tune":
-                    return self._untuned(described, settings)
-            return self._tune(described, settings, start_over=must_tune)
+        with self._lock_of(described.key):
+            found = self._resolve(described, settings)
+        if found.tuned is not None:
+            return found.tuned
+
+        from quarantune.resolve.call_result import call_result
+
+        if (known := found.known) is not None:
+            origin: FromCache = "nearest" if found.is_nearest else True
+            return call_result(described, known.config, known.findings, from_cache=origin)
+        self._known.raise_failure(described.key)
+        if settings.on_miss == "tune":
+            raise TuningFailedError(f"{call.name}: {found.reason}", trials=(), key=described.key.text)
+        self._allow_defaults(described, settings, where=() if call.untuned is None else ("default",))
+        return call_result(described, call.defaults, Findings(), from_cache="default")
 
     def tune(self, call: BoundCall) -> TuningResult:
         """Tunes for a call now, even if it is cached, and remembers the result.
@@ -151,7 +148,7 @@ class Resolver:
         settings = environment.current()
         saved = self._known.saved_now(settings)
         described = _keyed_to_tune(call, settings)
-        result = self._tune(described, settings, start_over=True, earlier=saved(described.key))
+        result = self._tuning.tune(described, settings, start_over=True, earlier=saved(described.key))
         if (us := self._coordination(settings)) is not None:
             self._ranks.compare(described, settings, us, own=lambda: None, found=result)
         return result
@@ -171,34 +168,62 @@ class Resolver:
 
     def _choice(self, described: KeyedCall) -> Choice:
         call, settings = described.call, environment.current()
-        us = None if call.is_symbolic else self._coordination(settings)
-        if us is not None:
-            return self._choice_of_all(described, settings, us)
-        is_inside = sandbox.is_inside()
-        must_tune = self._known.must_tune(described.key, settings) and not is_inside and not call.is_symbolic
-        if not must_tune:
-            known = self._find(described, settings)
-            if known is not None and (is_inside or self._known.is_enough(known.findings.search, settings)):
-                return Choice(known.config)
-            self._known.raise_failure(described.key)
-            if settings.on_miss == "nearest" and (near := self._known.nearest(described, settings)) is not None:
-                # What a block of code sets does not hold for the calls after it.
-                return Choice(near.config, is_settled=not environment.is_set_in_block("on_miss"))
-        if is_inside:
-            return _DEFAULTS  # a sweep within a sweep would measure the two against each other
-        if not must_tune and settings.on_miss == "error":
-            raise CacheMissError(self._known.explain_miss(described, settings))
-        if not must_tune and settings.on_miss != "tune":
-            cache.report_once(_UNTUNED.format(call.name, settings.on_miss))
-            return _DEFAULTS
-        if call.is_symbolic:
+        # A sweep within a sweep would measure the two against each other.
+        may_tune = not sandbox.is_inside() and not call.is_symbolic
+        found = self._resolve(described, settings, may_tune=may_tune)
+        if found.known is not None:
+            # What a block of code sets does not hold for the calls after it.
+            is_settled = not (found.is_nearest and environment.is_set_in_block("on_miss"))
+            return Choice(found.known.config, is_settled=is_settled)
+        if settings.on_miss != "tune" and not sandbox.is_inside():
+            self._allow_defaults(described, settings, where=("default", "nearest"))
+        elif call.is_symbolic and not sandbox.is_inside():
             cache.report_once(
                 f"{call.name}: running with its defaults where its shapes are symbolic and nothing is cached for the "
                 f"key {cache.canonical_json(described.values)}: tune it with concrete shapes of that key before "
                 f"jax.export"
             )
-            return _DEFAULTS
-        return Choice(self._tune(described, settings, start_over=must_tune).best_config)
+        return _DEFAULTS
+
+    def _resolve(self, described: KeyedCall, settings: Settings, *, may_tune: bool = True) -> Resolved:
+        """Asks one source after another for a call: memory and the cache, other ranks, a near call, a sweep.
+
+        Raises:
+            TuningFailedError: every config failed, now or earlier in this process.
+        """
+        key, known = described.key, self._known
+        us = None if described.call.is_symbolic else self._coordination(settings)
+        start_over = may_tune and known.must_tune(key, settings)
+        must_end_in_sweep = may_tune and (start_over or settings.on_miss == "tune")
+
+        def own() -> Known | None:
+            find = self._find if us is None else known.find
+            found = None if start_over else find(described, settings)
+            is_enough = found is not None and (not may_tune or known.is_enough(found.findings.search, settings))
+            return found if is_enough else None
+
+        def near() -> Known | None:
+            return known.nearest(described, settings) if settings.on_miss == "nearest" else None
+
+        def tune() -> TuningResult | None:
+            try:
+                return self._tuning.tune(described, settings, start_over=start_over)
+            except TuningFailedError:  # it is remembered, and another rank may be more successful
+                return None
+
+        if us is not None:
+            may_tune = must_end_in_sweep and known.failure(key) is None
+            return self._ranks.settle(described, settings, us, own=own, near=near, tune=tune if may_tune else None)
+        if (found := own()) is not None:
+            return Resolved(known=found)
+        if not start_over:
+            known.raise_failure(key)
+            if (found := near()) is not None:
+                return Resolved(known=found, is_nearest=True)
+        if not must_end_in_sweep:
+            return Resolved(known=None)
+        result = self._tuning.tune(described, settings, start_over=start_over)
+        return Resolved(known=Known.of(result), tuned=result)
 
     def _find(self, described: KeyedCall, settings: Settings) -> Known | None:
         """Returns the remembered result for a call: the one of all ranks, if there are several; never waits."""
@@ -207,81 +232,30 @@ class Resolver:
         agreed = self._ranks.compare(described, settings, us, own=lambda: self._known.find(described, settings))
         return None if agreed is None else agreed.known
 
-    def _tune(
-        self, described: KeyedCall, settings: Settings, *, start_over: bool, earlier: Entry | None = None
-    ) -> TuningResult:
-        return self._tuning.tune(described, settings, start_over=start_over, earlier=earlier)
+    def _lock_of(self, key: CallKey) -> threading.RLock:
+        """Returns the lock of a key: of the threads that miss the cache together, one tunes.
 
-    # Programs of several ranks
+        It is free in a fork of this process, which lacks the threads that hold it.
+        """
+        return self._locks.setdefault((os.getpid(), key), threading.RLock())
 
     def _coordination(self, settings: Settings) -> Coordination | None:
+        """Returns the means to agree with the other ranks of this program, if it has any."""
         if sandbox.is_inside() or jax_internals.coordination() is None:
             return None
         return self._ranks.coordination(settings)
 
-    def _agree(self, described: KeyedCall, settings: Settings, us: Coordination, *, start_over: bool) -> Agreed:
-        """Returns the result of all ranks for a call, which this rank may have found by tuning."""
-
-        def tune() -> TuningResult | None:
-            try:
-                return self._tune(described, settings, start_over=start_over)
-            except TuningFailedError:  # it is remembered, and another rank may be more successful
-                return None
-
-        def own() -> Known | None:
-            known = None if start_over else self._known.find(described, settings)
-            return known if known is not None and self._known.is_enough(known.findings.search, settings) else None
-
-        may_tune = (start_over or settings.on_miss == "tune") and self._known.failure(described.key) is None
-        return self._ranks.settle(
-            described,
-            settings,
-            us,
-            own=own,
-            near=lambda: self._known.nearest(described, settings) if settings.on_miss == "nearest" else None,
-            tune=tune if may_tune else None,
-        )
-
-    def _choice_of_all(self, described: KeyedCall, settings: Settings, us: Coordination) -> Choice:
-        start_over = self._known.must_tune(described.key, settings)
-        agreed = self._agree(described, settings, us, start_over=start_over)
-        if agreed.known is not None:
-            return Choice(agreed.known.config)
-        if settings.on_miss == "error":
-            raise CacheMissError(self._known.explain_miss(described, settings))
-        if settings.on_miss != "tune":
-            cache.report_once(_UNTUNED.format(described.call.name, settings.on_miss))
-        return _DEFAULTS
-
-    def _result_of_all(
-        self, described: KeyedCall, settings: Settings, us: Coordination, *, start_over: bool
-    ) -> TuningResult:
-        from quarantune.resolve.call_result import call_result
-
-        agreed = self._agree(described, settings, us, start_over=start_over)
-        if agreed.tuned is not None:
-            return agreed.tuned
-        if agreed.known is not None:
-            origin: Literal[True, "nearest"] = "nearest" if agreed.is_nearest else True
-            return call_result(described, agreed.known.config, agreed.known.findings, from_cache=origin)
-        self._known.raise_failure(described.key)
-        if settings.on_miss != "tune":
-            return self._untuned(described, settings)
-        raise TuningFailedError(f"{described.call.name}: {agreed.reason}", trials=(), key=described.key.text)
-
-    def _untuned(self, described: KeyedCall, settings: Settings) -> TuningResult:
-        """Returns the result of a call that is not tuned, with the function's own defaults.
+    def _allow_defaults(self, described: KeyedCall, settings: Settings, *, where: tuple[str, ...]) -> None:
+        """Says once that a call runs with the function's own defaults.
 
         Raises:
-            CacheMissError: `ON_MISS` does not allow them, or the function has none.
+            CacheMissError: `ON_MISS` is none of those `where` it may.
         """
-        from quarantune.resolve.call_result import call_result
-
-        call = described.call
-        if settings.on_miss != "default" or call.untuned is None:
+        if settings.on_miss not in where:
             raise CacheMissError(self._known.explain_miss(described, settings))
-        cache.report_once(_UNTUNED.format(call.name, settings.on_miss))
-        return call_result(described, call.defaults, Findings(), from_cache="default")
+        cache.report_once(
+            f"{described.call.name}: not tuned for this call, running with its defaults (ON_MISS={settings.on_miss})"
+        )
 
 
 def _keyed_to_tune(call: BoundCall, settings: Settings) -> KeyedCall:

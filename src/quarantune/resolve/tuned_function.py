@@ -14,7 +14,7 @@ from quarantune.resolve import suitable
 from quarantune.resolve.entries import space_of
 from quarantune.transport import binding
 from quarantune.transport.problem import describe_function
-from quarantune.values import naming, tunables
+from quarantune.values import config_space, naming
 from quarantune.values.json_object import JsonObject
 from quarantune.values.options import Options
 from quarantune.values.space import Space
@@ -144,11 +144,11 @@ class TunedFunction:
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where the function cannot take the keys of a config."""
         if not self.is_jitted:
-            tunables.check_keywords(configs, parameters=self.signature, fn_name=self.name)
+            config_space.check_keywords(configs, parameters=self.signature, fn_name=self.name)
             return
         # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
         static_names = frozenset(jax_internals.jit_options(self.fn).static_argnames)
-        tunables.check_parameters(
+        config_space.check_parameters(
             configs,
             parameters=self.signature,
             static_names=static_names,

@@ -6,22 +6,24 @@ import contextlib
 import dataclasses
 import datetime
 import logging
+import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from quarantune import cache
+from quarantune import cache, sandbox
 from quarantune.cache import CacheWriteError, Entry
 from quarantune.host import locks
-from quarantune.measure import finals
-from quarantune.resolve import engines, winner_log
+from quarantune.measure import finals, model
+from quarantune.resolve import engines
+from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result, entry_for
-from quarantune.resolve.callers_error import callers_error
 from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.entries import more_thorough, open_store
 from quarantune.resolve.known_results import KnownResults
-from quarantune.resolve.starts import starts
+from quarantune.resolve.similar import starts
 from quarantune.resolve.sweep_records import SweepRecords
 from quarantune.resolve.tuning_claim import TuningClaim, left_trials
 from quarantune.results import report
@@ -34,6 +36,7 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.sweep.swept import Swept
+from quarantune.values import shown
 from quarantune.values.config_space import MOST_CONFIGS
 from quarantune.values.findings import Findings, Searched
 from quarantune.values.json_object import JsonObject
@@ -42,7 +45,9 @@ from quarantune.values.trial import (
     READY,
     UNTUNED,
     Config,
+    DifferentProgramError,
     Outcome,
+    Phase,
     Trial,
     TuningFailedError,
     count_outcomes,
@@ -52,28 +57,13 @@ from quarantune.values.trial import (
 _logger = logging.getLogger("quarantune")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class JobContext:
-    """The surroundings of a tuning job.
-
-    Attributes:
-        known: the known results of the function, which decide whether an entry of the cache can be used.
-        seeds: receives the winner's executable.
-        on_phase: as in `SweepEvents`.
-    """
-
-    known: KnownResults
-    seeds: CompilationSeeds
-    on_phase: Callable[[int, str], None]
-
-
 class TuningJob:
     """One call that this process tunes for, or waits for while another process tunes."""
 
     def __init__(
         self,
+        tuning: Tuning,
         keyed: KeyedCall,
-        context: JobContext,
         settings: Settings,
         *,
         start_over: bool,
@@ -82,8 +72,8 @@ class TuningJob:
         """Sets up a job; nothing is read or started.
 
         Args:
+            tuning: the surroundings of the job.
             keyed: the call.
-            context: the surroundings of the job.
             settings: the operator's settings.
             start_over: whether to tune even if the call is cached. A search that its budget had ended goes on, if it
                 is not spent by now; otherwise every config runs again, whatever the journal holds. A job that is tuning
@@ -96,7 +86,7 @@ class TuningJob:
         self._name = keyed.call.name
         self._options = keyed.call.function.options
         self._configs = keyed.call.configs
-        self._context = context
+        self._tuning = tuning
         self._settings = settings
         self._limits = SweepLimits.of(self._options, settings)
         self._must_tune = self._start_over = start_over
@@ -156,7 +146,7 @@ class TuningJob:
         Raises:
             TuningFailedError: every config failed in that job.
         """
-        known = self._context.known
+        known = self._tuning.known
 
         def done() -> Entry | None:
             entry = known.usable_entry(self._keyed, self._settings, other_than=self._earlier) if self._follows else None
@@ -242,7 +232,7 @@ class TuningJob:
         self._trials = {index: trial for index, trial in self._trials.items() if keeps(index)}
         self._troubled = self._records.troubled(self._configs)
         failures = self._known_not_to_compile()
-        first = [] if self._directory is None else starts(self._keyed, self._context.known, self._settings)
+        first = [] if self._directory is None else starts(self._keyed, self._tuning.known, self._settings)
         default = self._call.default_index
         searching = Searching(
             self._search,
@@ -277,7 +267,7 @@ class TuningJob:
         def on_phase(index: int, phase: str) -> None:
             progress.enter(index, phase)
             if index >= 0 and phase != READY:
-                self._context.on_phase(index, phase)
+                self._tuning.on_phase(index, phase)
 
         problem = self._keyed.problem()
         if self._call.default_index in self._not_compiling:
@@ -315,7 +305,7 @@ class TuningJob:
         """Returns whether an earlier search was ended by a budget that is not spent by now."""
         if self._directory is None or self._search.tries_all:
             return False
-        entry = self._context.known.usable_entry(self._keyed, self._settings)
+        entry = self._tuning.known.usable_entry(self._keyed, self._settings)
         searched = Findings.from_json(entry or {}).search
         most = self._search.max_trials
         is_left = most is None or (searched.seen is not None and searched.seen < most)
@@ -356,7 +346,7 @@ class TuningJob:
         self._trials = {index: trial for index, trial in settled.items() if index != UNTUNED}
         trials = self._all_trials()
         best, tie = settled[verdict.winner], tuple(settled[index].config for index in verdict.tie)
-        winner_log.log_winner(
+        log_winner(
             self._name, self._key.device, best, tie, usable, tried=len(trials), is_untuned=verdict.winner == UNTUNED
         )
         finalists = tuple(settled[index] for index in swept.final.rounds_ms)
@@ -375,7 +365,7 @@ class TuningJob:
         progress.conclude(best.config, told, saved=self._records.saved)
         executable = None
         if self._keyed.axes is None:  # otherwise the executable is for the arrays of all shards
-            self._context.seeds.add(swept.compiled.get(verdict.winner, {}))
+            self._tuning.seeds.add(swept.compiled.get(verdict.winner, {}))
             executable = swept.executables.get(verdict.winner)
         return call_result(
             self._keyed,
@@ -397,7 +387,7 @@ class TuningJob:
             trials = tuple(settled.values())
             findings = Findings(best.time_ms or 0.0, trials=count_outcomes(trials))
             result = call_result(self._keyed, best.config, findings, trials)
-            self._context.known.remember(self._key, result, self._settings)
+            self._tuning.known.remember(self._key, result, self._settings)
 
     def _leave_failure(self) -> TuningFailedError:
         """Returns the error that every config failed; jobs that wait now get it too, and later ones tune again."""
@@ -425,3 +415,142 @@ class TuningJob:
         config = self._call.find(entry["config"])
         assert config is not None  # or the entry would not be usable
         return call_result(self._keyed, config, Findings.from_json(entry), from_cache=True)
+
+
+def log_winner(
+    name: str,
+    device: str,
+    best: Trial,
+    tie: Sequence[Config],
+    usable: Sequence[Trial],
+    *,
+    tried: int,
+    is_untuned: bool,
+) -> None:
+    """Logs the winner of a sweep, and warns where no config won or times scattered far above the usual.
+
+    Args:
+        name: the function's.
+        device: the device's.
+        best: the winner's trial.
+        tie: the configs that are as fast.
+        usable: the trials of all configs that were measured.
+        tried: the number of all configs.
+        is_untuned: whether the winner is no config, but the function's own defaults.
+    """
+    if is_untuned:
+        shown_best = shown.format_config(best.config)
+        _logger.warning("%s: its own defaults (%s) beat all %d configs: calls run with them", name, shown_best, tried)
+    _logger.info(
+        "%s: best of %d is %s: %.4g ms%s",
+        name,
+        tried,
+        shown.format_config(best.config),
+        best.time_ms,
+        f", level with {' and '.join(map(shown.format_config, tie))}" if tie else "",
+    )
+    scatter = statistics.median(model.spread(trial.samples_ms) for trial in usable)
+    if scatter > model.CLOCKS[best.clock or "wall"].busy:
+        _logger.warning(
+            "%s: the samples scatter by %.0f%%, far above the usual: %s was busy or its clock throttled",
+            name,
+            100 * scatter,
+            device,
+        )
+
+
+def callers_error(
+    call: BoundCall, trials: Iterable[Trial], *, only_there: Callable[[], TuningFailedError] | None
+) -> Exception | None:
+    """Returns the error that all configs ended with, if tracing the function with its defaults raises it here, too.
+
+    It says nothing about other calls of the same key, such as those with a tuple for a list. Nothing is compiled or
+    run in this process, so that a function that is not jitted has no such error.
+
+    Args:
+        call: the call.
+        trials: those of the configs that ran, and of any that `prune_fn` dropped.
+        only_there: makes the error for where only workers raise it while they trace; None if one has traced a config.
+    """
+    from quarantune.worker.error_report import describe_error  # which cached calls do not need
+
+    ends = {(trial.outcome, trial.phase, trial.message) for trial in trials if trial.outcome is not Outcome.PRUNED}
+    if len(ends) != 1 or not call.function.is_jitted or call.untuned is None:
+        return None
+    jitted: Any = call.function.fn
+    try:
+        jitted.eval_shape(*call.args, **call.kwargs)
+    except Exception as error:
+        if [end[::2] for end in ends] == [(Outcome.ERROR, describe_error(error).message)]:
+            error.add_note(f"{call.name}: every config fails in this way, and so do the defaults")
+            return error
+        return None
+    outcome, phase, message = ends.pop()
+    if only_there is None or (outcome, phase) != (Outcome.ERROR, Phase.COMPILE):
+        return None
+    failure = only_there()
+    failure.add_note(str(DifferentProgramError(call.name, f"only workers raise {message} while they trace it")))
+    return failure
+
+
+class Tuning:
+    """Tunes for the calls of one function.
+
+    Attributes:
+        known: the known results of the function, which decide whether an entry of the cache can be used.
+        seeds: receives the winners' executables.
+        on_phase: as in `SweepEvents`.
+    """
+
+    def __init__(
+        self,
+        known: KnownResults,
+        seeds: CompilationSeeds,
+        on_phase: Callable[[int, str], None],
+        *,
+        job: type[TuningJob] = TuningJob,
+    ) -> None:
+        """Sets it up; nothing is started.
+
+        Args:
+            known: as the attribute, like the next two.
+            seeds: receives executables.
+            on_phase: receives phases.
+            job: the kind of jobs.
+        """
+        self.known, self.seeds, self.on_phase, self._job = known, seeds, on_phase, job
+
+    def tune(
+        self, described: KeyedCall, settings: Settings, *, start_over: bool, earlier: Entry | None = None
+    ) -> TuningResult:
+        """Tunes for a call, and remembers the result or the failure in this process.
+
+        Args:
+            described: the call.
+            settings: the operator's settings.
+            start_over: as for `TuningJob`.
+            earlier: as for `TuningJob`.
+
+        Raises:
+            TuningFailedError: every config failed.
+        """
+        check_outside(described.call)
+        if described.axes is not None:
+            described.axes.check(described.call.name)
+        try:
+            result = self._job(self, described, settings, start_over=start_over, earlier=earlier).run()
+        except TuningFailedError as error:
+            self.known.remember_failure(described.key, error)
+            raise
+        self.known.remember(described.key, result, settings)
+        return result
+
+
+def check_outside(call: BoundCall) -> None:
+    """Raises in a worker, where tuning would start workers that tune, and so on."""
+    if sandbox.is_inside():
+        raise RuntimeError(
+            f"{call.name}: a process that runs another config, or imports the module of a function to tune it, "
+            f"was asked to tune: put calls of tune(), run() and compile_configs() in a module under "
+            f"`if __name__ == '__main__':` or into a function that the module does not call as it is imported"
+        )

@@ -6,8 +6,8 @@ import dataclasses
 import os
 
 from quarantune.results import report
+from quarantune.results.report import Standing
 from quarantune.results.result import ResultData, TuningResult
-from quarantune.results.standing import Standing
 from quarantune.values import shown
 from quarantune.values.codec import IN_MEMORY
 from quarantune.values.trial import Config, Trial

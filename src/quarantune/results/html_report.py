@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import hashlib
 import html
 import importlib.resources
+import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from quarantune.results.report_data import page_data
+from quarantune.results import report
 from quarantune.results.result import ResultData
+from quarantune.values.call_text import call_size, call_text
+from quarantune.values.config_values import encode, text_of
+from quarantune.values.findings import interval_text
 from quarantune.values.json_object import JsonObject
+from quarantune.values.shown import format_config, format_value
+from quarantune.values.texts import printable
+from quarantune.values.trial import Config, Outcome, Trial
 
 _PAGE = "quarantune.results.page"
 _SCRIPTS = (
@@ -96,3 +107,243 @@ def _script() -> str:
 @functools.cache
 def _read(name: str) -> str:
     return importlib.resources.files(_PAGE).joinpath(name).read_text(encoding="utf-8")
+
+
+_TEXT_BYTES = 1_200_000
+"""The most bytes of messages and logs in one report. Where there are more, the longest are cut."""
+_VALUE_BYTES = 300_000
+"""The same for the texts of config values."""
+_LONGEST_LABEL = 300
+_MOST_SAMPLES = 100_000
+"""The most samples in one report beside those of finalists; the slowest configs come without theirs."""
+_MOST_TRIALS = 20_000
+"""The most trials in one report; of further problems it has the choice alone."""
+_PAUSE_S = 60.0
+"""No trial ending for this long, and for `_PAUSE_GAPS` typical gaps, is a pause of an interrupted sweep."""
+_PAUSE_GAPS = 20.0
+
+_UNSET: JsonObject = {"$unset": None}
+"""The value of a key that a config lacks, so that the function's default holds."""
+
+
+def page_data(results: Sequence[ResultData]) -> JsonObject:
+    """Returns the data of a report on some problems of one function, which are sorted by device and size."""
+    texts = _Texts()
+    budget = _Budget(_MOST_TRIALS, _MOST_SAMPLES)
+    ordered = sorted(results, key=lambda data: (data.result.device, call_size(data.key_values)))
+    is_of_one_device = len({data.result.device for data in ordered}) == 1
+    problems = [_problem(data, texts, budget, names_device=not is_of_one_device) for data in ordered]
+    return {
+        "title": _label(ordered[0].result.name or "a tuned function"),
+        "outcomes": [[outcome.value, outcome.is_failure] for outcome in Outcome],
+        "problems": problems,
+        "texts": _fitted(texts.all, _TEXT_BYTES),
+    }
+
+
+class _Texts:
+    """Texts, each once."""
+
+    def __init__(self) -> None:
+        self.all: list[str] = [""]
+        self._indices: dict[str, int] = {"": 0}
+
+    def index(self, text: str) -> int:
+        """Returns the position of a text, which is added if it is new."""
+        shown = "\n".join(map(printable, text.strip("\n").split("\n")))
+        if shown not in self._indices:
+            self._indices[shown] = len(self.all)
+            self.all.append(shown)
+        return self._indices[shown]
+
+
+@dataclasses.dataclass
+class _Budget:
+    """What the report may still hold."""
+
+    trials: int
+    samples: int
+
+
+def _problem(data: ResultData, texts: _Texts, budget: _Budget, *, names_device: bool) -> JsonObject:
+    result, notes = data.result, [data.note] if data.note else []
+    trials: Sequence[Trial] = result.trials
+    if len(trials) > budget.trials:
+        trials = ()
+        notes.append(f"Its {len(result.trials)} trials are left out, because the report would be too large.")
+    budget.trials -= len(trials)
+    places = {text_of(trial.config): index for index, trial in enumerate(trials)}
+    final = {text_of(trial.config): trial for trial in result.finalists if trial.samples_ms}
+    finalists = {places[text] for text in final.keys() & places.keys()}
+    own = None if result.default_config is None else text_of(result.default_config)
+    label = call_text(data.key_values) or "all calls"
+    versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
+    return {
+        "label": _label(f"{label} on {result.device}" if names_device else label),
+        "device": _label(result.device),
+        "size": call_size(data.key_values),
+        "best": places.get(text_of(result.best_config)),
+        "choice": [[_label(name), _label(_shown(value))] for name, value in _flat(result.best_config).items()],
+        "bestText": _label(format_config(result.best_config)) or "the only config",
+        "why": printable(report.why_best(trials, dataclasses.replace(result.standing, default_ms=None))),
+        "bestMs": _rounded(result.time_ms),
+        "default": None if own is None else places.get(own),
+        "defaultMs": _rounded(result.default_time_ms),
+        "defaultsWin": own == text_of(result.best_config),
+        "compared": result.findings.compared,
+        "interval": interval_text(result.speedup_interval),
+        "tie": _places(result.tie, places),
+        "finalists": [
+            [places.get(text), _label(format_config(trial.config)), text == own, _samples(trial)]
+            for text, trial in final.items()
+        ],
+        "stopped": _label(result.stopped),
+        "seen": result.seen,
+        "space": result.space_size,
+        "versions": _label(versions),
+        "created": _label(result.created),
+        "note": printable(" ".join(notes)),
+        "tunables": (columns := _columns(trials))[0],
+        "trials": _encoded(trials, columns[1], texts, budget, finalists),
+    }
+
+
+def _places(configs: Iterable[Config], places: Mapping[str, int]) -> list[int]:
+    return [places[text] for config in configs if (text := text_of(config)) in places]
+
+
+def _columns(trials: Sequence[Trial]) -> tuple[list[JsonObject], list[list[int]]]:
+    """Returns the tunables with their values in order, and for each the positions of the trials' values."""
+    flat = [_flat(trial.config) for trial in trials]
+    names = list(dict.fromkeys(name for values in flat for name in values))
+    tunables, columns = [], []
+    for name in names:
+        column = [values.get(name, _UNSET) for values in flat]
+        by_text = {text_of(value): value for value in column}
+        ordered = sorted(by_text, key=lambda text: _order(by_text[text]))
+        positions = {text: index for index, text in enumerate(ordered)}
+        shown = _fitted([_shown(by_text[text]) for text in ordered], _VALUE_BYTES // len(names))
+        numeric = all(_is_number(value) for value in by_text.values())
+        tunables.append({"name": _label(name), "values": shown, "numeric": numeric})
+        columns.append([positions[text_of(value)] for value in column])
+    return tunables, columns
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "", depth: int = 0) -> JsonObject:
+    """Returns a config without dicts and dataclasses in it: their parts are tunables, too."""
+    values: JsonObject = {}
+    for name, value in config.items():
+        plain = encode(value)
+        if isinstance(plain, Mapping) and "$enum" not in plain and plain and depth < 4:
+            values |= _flat({key: item for key, item in plain.items() if key != "$type"}, f"{prefix}{name}.", depth + 1)
+        else:
+            values[f"{prefix}{name}"] = plain
+    return values
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) and "$enum" in value:
+        return printable(str(value["$enum"]).rpartition(".")[2])
+    if isinstance(value, list):
+        return format_value(tuple(value))
+    return "unset" if value is _UNSET else format_value(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _order(value: Any) -> tuple[int, float, str]:
+    """Returns a sort key: numbers by size, then booleans, then all else."""
+    if _is_number(value):
+        return 0, value, ""  # compared without conversion: a huge integer does not fit a float
+    return (3 if value is _UNSET else 1 if isinstance(value, bool) else 2), 0.0, text_of(value)
+
+
+def _encoded(
+    trials: Sequence[Trial], columns: list[list[int]], texts: _Texts, budget: _Budget, finalists: set[int]
+) -> JsonObject:
+    """Returns trials column by column, which takes less space than row by row."""
+    outcomes = list(Outcome)
+    ended_s, paused_s = _ended(trials)
+    return {
+        "n": len(trials),
+        "config": columns,
+        "outcome": [outcomes.index(trial.outcome) for trial in trials],
+        "phase": [trial.phase.value if trial.phase is not None else "" for trial in trials],
+        "ms": [_rounded(report.shown_ms(trial)) for trial in trials],
+        "compile": [_rounded(trial.compile_s, 4) for trial in trials],
+        "memory": [trial.peak_memory_bytes for trial in trials],
+        "message": [texts.index(trial.message) for trial in trials],
+        "log": [texts.index(trial.log_tail) for trial in trials],
+        "device": [texts.index(trial.device) for trial in trials],
+        "clock": [trial.clock for trial in trials],
+        "samples": _kept_samples(trials, budget, finalists),
+        "ended": ended_s,
+        "paused": paused_s,
+    }
+
+
+def _kept_samples(trials: Sequence[Trial], budget: _Budget, finalists: set[int]) -> list[list[float | None]]:
+    """Returns the samples of the fastest trials, as far as the budget allows; those of finalists are elsewhere."""
+    kept: list[list[float | None]] = [[] for _ in trials]
+    for index in sorted(range(len(trials)), key=lambda index: trials[index].time_ms or math.inf):
+        if index not in finalists and len(trials[index].samples_ms) <= budget.samples:
+            kept[index] = _samples(trials[index])
+            budget.samples -= len(kept[index])
+    return kept
+
+
+def _samples(trial: Trial) -> list[float | None]:
+    return [_rounded(sample_ms, 5) for sample_ms in trial.samples_ms]
+
+
+def _ended(trials: Sequence[Trial]) -> tuple[list[float | None], float]:
+    """Returns when trials ended, in seconds since the first began, and the seconds of pauses that are left out."""
+    known = sorted((trial.ended_s, index) for index, trial in enumerate(trials) if trial.ended_s is not None)
+    ended: list[float | None] = [None] * len(trials)
+    if not known:
+        return ended, 0.0
+    gaps = [later - earlier for (earlier, _), (later, _) in itertools.pairwise(known)]
+    longest_s = max(_PAUSE_S, _PAUSE_GAPS * statistics.median(gaps)) if gaps else _PAUSE_S
+    # The first trial began before it ended, by at least the time that its compilation took.
+    passed_s, paused_s, last_s = trials[known[0][1]].compile_s or 0.0, 0.0, known[0][0]
+    for ended_s, index in known:
+        gap_s = ended_s - last_s
+        if gap_s > longest_s:
+            paused_s, gap_s = paused_s + gap_s, 0.0
+        passed_s, last_s = passed_s + gap_s, ended_s
+        ended[index] = _rounded(passed_s)
+    return ended, round(paused_s)
+
+
+def _rounded(value: float | None, digits: int = 6) -> float | None:
+    """Returns a number with few significant digits; None where there is none."""
+    return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None
+
+
+def _label(text: str) -> str:
+    shown = printable(" ".join(text.split()))
+    return shown if len(shown) <= _LONGEST_LABEL else f"{shown[: _LONGEST_LABEL - 1]}…"
+
+
+def _fitted(texts: Sequence[str], budget_bytes: int) -> list[str]:
+    """Returns texts, the longest cut so that all together fit a number of bytes."""
+    sizes = [len(text.encode()) for text in texts]
+    if sum(sizes) <= budget_bytes:
+        return list(texts)
+    left_bytes, limit = budget_bytes, 0
+    for rank, size in enumerate(sorted(sizes)):
+        limit = left_bytes // (len(sizes) - rank)
+        if size > limit:
+            break
+        left_bytes -= size
+    return [text if size <= limit else _cut(text, limit) for text, size in zip(texts, sizes, strict=True)]
+
+
+def _cut(text: str, limit_bytes: int) -> str:
+    """Returns the beginning and the end of a text, which say the most."""
+    half = max(0, limit_bytes - 5) // 2
+    data = text.encode()
+    tail = data[len(data) - half :].decode(errors="ignore") if half else ""
+    return f"{data[:half].decode(errors='ignore')} … {tail}"

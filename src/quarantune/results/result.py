@@ -6,16 +6,16 @@ import dataclasses
 import functools
 import math
 import os
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from quarantune.cache import content
-from quarantune.results import report, rows, saved_files, summary
-from quarantune.results.rows import Row
+from quarantune.results import report, saved_files
+from quarantune.results.report import Row, Standing
 from quarantune.results.saved_files import FUNCTION, JSON, WINNER, SavedResultError
-from quarantune.results.standing import Standing
 from quarantune.transport import binding
 from quarantune.transport.call import Arguments
 from quarantune.values.codec import IN_MEMORY, DamageError, Record
@@ -23,7 +23,7 @@ from quarantune.values.config_values import encode, originals, restore
 from quarantune.values.findings import Counts, Findings, Interval, Searched
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
-from quarantune.values.trial import Config, Milliseconds, Trial, count_outcomes, frozen
+from quarantune.values.trial import Config, Milliseconds, Outcome, Trial, count_outcomes, frozen
 
 if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics
@@ -181,14 +181,14 @@ class TuningResult(Record):
             bytes: bytes that one call must move, for a column of GB/s.
         """
         if not self.trials:
-            return summary.cached_text(self, width=width)
+            return cached_text(self, width=width)
         return report.table(self.trials, standing=self.standing, width=width, flops=flops, moved_bytes=bytes)
 
     def __repr__(self) -> str:
-        return summary.text(self)
+        return f"{type(self).__name__}: {_winner(self)}\n  {_sweep(self)}"
 
     def _repr_html_(self) -> str:
-        return summary.html_text(self)
+        return html_text(self)
 
     def to_dicts(self) -> list[Row]:
         """Returns a flat dict for each trial, in the order of `trials`: the tunables, then the trial's fields.
@@ -197,7 +197,7 @@ class TuningResult(Record):
         tunable with the name of such a column is under `config.<name>`. Of a result from the cache, which has no
         trials, there is the winner alone.
         """
-        return rows.to_dicts(self.trials or [summary.winner(self)], self.standing)
+        return report.to_dicts(self.trials or [winner(self)], self.standing)
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Writes the rows of `to_dicts` as CSV in UTF-8, with a header; values that are no scalars are JSON.
@@ -208,7 +208,7 @@ class TuningResult(Record):
         Raises:
             OSError: the file cannot be written.
         """
-        Path(path).write_bytes(rows.to_csv(self.to_dicts()))
+        Path(path).write_bytes(report.to_csv(self.to_dicts()))
 
     def to_dataframe(self) -> Any:
         """Returns the rows of `to_dicts` as a `pandas.DataFrame`.
@@ -216,7 +216,7 @@ class TuningResult(Record):
         Raises:
             ImportError: pandas is not installed.
         """
-        return rows.to_dataframe(self.to_dicts())
+        return report.to_dataframe(self.to_dicts())
 
     def metrics(
         self, *, flops: float | None = None, bytes: float | None = None, dtype: str | None = None
@@ -385,3 +385,86 @@ def _key_values(key: str) -> Any:
     except ValueError:
         return key
     return parts.get("call", key) if isinstance(parts, dict) else key
+
+
+_MOST_ROWS = 30
+_STYLE = "text-align:left;font-variant-numeric:tabular-nums"
+
+
+def _winner(result: TuningResult) -> str:
+    """Returns the winner with its time and its speed-up."""
+    return f"{result.config_text}, {times_text(result)}"
+
+
+def times_text(result: TuningResult) -> str:
+    """Returns the times of the winner and of the defaults as text."""
+    return result.findings.text(is_default=result.best_config == result.default_config)
+
+
+def _sweep(result: TuningResult) -> str:
+    """Returns how many configs there were with which outcome, and where the result is from."""
+    parts = []
+    if result.counts:
+        total = sum(result.counts.values())
+        of = f" of {result.space_size:,}" if result.space_size is not None and result.space_size > total else ""
+        parts.append(f"{total:,}{of} configs: {report.counted(result.counts)}")
+    elif result.seen is not None:
+        parts.append(f"{result.seen:,} configs")
+    if result.tie:
+        parts.append(f"{len(result.tie)} tie with the winner")
+    parts.append(result.device)
+    if result.created:
+        parts.append(f"tuned {result.created}")
+    if result.from_cache == "nearest":
+        parts.append("the config of the nearest call in the cache")
+    elif result.from_cache == "default":
+        parts.append("not tuned: the function's own defaults")
+    elif result.from_cache:
+        parts.append("from the cache")
+    return "; ".join(parts)
+
+
+def cached_text(result: TuningResult, *, width: int | None) -> str:
+    """Returns the text of a result without trials: its winner, its sweep, and where the trials are.
+
+    Args:
+        result: the result.
+        width: columns; None for those of the terminal.
+    """
+    columns = report.terminal_width() if width is None else width
+    more = "the cache keeps the winner; tune() tries the configs again"
+    lines = [f"* {_winner(result)}", _sweep(result), more]
+    return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ") for line in lines)
+
+
+def winner(result: TuningResult) -> Trial:
+    """Returns the winner of a result as a trial."""
+    known = None if math.isnan(result.time_ms) else result.time_ms
+    return Trial(config=result.best_config, outcome=Outcome.OK, time_ms=known, device=result.device)
+
+
+def html_text(result: TuningResult) -> str:
+    """Returns the result as HTML for a notebook: two lines, and the fastest trials as a table."""
+    import html  # needed here only, and no part of the import of this package
+
+    head = "<br>".join(html.escape(line.strip()) for line in repr(result).splitlines())
+    if not result.trials:
+        return f"<div>{head}</div>"
+    standing, trials = result.standing, report.by_time(result.trials, result.standing)
+    body = []
+    for trial in trials[:_MOST_ROWS]:
+        cells = [
+            "★" if standing.is_best(trial) else "=" if standing.is_tie(trial) else "",
+            format_config(trial.config),
+            trial.outcome.value,
+            report.time_text(trial),
+            report.speedup_text(trial, standing),
+            report.reason(trial) if trial.outcome is not Outcome.SLOW else "",
+        ]
+        body.append("".join(f'<td style="{_STYLE}">{html.escape(cell)}</td>' for cell in cells))
+    titles = ["", "config", "outcome", "ms", "speed-up", "reason"]
+    header = "".join(f'<th scope="col" style="{_STYLE}">{title}</th>' for title in titles)
+    rest = len(trials) - _MOST_ROWS
+    more = f"<div>and {rest:,} more: see table()</div>" if rest > 0 else ""
+    rows = "".join(f"<tr>{row}</tr>" for row in body)
+    return f"<div>{head}<table><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>{more}</div>"

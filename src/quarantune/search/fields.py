@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quarantune.values.config_values import field_names
-from quarantune.values.space import Space
-from quarantune.values.space_sources import Codes, Values
+from quarantune.values.space import Codes, Space, Values
 from quarantune.values.trial import ConfigValue
 
 Floats = NDArray[np.float64]

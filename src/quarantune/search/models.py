@@ -23,7 +23,7 @@ from scipy import linalg, optimize, special
 
 from quarantune.host import blas
 from quarantune.search.fields import Features, Fields, Floats, by_size
-from quarantune.values.space_sources import Codes
+from quarantune.values.space import Codes
 from quarantune.values.trial import ConfigValue
 
 _MOST_POINTS = 256

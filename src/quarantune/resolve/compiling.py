@@ -1,4 +1,4 @@
-"""Tuning for calls and compiling their configs: what a call that is remembered does not need."""
+"""Compiles the configs of calls without running them, for a device that is here or need not be."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from quarantune import sandbox
 from quarantune.resolve import engines
 from quarantune.resolve.call_key import KeyedCall, keyed_to_tune
-from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.compile_failures import CompileFailures, note_check
-from quarantune.resolve.known_results import KnownResults
-from quarantune.resolve.tuning_job import JobContext, TuningJob
+from quarantune.resolve.tuning_job import check_outside
 from quarantune.results.compile_report import CompileReport
 from quarantune.results.progress import Progress
 from quarantune.sweep import sweep
@@ -22,62 +19,12 @@ from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import settings as environment
 from quarantune.values.config_values import text_of
-from quarantune.values.trial import Config, Trial, TuningFailedError, pruned_trial
+from quarantune.values.trial import Config, Trial, pruned_trial
 
 if TYPE_CHECKING:
-    from quarantune.cache import Entry
     from quarantune.devices.targets import Target
     from quarantune.resolve.bound_call import BoundCall
-    from quarantune.results.result import TuningResult
     from quarantune.values.settings import Settings
-
-
-class Tuning:
-    """Tunes for the calls of one function."""
-
-    def __init__(
-        self,
-        known: KnownResults,
-        seeds: CompilationSeeds,
-        on_phase: Callable[[int, str], None],
-        *,
-        job: type[TuningJob] = TuningJob,
-    ) -> None:
-        """Sets it up; nothing is started.
-
-        Args:
-            known: the known results of the function.
-            seeds: receives the winners' executables.
-            on_phase: as in `SweepEvents`.
-            job: the kind of jobs.
-        """
-        self._known, self._job = known, job
-        self._context = JobContext(known=known, seeds=seeds, on_phase=on_phase)
-
-    def tune(
-        self, described: KeyedCall, settings: Settings, *, start_over: bool, earlier: Entry | None = None
-    ) -> TuningResult:
-        """Tunes for a call, and remembers the result or the failure in this process.
-
-        Args:
-            described: the call.
-            settings: the operator's settings.
-            start_over: as for `TuningJob`.
-            earlier: as for `TuningJob`.
-
-        Raises:
-            TuningFailedError: every config failed.
-        """
-        check_outside(described.call)
-        if described.axes is not None:
-            described.axes.check(described.call.name)
-        try:
-            result = self._job(described, self._context, settings, start_over=start_over, earlier=earlier).run()
-        except TuningFailedError as error:
-            self._known.remember_failure(described.key, error)
-            raise
-        self._known.remember(described.key, result, settings)
-        return result
 
 
 def compile_all(call: BoundCall, *, num_workers: int | None) -> list[tuple[Trial, bytes | None]]:
@@ -167,13 +114,3 @@ def _compiling(
 
         yield SweepEvents(on_trial=on_trial, on_phase=progress.enter)
         progress.conclude_compiling()
-
-
-def check_outside(call: BoundCall) -> None:
-    """Raises in a worker, where tuning would start workers that tune, and so on."""
-    if sandbox.is_inside():
-        raise RuntimeError(
-            f"{call.name}: a process that runs another config, or imports the module of a function to tune it, "
-            f"was asked to tune: put calls of tune(), run() and compile_configs() in a module under "
-            f"`if __name__ == '__main__':` or into a function that the module does not call as it is imported"
-        )

@@ -1,0 +1,202 @@
+"""Compares a call with entries for other calls: the nearest, the configs to try first, and why a call missed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from quarantune import cache
+from quarantune.cache import Entry, Journal
+from quarantune.resolve.call_key import KeyedCall
+from quarantune.resolve.entries import changed_versions, dict_or_empty
+from quarantune.resolve.known_results import KnownResults
+from quarantune.resolve.layers import Found
+from quarantune.values import config_space
+from quarantune.values.config_values import text_of
+from quarantune.values.settings import Settings
+from quarantune.values.trial import Config, Outcome, Trial
+
+_LARGEST_FACTOR = 4
+"""Sizes that differ by more than this factor are not compared: the best config may be another one."""
+_ROUNDING = 9
+_MOST_NEIGHBOURS = 8
+"""How many winners of similar problems are tried first."""
+_MOST_FROM_JOURNAL = 8
+"""How many of the nearest problem's fastest configs are tried after them."""
+_UNLIKE = 4.0
+"""How far apart two different words or flags count, such as dtypes: as far as sizes that differ by a factor of 16."""
+_FIX = "tune it with QUARANTUNE_ON_MISS=tune"
+_ALLOW = f"{_FIX}, or allow defaults with QUARANTUNE_ON_MISS=default"
+
+
+def explain(keyed: KeyedCall, layers: Sequence[str], entries: Iterable[Found], settings: Settings) -> str:
+    """Returns a message about a call for which no layer has a usable entry.
+
+    Args:
+        keyed: the call.
+        layers: the labels of the layers that were asked.
+        entries: all entries of the function in these layers.
+        settings: the operator's settings.
+    """
+    name = keyed.call.name
+    wanted = f"{name}: nothing is cached for {cache.canonical_json(keyed.readable)} on {keyed.key.device!r}"
+    fix = f"{_FIX}, or give its tunables defaults" if keyed.call.untuned is None else _ALLOW
+    if settings.disable_cache:
+        return f"{wanted}: the cache is off (QUARANTUNE_DISABLE_CACHE); {fix}"
+    candidates = [(_differences(keyed, found, settings), found) for found in entries]
+    if not candidates:
+        asked = ", ".join(layers)
+        asked = f"{asked} holds no entry" if len(layers) == 1 else f"none of these holds an entry: {asked}"
+        return f"{wanted}: {asked}; {fix}"
+    differences, found = min(candidates, key=lambda candidate: len(candidate[0]))
+    differences = differences or ["its config, which is not in the config space"]
+    place = f" in {found.layer.label}" if len(layers) > 1 else ""
+    others = f" (asked: {', '.join(layers)})" if len(layers) > 1 else ""
+    return f"{wanted}{others}; the nearest entry{place} differs in {'; '.join(differences)}; {fix}"
+
+
+def describe_same_call(found: str, wanted: str) -> bool:
+    """Returns whether two keys describe the same call, made of whichever code."""
+    try:
+        ours, theirs = json.loads(wanted), json.loads(found)
+    except (ValueError, RecursionError):
+        return False
+    if not isinstance(theirs, dict):
+        return False
+    return all(ours.get(part) == theirs.get(part) for part in ("call", "jax"))
+
+
+def _differences(keyed: KeyedCall, found: Found, settings: Settings) -> list[str]:
+    entry = found.entry
+    differences = [] if found.device == keyed.key.device else [f"device: {found.device!r}, not {keyed.key.device!r}"]
+    ours, theirs = keyed.readable, dict_or_empty(entry.get("key_values"))
+    for name in dict.fromkeys([*ours, *theirs]):
+        if theirs.get(name) != ours.get(name):
+            differences.append(
+                f"{name}: {cache.canonical_json(theirs.get(name))}, not {cache.canonical_json(ours.get(name))}"
+            )
+    parts = entry.get("fingerprint")
+    if isinstance(parts, dict) and (changed := keyed.call.function.fingerprint.differences(parts)):
+        differences.append(f"the function's {', '.join(changed)}")
+    if entry.get("space") != (wanted := keyed.call.space):
+        then, now = dict_or_empty(entry.get("space")).get("configs", "unknown"), wanted.get("configs")
+        differences.append(
+            "the function that makes the configs" if now is None else f"the list of configs ({then} then, {now} now)"
+        )
+    if settings.version_check and (changed_since := changed_versions(entry)):
+        differences.append(f"versions: {changed_since}")
+    return differences
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Distance:
+    """The distance of a call from another one that differs in sizes only.
+
+    Attributes:
+        doublings: the sum of the absolute logarithms to base 2 of the factors between their sizes.
+        is_above: whether a size is larger than that of the other call; of two calls as near, the smaller is preferred.
+    """
+
+    doublings: float
+    is_above: bool
+
+
+def distance(found: str, wanted: str) -> Distance | None:
+    """Returns the distance of a key from the wanted one; None where they differ in more than sizes, or by too much.
+
+    Sizes are the dimensions of arrays. Where a `key_fn` describes them, all whole numbers that it returns count.
+
+    Args:
+        found: the key of an entry.
+        wanted: the key of a call.
+    """
+    try:
+        there, here = (dict(_leaves(json.loads(key))) for key in (found, wanted))
+    except (ValueError, RecursionError):
+        return None
+    if there.keys() != here.keys():
+        return None
+    factors = []
+    for path, size in here.items():
+        other = there[path]
+        if type(size) is type(other) and size == other:
+            continue
+        is_size = "key_fn" in path or (path[-2:-1] == ("shape",) and (*path[:-2], "dtype") in here)
+        if not (is_size and type(size) is int and type(other) is int and min(size, other) >= 1):
+            return None
+        if max(size, other) > _LARGEST_FACTOR * min(size, other):
+            return None
+        factors.append(math.log2(other / size))
+    return Distance(round(math.fsum(map(abs, factors)), _ROUNDING), any(factor > 0 for factor in factors))
+
+
+def starts(keyed: KeyedCall, known: KnownResults, settings: Settings) -> list[Config]:
+    """Returns configs to try first, those of the most similar problems first.
+
+    First come those that won for this call with other code or configs: the best starts for a function that was edited
+    are its own earlier winners.
+
+    Args:
+        keyed: the call.
+        known: the known results of its function.
+        settings: the operator's settings.
+    """
+    name, device, find = keyed.call.name, keyed.key.device, keyed.call.find
+    everything = list(known.entries(settings))
+    entries: dict[str, Entry] = {}
+    for it in everything:
+        if it.device == device and it.key != keyed.key.text:
+            entries.setdefault(it.key, it.entry)
+    ours = keyed.readable
+    nearest = sorted(entries, key=lambda key: (difference(ours, dict_or_empty(entries[key].get("key_values"))), key))
+    won = [*known.seeds(keyed, everything), *(entries[key].get("config") for key in nearest)]
+    found = config_space.distinct(config for config in map(find, won) if config is not None)[:_MOST_NEIGHBOURS]
+    for key in nearest[:1]:
+        journal = Journal(settings.cache_dir, name, device, key)
+        found += _fastest(journal, find)[:_MOST_FROM_JOURNAL]
+    return config_space.distinct(found)
+
+
+def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
+    """Returns how different two described problems are: the sum of the differences of their sizes in powers of two."""
+    here, there = dict(_leaves(ours)), dict(_leaves(theirs))
+    return sum(_apart(here.get(path), there.get(path)) for path in here.keys() | there.keys())
+
+
+def _apart(ours: Any, theirs: Any) -> float:
+    if ours == theirs and type(ours) is type(theirs):
+        return 0.0
+    if _is_size(ours) and _is_size(theirs):
+        return abs(math.log2(1 + abs(ours)) - math.log2(1 + abs(theirs)))
+    return _UNLIKE
+
+
+def _is_size(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and (isinstance(value, int) or math.isfinite(value))
+
+
+def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yields the parts of a value that have no parts, with the names and places that lead to them."""
+    if isinstance(value, (Mapping, list, tuple)) and value:
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _leaves(item, (*path, name))
+    else:
+        yield path, value
+
+
+def _fastest(journal: Journal, find: Callable[[Any], Config | None]) -> list[Config]:
+    """Returns the configs of a journal that were measured, the fastest first."""
+    times: dict[str, tuple[float, Config]] = {}
+    for record in journal.each():
+        try:
+            trial = Trial.from_json(record["trial"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+        config = find(trial.config)
+        if config is not None and trial.outcome is Outcome.OK and trial.level_ms is not None:
+            times[text_of(config)] = trial.level_ms, config
+    return [config for _, config in sorted(times.values(), key=lambda timed: timed[0])]
