@@ -57,7 +57,7 @@ def limits_of(kind: str) -> DeviceLimits:
 
 
 def peaks_of(kind: str) -> DevicePeaks | None:
-    """Returns the peaks of a kind of device, None where the table has none.
+    """Returns the peaks of a kind of device, None for one not in the table.
 
     Args:
         kind: JAX's exact `device_kind`, so that neither a slice of a device nor a similar device gets its peaks.
@@ -65,11 +65,11 @@ def peaks_of(kind: str) -> DevicePeaks | None:
     return _TABLE[kind].peaks if kind in _TABLE else None
 
 
-def _cuda(shared_memory_kib: int) -> DeviceLimits:
+def _gpu(shared_memory_kib: int, registers_per_block: int = 65536, registers_per_thread: int = 255) -> DeviceLimits:
     return DeviceLimits(
         shared_memory_per_block_bytes=shared_memory_kib * 1024,
-        registers_per_block=65536,
-        registers_per_thread=255,
+        registers_per_block=registers_per_block,
+        registers_per_thread=registers_per_thread,
         threads_per_block=1024,
     )
 
@@ -78,51 +78,37 @@ def _tpu(vmem_mib: int) -> DeviceLimits:
     return DeviceLimits(shared_memory_per_block_bytes=vmem_mib * 1024 * 1024)
 
 
+def _tflops(of_16_bits: float, **others: float) -> Mapping[str, float]:
+    """Returns peaks by dtype; the two floats of 16 bits have the same."""
+    return {"bfloat16": of_16_bits, "float16": of_16_bits, **others}
+
+
 # NVIDIA's "CUDA C++ Programming Guide", technical specifications per compute capability. A block gets 48 KiB of shared
 # memory by default; these are the limits on request, which compilers make.
-_TURING = _cuda(64)
-_AMPERE_DATA_CENTRE = _cuda(163)
-_AMPERE_AND_ADA = _cuda(99)
-_HOPPER = _cuda(227)
-_BLACKWELL_DATA_CENTRE = _cuda(227)
-_BLACKWELL_GEFORCE = _cuda(99)
+_TURING = _gpu(64)
+_AMPERE_DATA_CENTRE = _gpu(163)
+_AMPERE_AND_ADA = _gpu(99)
+_HOPPER = _gpu(227)
+_BLACKWELL_DATA_CENTRE = _gpu(227)
+_BLACKWELL_GEFORCE = _gpu(99)
 # AMD's "GPU specifications" for ROCm (64 KiB of LDS and 512 KiB of vector registers in a compute unit) and the CDNA3
 # instruction set (512 vector registers a lane).
-_CDNA3_LIMITS = DeviceLimits(
-    shared_memory_per_block_bytes=64 * 1024,
-    registers_per_block=512 * 1024 // 4,
-    registers_per_thread=512,
-    threads_per_block=1024,
-)
+_CDNA3_LIMITS = _gpu(64, registers_per_block=512 * 1024 // 4, registers_per_thread=512)
 # JAX's "TPU Hardware Reference". The compiler lets a kernel have less of it unless it is given another limit.
 _TPU_V4_LIMITS, _TPU_V5E_LIMITS, _TPU_V5P_LIMITS, _TPU_V6E_LIMITS = _tpu(16), _tpu(128), _tpu(64), _tpu(128)
 
 # Dense rates: where a datasheet gives only those "with sparsity", half of them.
 # NVIDIA's H100, H200, A100, L4 and L40S datasheets; for GeForce its "Ada GPU Architecture" whitepaper, at FP32
 # accumulation.
-_HOPPER_SXM = {"float64": 67.0, "float32": 494.7, "bfloat16": 989.4, "float16": 989.4, "float8": 1978.9, "int8": 1978.9}
-_HOPPER_PCIE = {
-    "float64": 51.0,
-    "float32": 378.0,
-    "bfloat16": 756.0,
-    "float16": 756.0,
-    "float8": 1513.0,
-    "int8": 1513.0,
-}
-_HOPPER_NVL = {"float64": 60.0, "float32": 417.5, "bfloat16": 835.5, "float16": 835.5, "float8": 1670.5, "int8": 1670.5}
-_A100 = {"float64": 19.5, "float32": 156.0, "bfloat16": 312.0, "float16": 312.0, "int8": 624.0}
-_L4 = {"float32": 60.0, "bfloat16": 121.0, "float16": 121.0, "float8": 242.5, "int8": 242.5}
-_L40S = {"float32": 183.0, "bfloat16": 362.0, "float16": 362.0, "float8": 733.0, "int8": 733.0}
-_RTX_4090 = {"float32": 82.6, "bfloat16": 165.2, "float16": 165.2, "float8": 330.3, "int8": 660.6}
+_HOPPER_SXM = _tflops(989.4, float64=67.0, float32=494.7, float8=1978.9, int8=1978.9)
+_HOPPER_PCIE = _tflops(756.0, float64=51.0, float32=378.0, float8=1513.0, int8=1513.0)
+_HOPPER_NVL = _tflops(835.5, float64=60.0, float32=417.5, float8=1670.5, int8=1670.5)
+_A100 = _tflops(312.0, float64=19.5, float32=156.0, int8=624.0)
+_L4 = _tflops(121.0, float32=60.0, float8=242.5, int8=242.5)
+_L40S = _tflops(362.0, float32=183.0, float8=733.0, int8=733.0)
+_RTX_4090 = _tflops(165.2, float32=82.6, float8=330.3, int8=660.6)
 # "AMD Instinct MI300X Accelerator" and "MI325X" data sheets.
-_CDNA3_TFLOPS = {
-    "float64": 163.4,
-    "float32": 163.4,
-    "bfloat16": 1307.4,
-    "float16": 1307.4,
-    "float8": 2614.9,
-    "int8": 2614.9,
-}
+_CDNA3_TFLOPS = _tflops(1307.4, float64=163.4, float32=163.4, float8=2614.9, int8=2614.9)
 _MI300X = DevicePeaks(gbps=5300.0, tflops=_CDNA3_TFLOPS)
 # Google's Cloud TPU documentation, "System architecture" of each version, per chip: from v4 on, JAX's device is a chip.
 _TPU_V5E = DevicePeaks(gbps=819.0, tflops={"bfloat16": 197.0, "int8": 393.0})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from quarantune import jax_internals
@@ -106,21 +106,18 @@ class Contextual:
 
     @locks.lazy
     def _resolver(self) -> ContextualResolver:
+        from quarantune.resolve.contextual_function import ContextualFunction
         from quarantune.resolve.contextual_job import ContextualResolver
 
-        return ContextualResolver(self._function)
-
-    @locks.lazy
-    def _function(self) -> ContextualFunction:
-        from quarantune.resolve.contextual_function import ContextualFunction
-
-        return ContextualFunction(
-            self.__wrapped__,
-            name=self.name,
-            signature=self._signature,
-            static_names=self._static_names,
-            options=self._options,
+        signature, static_names = self._signature, self._static_names
+        function = ContextualFunction(
+            self.__wrapped__, name=self.name, signature=signature, static_names=static_names, options=self._options
         )
+        return ContextualResolver(function)
+
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], text: str) -> Any:
+        function = cast("ContextualFunction", self._resolver.function)
+        return function.runner(*args, **kwargs, **{assignment.KEY: text})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with the best config for each of its kernels."""
@@ -138,7 +135,7 @@ class Contextual:
                 if len(memo) >= _MOST_REMEMBERED:
                     memo.clear()
                 memo[key] = text
-        return self._function.runner(*args, **kwargs, **{assignment.KEY: text})
+        return self._run(args, kwargs, text)
 
     def tune(self, *args: Any, **kwargs: Any) -> ContextualResult:
         """Tunes for these arguments now, even if a result is cached, and remembers the result.
@@ -158,8 +155,7 @@ class Contextual:
 
     def default(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with every kernel at its own defaults, tuned or not."""
-        text = assignment.encode({}, others=assignment.DEFAULT)
-        return self._function.runner(*args, **kwargs, **{assignment.KEY: text})
+        return self._run(args, kwargs, assignment.encode({}, others=assignment.DEFAULT))
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds to an instance, as a function does."""

@@ -32,44 +32,28 @@ def connected(address: str) -> Iterator[Executor]:
         raise InputError(
             f"--executor {shown(address)} names no engine.{near} Write dask://HOST:PORT, ray://HOST:PORT or ray://auto."
         )
-    with _dask(place) if scheme == "dask" else _ray(address, place) as executor:
+    library = {"dask": "distributed", "ray": "ray"}[scheme]
+    try:
+        engine: Any = importlib.import_module(library)
+    except ImportError as error:
+        name = scheme.capitalize()
+        raise InputError(f"--executor {scheme}:// needs {name}: pip install 'quarantune[{scheme}]'") from error
+    with contextlib.ExitStack() as connection:
+        try:
+            if scheme == "dask":
+                client = connection.enter_context(engine.Client(f"tcp://{place}", timeout=_CONNECT_S))
+                # Not pure: Dask would take two calls with equal arguments for one.
+                executor = client.get_executor(pure=False)
+            else:
+                from quarantune.ray import executor as ray_executor
+
+                engine.init("auto" if place == "auto" else address, log_to_driver=False)
+                connection.callback(engine.shutdown)
+                executor = ray_executor()
+        except ImportError as error:
+            raise InputError(f"--executor {address} needs Ray's client: pip install 'ray[client]'") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            kind = "Dask scheduler" if scheme == "dask" else "Ray cluster"
+            reason = message_of(error)
+            raise InputError(f"no {kind} answers at {place!r} ({reason}): start one, or correct the address") from error
         yield executor
-
-
-@contextlib.contextmanager
-def _dask(place: str) -> Iterator[Executor]:
-    try:
-        distributed: Any = importlib.import_module("distributed")
-    except ImportError as error:
-        raise InputError("--executor dask:// needs Dask: pip install 'quarantune[dask]'") from error
-    try:
-        client = distributed.Client(f"tcp://{place}", timeout=_CONNECT_S)
-    except (OSError, ValueError, TimeoutError) as error:
-        raise _no_answer("Dask scheduler", place, error) from error
-    with client:
-        # Not pure: Dask would take two calls with equal arguments for one.
-        yield client.get_executor(pure=False)
-
-
-@contextlib.contextmanager
-def _ray(address: str, place: str) -> Iterator[Executor]:
-    try:
-        ray: Any = importlib.import_module("ray")
-    except ImportError as error:
-        raise InputError("--executor ray:// needs Ray: pip install 'quarantune[ray]'") from error
-    from quarantune.ray import executor
-
-    try:
-        ray.init("auto" if place == "auto" else address, log_to_driver=False)
-    except ImportError as error:
-        raise InputError(f"--executor {address} needs Ray's client: pip install 'ray[client]'") from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _no_answer("Ray cluster", place, error) from error
-    try:
-        yield executor()
-    finally:
-        ray.shutdown()
-
-
-def _no_answer(engine: str, place: str, error: Exception) -> InputError:
-    return InputError(f"no {engine} answers at {place!r} ({message_of(error)}): start one, or correct the address")

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -71,7 +72,8 @@ def _import_file(path: str, label: str) -> ModuleType:
         near = did_you_mean(file.name, [found.name for found in file.parent.glob("*.py")])
         raise InputError(f"{label}: there is no file {str(file)!r}.{near}" + ("" if near else " Give its path."))
     if not file.stem.isidentifier():
-        raise InputError(f"{label}: {file.name!r} is no name of a module: rename it, as in {_identifier(file.stem)}.py")
+        name = re.sub(r"^(?=\d)|\W", "_", file.stem)
+        raise InputError(f"{label}: {file.name!r} is no name of a module: rename it, as in {name}.py")
     root, parts = file.parent, [] if file.stem == "__init__" else [file.stem]
     while (root / "__init__.py").is_file():
         root, parts = root.parent, [root.name, *parts]
@@ -124,9 +126,8 @@ def _place(error: BaseException) -> str:
 def _missing(module: ModuleType, holder: Any, name: str) -> str:
     """Says that an object lacks an attribute, and which it has: of a module the functions that can be tuned."""
     where = getattr(holder, "__name__", type(holder).__name__)
-    near = did_you_mean(
-        name, [known for known in vars(holder) if not known.startswith("_")] if _has_vars(holder) else ()
-    )
+    has_names = isinstance(holder, ModuleType) or inspect.isclass(holder)
+    near = did_you_mean(name, [known for known in vars(holder) if not known.startswith("_")] if has_names else ())
     if near or holder is not module:
         return f"{where!r} has no {name!r}.{near}"
     from quarantune.api.ahead import is_tuned
@@ -134,12 +135,3 @@ def _missing(module: ModuleType, holder: Any, name: str) -> str:
     tuned = [known for known, value in vars(module).items() if is_tuned(value)]
     listed = f"Its autotuned functions are: {', '.join(tuned)}." if tuned else "It has no autotuned function."
     return f"{where!r} has no {name!r}. {listed}"
-
-
-def _has_vars(holder: Any) -> bool:
-    return isinstance(holder, ModuleType) or inspect.isclass(holder)
-
-
-def _identifier(stem: str) -> str:
-    name = "".join(char if char.isalnum() else "_" for char in stem)
-    return name if name.isidentifier() else f"_{name}"

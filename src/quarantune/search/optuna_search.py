@@ -46,13 +46,15 @@ class OptunaSearch(Strategy):
         made = _make_sampler(self._optuna, sampler, seed)
         super().__init__(space, starts)
         self._fields = Fields(space)
-        self._orders = [by_size(values) for values in self._fields.values]
-        self._distributions = {
-            name: self._optuna.distributions.CategoricalDistribution(list(range(len(values))))
-            if order is None
-            else self._optuna.distributions.IntDistribution(0, len(values) - 1)
-            for name, values, order in zip(self._fields.names, self._fields.values, self._orders, strict=True)
-        }
+        kinds = self._optuna.distributions
+        self._orders: dict[str, list[int]] = {}
+        self._distributions = {}
+        for name, values in zip(self._fields.names, self._fields.values, strict=True):
+            order = by_size(values)
+            self._orders[name] = words = list(range(len(values))) if order is None else order
+            self._distributions[name] = (
+                kinds.CategoricalDistribution(words) if order is None else kinds.IntDistribution(0, len(values) - 1)
+            )
         verbosity = self._optuna.logging.get_verbosity()
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         try:
@@ -95,21 +97,13 @@ class OptunaSearch(Strategy):
         if (proposal := self._asked.pop(position, None)) is not None:
             self._finish(proposal, value)
         elif value is not None:
-            params = {
-                name: code if order is None else order.index(code)
-                for name, code, order in zip(
-                    self._fields.names, self._fields.codes([position])[0].tolist(), self._orders, strict=True
-                )
-            }
-            self._study.add_trial(
-                self._optuna.trial.create_trial(params=params, distributions=self._distributions, value=value)
-            )
+            codes = zip(self._orders.items(), self._fields.codes([position])[0].tolist(), strict=True)
+            params = {name: order.index(code) for (name, order), code in codes}
+            make = self._optuna.trial.create_trial
+            self._study.add_trial(make(params=params, distributions=self._distributions, value=value))
 
     def _position(self, params: dict[str, int]) -> int | None:
-        codes = [
-            params[name] if order is None else order[params[name]]
-            for name, order in zip(self._fields.names, self._orders, strict=True)
-        ]
+        codes = [order[params[name]] for name, order in self._orders.items()]
         return next(iter(self._fields.positions_of(np.array([codes], np.int64))), None)
 
     def _value(self, trial: Trial | None) -> float | None:
