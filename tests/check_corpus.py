@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quarantune.measure import compare, elements, rounding
+from quarantune.measure import compare, rounding
 
 _HUGE = 3e38
 
@@ -622,7 +622,7 @@ def judged(family: Family, seed: int) -> Iterator[Judged]:
                 how = {**how, "bug": "dropped 8"}
             got = [np.asarray(leaf) for leaf in jax.tree.leaves(jax.jit(functools.partial(family.fn, **how))(*args))]
             reasons = [
-                elements.compare_numbers(mine, its, allowance, "output", is_exact=False)
+                compare.compare_numbers(mine, its, allowance, "output", is_exact=False)
                 for mine, its, allowance in zip(got, wanted, allowances, strict=True)
             ]
             ratio = max(
@@ -630,7 +630,7 @@ def judged(family: Family, seed: int) -> Iterator[Judged]:
             )
             reason = next(filter(None, reasons), None)
             if reason and all(
-                why is None or elements.is_as_near(mine, its, truth, allowance)
+                why is None or compare.is_as_near(mine, its, truth, allowance)
                 for why, mine, its, truth, allowance in zip(reasons, got, wanted, truths, allowances, strict=True)
             ):
                 reason = None

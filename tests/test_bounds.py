@@ -15,7 +15,7 @@ from helpers import everywhere, isolated
 
 import quarantune
 from quarantune.host.waits import RunTime
-from quarantune.measure import playing
+from quarantune.measure import finals
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -60,6 +60,6 @@ def test_a_final_has_at_most_rep_samples(each_ms: float, rep: int, most_runs: in
 
     for is_exact in (True, False):
         taken[:] = [0, 0]
-        rounds = playing.play([contender(0), contender(1)], is_exact=is_exact, rep=rep, clock=lambda: 0.0)
+        rounds = finals.play([contender(0), contender(1)], is_exact=is_exact, rep=rep, clock=lambda: 0.0)
         assert all(1 <= len(samples_ms) <= rep for samples_ms in rounds)
         assert max(taken) <= most_runs

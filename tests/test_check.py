@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import quarantune
-from quarantune.measure import elements, rounding
+from quarantune.measure import compare, rounding
 from quarantune.measure import on_device as on_device_module
 from quarantune.measure.rounding import Motion
 from quarantune.sandbox import spool
@@ -353,10 +353,10 @@ def test_an_infinity_or_nan_is_wrong_in_a_single_element_whatever_the_noise() ->
     for odd in (np.nan, np.inf, -np.inf):
         got = wanted.copy()
         got[77] = odd
-        assert elements.compare_numbers(got, wanted, allowance, "output", is_exact=False) is not None
-        assert elements.compare_numbers(wanted, got, allowance, "output", is_exact=False) is not None
+        assert compare.compare_numbers(got, wanted, allowance, "output", is_exact=False) is not None
+        assert compare.compare_numbers(wanted, got, allowance, "output", is_exact=False) is not None
         both = got.copy()
-        assert elements.compare_numbers(both, got, allowance, "output", is_exact=False) is None
+        assert compare.compare_numbers(both, got, allowance, "output", is_exact=False) is None
 
 
 def test_neighbouring_numbers_below_the_normal_range_agree() -> None:
@@ -365,4 +365,4 @@ def test_neighbouring_numbers_below_the_normal_range_agree() -> None:
     noise.add(wanted)
     for steps, agree in ((1, True), (10, False)):
         got = np.where(wanted < 0.001, wanted + np.float16(steps * 2.0**-24), wanted)
-        assert (elements.compare_numbers(got, wanted, noise.allowance(), "output", is_exact=False) is None) == agree
+        assert (compare.compare_numbers(got, wanted, noise.allowance(), "output", is_exact=False) is None) == agree

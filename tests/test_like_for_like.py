@@ -25,7 +25,7 @@ import quarantune
 from quarantune import TuningResult
 from quarantune.cache import Journal, conclusions
 from quarantune.cli.tune import _record, _text
-from quarantune.measure import finals, playing
+from quarantune.measure import finals
 from quarantune.results.cached_results import cached_results
 from quarantune.results.html_report import page_data
 from quarantune.values.findings import Findings, ratio_text
@@ -166,7 +166,7 @@ def test_defaults_far_behind_take_part_in_few_rounds_which_is_told() -> None:
 def test_a_contender_far_behind_takes_no_time_or_rounds_from_others(machine: str) -> None:
     def play(times_ms: list[float], seed: int) -> tuple[float, list[list[float]]]:
         simulated = Machine(random.Random(seed), *MACHINES[machine])
-        rounds = playing.play([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
+        rounds = finals.play([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
         return simulated.now, rounds
 
     for seed in range(20):

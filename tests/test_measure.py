@@ -16,7 +16,7 @@ import pytest
 
 from quarantune.host import waits
 from quarantune.host.waits import RunTime
-from quarantune.measure import clocks, finals, model, playing, sampling
+from quarantune.measure import clocks, finals, model, sampling
 from quarantune.values.trial import Outcome, Trial, is_plausible_ms
 
 SOFT_BUDGET_S = 0.25
@@ -436,7 +436,7 @@ def verdicts(
 
             return take
 
-        rounds = playing.play([contender(time_ms) for time_ms in times_ms], clock=lambda: 0.0)
+        rounds = finals.play([contender(time_ms) for time_ms in times_ms], clock=lambda: 0.0)
         return finals.decide(dict(enumerate(rounds)), default=default)
 
     return [play() for _ in range(TRIALS)]
@@ -494,9 +494,9 @@ def test_times_closer_than_the_noise_floor_tie_however_steady() -> None:
 
 
 def test_a_final_goes_on_until_the_fastest_is_clear() -> None:
-    far = playing.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.5))], clock=lambda: 0.0)
-    clear = playing.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.15))], clock=lambda: 0.0)
-    level = playing.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.0))], clock=lambda: 0.0)
+    far = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.5))], clock=lambda: 0.0)
+    clear = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.15))], clock=lambda: 0.0)
+    level = finals.play([Sampler(noisy(4, 1.0)), Sampler(noisy(5, 1.0))], clock=lambda: 0.0)
     assert [len(rounds) for rounds in far] == [3, 3]
     assert [len(rounds) for rounds in clear] == [5, 5]
     assert len(level[0]) == len(level[1]) >= 10
@@ -506,19 +506,19 @@ def test_a_final_goes_on_until_the_fastest_is_clear() -> None:
 
 def test_a_final_of_equals_ends_when_its_time_is_up() -> None:
     time = Time()
-    rounds = playing.play([Sampler(noisy(seed), time, 0.1) for seed in (6, 7)], clock=time)
+    rounds = finals.play([Sampler(noisy(seed), time, 0.1) for seed in (6, 7)], clock=time)
     assert len(rounds[0]) == 5
 
 
 def test_a_long_run_is_a_sample_by_itself() -> None:
     long, short = Sampler(noisy(8, 100.0)), Sampler(noisy(9, 1.0))
-    playing.play([long, short], clock=lambda: 0.0)
+    finals.play([long, short], clock=lambda: 0.0)
     assert (long.taken, short.taken) == (1 + 3, 1 + 3 * 3)
 
 
 def test_a_round_takes_more_samples_of_short_runs() -> None:
     short, long = Sampler(noisy(8, 0.05, 0.001)), Sampler(noisy(9, 0.5, 0.001))
-    playing.play([short, long], clock=lambda: 0.0)
+    finals.play([short, long], clock=lambda: 0.0)
     assert (short.taken, long.taken) == (1 + 3 * 10, 1 + 3 * 3)
 
 
@@ -532,20 +532,20 @@ def test_contenders_are_timed_in_turn() -> None:
 
         return take
 
-    playing.play([contender("a", 1.0), contender("b", 1.1), contender("c", 1.2)])
+    finals.play([contender("a", 1.0), contender("b", 1.1), contender("c", 1.2)])
     assert "".join(turns) == "abc" * (1 + 5)
 
 
 def test_a_final_survives_impossible_samples() -> None:
     damaged = [1.0] * 4 + DAMAGED[:3] + [2.0, math.nan, 4.0]
-    ours, theirs = playing.play([Sampler([*damaged, *[1.0] * 99]), Sampler(itertools.repeat(1.1))], clock=lambda: 0.0)
+    ours, theirs = finals.play([Sampler([*damaged, *[1.0] * 99]), Sampler(itertools.repeat(1.1))], clock=lambda: 0.0)
     assert ours[:4] == [1.0, 1.0, 3.0, 1.0]
     assert len(ours) == len(theirs)
 
 
 def test_a_final_without_any_plausible_sample_is_an_error() -> None:
     with pytest.raises(ValueError, match="no plausible sample"):
-        playing.play([Sampler(itertools.repeat(1.0)), Sampler(itertools.repeat(math.nan))])
+        finals.play([Sampler(itertools.repeat(1.0)), Sampler(itertools.repeat(math.nan))])
 
 
 def test_the_profiler_holds_the_outputs_of_one_run_at_a_time() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from quarantune.host.waits import RunTime, fastest
-from quarantune.measure import finals, playing, sampling
+from quarantune.measure import finals, sampling
 from quarantune.values.trial import Outcome, Trial
 
 SWEEPS = 300
@@ -85,7 +85,7 @@ def sweep(machine: Machine, times_ms: Sequence[float]) -> tuple[dict[int, Trial]
     if len(finalists) < 2:
         return trials, finalists[0]
     takes = [machine.runs(times_ms[index]) for index in finalists]
-    rounds = playing.play(takes, is_exact=False, clock=machine)
+    rounds = finals.play(takes, is_exact=False, clock=machine)
     final = finals.Final.of(finalists, rounds, [[] for _ in finalists])
     return trials, finals.conclude(trials, final, default=None)[1].winner
 
@@ -137,7 +137,7 @@ def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
     assert sum(taken) <= 9
     alone = [counted] * 2
     taken.clear()
-    playing.play(alone, is_exact=False, clock=machine)
+    finals.play(alone, is_exact=False, clock=machine)
     assert machine.now < 1.0
 
 
@@ -145,7 +145,7 @@ def test_a_quiet_machine_takes_no_more_samples_for_what_busy_ones_do() -> None:
 def test_a_busy_machine_ends_a_final_as_soon_as_disturbances_do_not_explain_the_lead(machine: str) -> None:
     def play(times_ms: Sequence[float], seed: int) -> tuple[float, finals.Verdict]:
         simulated = Machine(random.Random(seed), *MACHINES[machine])
-        rounds = playing.play([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
+        rounds = finals.play([simulated.runs(each) for each in times_ms], is_exact=False, clock=simulated)
         return simulated.now, finals.decide(dict(enumerate(rounds)), default=0)
 
     far = [play((48.0, 30.0, 45.0), seed) for seed in range(100)]
@@ -206,7 +206,7 @@ def test_a_run_that_needed_no_estimating_is_believed_before_one_that_did() -> No
     assert fastest([estimated, clean, RunTime.exactly(1.2)]) == clean
     assert fastest([estimated, RunTime(60.0, 0.7, 0.7)]) == estimated
     assert sampling.Samples((estimated, clean)).level_ms(is_exact=False) == 1.1
-    rounds = playing.play(
+    rounds = finals.play(
         [lambda count: [estimated, clean], lambda count: [RunTime.exactly(1.0)] * count], is_exact=False
     )
     assert [set(samples_ms) for samples_ms in rounds] == [{1.1}, {1.0}]

@@ -21,8 +21,8 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 from helpers import ends, everywhere, isolated
 
 import quarantune
-from quarantune.measure import compare, elements, on_device
-from quarantune.measure.elements import Mismatches
+from quarantune.measure import compare, on_device
+from quarantune.measure.compare import Mismatches
 from quarantune.measure.rounding import Allowance, Noise
 from quarantune.sandbox import spool
 from quarantune.scheduler.reference import Reference
@@ -347,7 +347,7 @@ def test_on_the_device_the_same_is_found_as_on_the_host(name: str, got: Any, wan
     asked: list[Any] = []
     comparer = on_device.Comparer()
 
-    def shortcut(mine: Any, its: Any, allowance: Allowance) -> elements.Mismatches | None:
+    def shortcut(mine: Any, its: Any, allowance: Allowance) -> compare.Mismatches | None:
         asked.append(comparer(mine, its, allowance))
         return asked[-1]
 
@@ -367,7 +367,7 @@ def test_a_prepared_comparison_compiles_and_transfers_nothing_again(
     got = jnp.asarray(wanted)
     compiles.clear()
     monkeypatch.setattr(on_device.jax, "device_put", None)
-    assert comparer(got, wanted, allowance) == elements.Mismatches(0)
+    assert comparer(got, wanted, allowance) == compare.Mismatches(0)
     assert not compiles
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import quarantune
-from quarantune.sandbox import habitat, pool, shortages, template, wire
+from quarantune.sandbox import pool, shortages, template, wire
 from quarantune.sandbox.messages import Probe
 from quarantune.values import codec
 from quarantune.values.trial import SandboxError
@@ -192,8 +192,8 @@ def test_other_errors_are_raised_unchanged() -> None:
 
 
 def test_no_descriptor_leaks_wherever_they_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    same = habitat.current()
-    monkeypatch.setattr(habitat, "current", lambda: same)  # another limit does not need another template
+    same = template.current_habitat()
+    monkeypatch.setattr(template, "current_habitat", lambda: same)  # another limit does not need another template
     template.shared()
     highest = max(map(int, os.listdir("/proc/self/fd")))
     taken = [os.dup(2)]

@@ -16,7 +16,7 @@ import psutil
 from quarantune.cache import file_lease
 from quarantune.cache.tuning_cache import TuningCache
 from quarantune.doctor.check import Check, fail, first_line, judged, ok, warn
-from quarantune.host import interpreter, machine
+from quarantune.host import machine, origins
 from quarantune.host.shared_files import Directory
 from quarantune.values.settings import Settings
 
@@ -210,7 +210,7 @@ def _locks(probe: Path) -> Check:
 
 def _try_in_another_process(fd: int) -> str:
     try:
-        command = [interpreter.path(), "-c", _TRY]
+        command = [origins.interpreter(), "-c", _TRY]
         done = subprocess.run(command, stdin=fd, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     except (OSError, RuntimeError, subprocess.TimeoutExpired) as error:
         return first_line(error)

@@ -24,7 +24,7 @@ from quarantune import jax_internals
 from quarantune.api.tuner import AutoTuner
 from quarantune.devices import discovery
 from quarantune.doctor.check import Check, first_line, judged, ok, warn
-from quarantune.host import interpreter
+from quarantune.host import origins
 from quarantune.results.result import TuningResult
 from quarantune.values.settings import Settings, settings
 from quarantune.values.trial import Outcome, Trial, TuningFailedError
@@ -221,7 +221,7 @@ def _two_ranks() -> str:
     environ = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), "JAX_PLATFORMS": "cpu"}
 
     def run(rank: int) -> subprocess.CompletedProcess[str]:
-        command = [interpreter.path(), "-c", _PROGRAM, address, str(rank)]
+        command = [origins.interpreter(), "-c", _PROGRAM, address, str(rank)]
         return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_PATIENCE_S, check=False)
 
     try:

@@ -1,4 +1,4 @@
-"""The import path for another process, and the modules that such a process imports first."""
+"""The interpreter and the import path for another process, and the modules that such a process imports first."""
 
 from __future__ import annotations
 
@@ -55,3 +55,27 @@ def _library_directories() -> list[str]:
     files = [getattr(sys.modules.get(name), "__file__", None) for name in _NEEDED]
     packages = [os.path.dirname(os.path.dirname(file)) for file in files if file]
     return [*library, *(os.path.join(directory, "lib-dynload") for directory in library), zipped, *packages]
+
+
+# --- the interpreter ---
+
+
+def interpreter() -> str:
+    """Returns the path of this Python's interpreter.
+
+    Raises:
+        RuntimeError: there is none: Python is embedded, or frozen into an application, which would start itself again.
+    """
+    if getattr(sys, "frozen", False):
+        raise RuntimeError(
+            f"this is a frozen application, of which {sys.executable} would start another instance as a worker: tune "
+            f"with an ordinary Python and ship the results (option tables, or QUARANTUNE_CACHE_PATH), set "
+            f"QUARANTUNE_ON_MISS=default to run untuned where there is none, or set QUARANTUNE_ISOLATION=none to tune "
+            f"in this process"
+        )
+    if not sys.executable:
+        raise RuntimeError(
+            "sys.executable is empty, so no worker can be started: set sys.executable to a Python interpreter "
+            "or set QUARANTUNE_ISOLATION=none"
+        )
+    return sys.executable

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from quarantune.measure import rounding
-from quarantune.measure.elements import Mismatches, excess_of, is_far
+from quarantune.measure.compare import Mismatches, excess_of, is_far
 from quarantune.measure.rounding import Allowance
 from quarantune.values.compiling import OutputArray
 

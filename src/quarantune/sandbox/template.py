@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import secrets
 import signal
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Mapping
 
 from quarantune.host import locks, proc
-from quarantune.sandbox import MARK, habitat, shortages, spawning, spool, wire
+from quarantune.sandbox import MARK, shortages, spawning, spool, wire
 from quarantune.sandbox.template_messages import SPOILED, Open, TemplateOptions, WarmUp
 from quarantune.sandbox.wire import Connection
 from quarantune.values.codec import Frame
@@ -26,7 +27,7 @@ class Template:
     """A running template process."""
 
     def __init__(self) -> None:
-        self.habitat = habitat.current()
+        self.habitat = current_habitat()
         self.users = 0
         """Number of sandboxes that are connected to this template."""
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -163,7 +164,7 @@ def shared() -> Template:
     """
     global _template
     with _lock:
-        if _template is not None and _template.habitat != habitat.current():
+        if _template is not None and _template.habitat != current_habitat():
             _outdated.append(_template)
             _template = None
             _close_unused()
@@ -230,3 +231,41 @@ def _forget_in_fork() -> None:
 
 atexit.register(close_shared)
 os.register_at_fork(after_in_child=_forget_in_fork)
+
+
+# --- what a process inherits for good when it starts, to tell whether a running template is out of date ---
+
+
+_READ_AT_START = ("LD_", "PYTHON", "JAX_", "XLA_", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_")
+"""Prefixes of variables that the loader, Python, JAX, its plugins and numerical libraries read once, at start-up.
+
+Every sweep gives its workers the current values of all other variables.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Habitat:
+    """Properties that a new child of this process would keep for good.
+
+    Attributes:
+        user: the user ids, the group ids and the supplementary groups.
+        cpus: the CPUs that the calling thread may use.
+        cgroup: the control groups.
+        environ: the environment variables that are read once.
+    """
+
+    user: tuple[object, ...]
+    cpus: frozenset[int]
+    cgroup: bytes
+    environ: tuple[tuple[str, str], ...]
+
+
+def current_habitat() -> Habitat:
+    """Returns the habitat that a child started now would inherit."""
+    groups = tuple(sorted(os.getgroups()))
+    return Habitat(
+        user=(os.getuid(), os.geteuid(), os.getgid(), os.getegid(), groups),
+        cpus=frozenset(os.sched_getaffinity(0)),
+        cgroup=proc.read("/proc/self/cgroup"),
+        environ=tuple(sorted(item for item in os.environ.items() if item[0].startswith(_READ_AT_START))),
+    )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import importlib
 import math
 import os
 import pickle
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,11 +18,13 @@ import ml_dtypes
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.host import origins
+from quarantune.jax_internals import state
 from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start
 from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall
 from quarantune.transport.pickling import dumps, loads
-from quarantune.transport.process_options import ProcessOptions
 from quarantune.transport.state import ProgramValue
+from quarantune.values import naming
 from quarantune.values.shardings import MeshSpec, ShardingSpec, context_mesh, local_sharding, sharding_of
 
 _CHUNK_BYTES = 64 << 20
@@ -84,7 +89,7 @@ def pack_call(
         context_mesh=_mesh_to_send(specs, devices if manual_mesh is None else 0),
         program_values=program_values,
     )
-    process = ProcessOptions.current(devices=call.devices_needed)
+    process = _ProcessOptions.current(devices=call.devices_needed)
     return PackedCall(
         # Two pickles, because the outer one is read before any of the user's modules is imported.
         blob=pickle.dumps((process, dumps(call))),
@@ -125,7 +130,7 @@ def unpack_call(blob: bytes) -> Call:
     Args:
         blob: `PackedCall.blob`.
     """
-    process: ProcessOptions
+    process: _ProcessOptions
     process, root = pickle.loads(blob)
     unknown = process.adopt_before_imports()
     call: Call = loads(root)
@@ -277,3 +282,70 @@ def _has_value(array: Any) -> bool:
             f"donated to an earlier call. Pass a copy (jnp.copy) to calls that donate their arguments."
         )
     return bool(array.is_fully_addressable)
+
+
+# --- the state of the process that a worker shares ---
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ProcessOptions:
+    """What a worker takes over from the caller's process.
+
+    Attributes:
+        import_path: `sys.path`.
+        jax_options: the values of JAX's options.
+        contexts: the contexts of JAX that are set, pickled, as their values may be of the user's own classes.
+        devices: how many devices the call needs.
+        program: the name of its program, for keys.
+    """
+
+    import_path: list[str]
+    jax_options: Mapping[str, Any]
+    contexts: bytes
+    devices: int
+    program: str
+
+    @classmethod
+    def current(cls, *, devices: int) -> _ProcessOptions:
+        """Returns the options of this process and thread.
+
+        Args:
+            devices: how many devices the call needs.
+        """
+        return cls(
+            import_path=origins.import_path(),
+            jax_options=state.options_to_travel(),
+            contexts=dumps(jax_internals.contexts()),
+            devices=devices,
+            program=naming.program(),
+        )
+
+    def adopt_before_imports(self) -> Mapping[str, Any]:
+        """Sets the import path and JAX's options in this process, before any of the user's modules is imported.
+
+        Returns:
+            The options that JAX does not know yet, for `adopt_after_imports`: a module of the user's registers them.
+        """
+        sys.path[:] = self.import_path + [entry for entry in sys.path if entry not in self.import_path]
+        naming.adopt(self.program)
+        importlib.invalidate_caches()  # the user may have written a module since this process last looked
+        unknown = state.adopt_options(self.jax_options)
+        _provide_cpu_devices(self.devices)
+        return unknown
+
+    def adopt_after_imports(self, unknown: Mapping[str, Any]) -> None:
+        """Sets the rest of JAX's options, and its contexts.
+
+        Args:
+            unknown: what `adopt_before_imports` returned.
+        """
+        state.adopt_late_options(unknown)
+        jax_internals.set_contexts(loads(self.contexts))
+
+
+def _provide_cpu_devices(count: int) -> None:
+    """Configures JAX to make at least so many CPU devices, for a call whose arrays are spread over several devices."""
+    forced = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    option = jax.config.values["jax_num_cpu_devices"]
+    if count > (option if option >= 0 else int(forced[-1]) if forced else 1):
+        jax.config.update("jax_num_cpu_devices", count)

@@ -21,7 +21,7 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.host import locks, origins
-from quarantune.transport import classes, interruptions, loaded, unpicklable
+from quarantune.transport import classes, loaded, unpicklable
 from quarantune.transport.arrays import concrete_data, restore_array
 
 _SIGNATURE_ATTRIBUTES = (
@@ -50,7 +50,7 @@ def dumps(obj: object) -> bytes:
     try:
         return _dump(obj)
     except Exception as error:
-        if interruptions.is_one(error):
+        if unpicklable.is_interruption(error):
             raise
         message = unpicklable.explain(obj, error, _dump)
         if edited := loaded.own_edited_modules():
@@ -333,7 +333,7 @@ def _find_spec(name: str, path: Any) -> Any:
         try:
             spec = finder.find_spec(name, path)
         except Exception as error:
-            if interruptions.is_one(error):
+            if unpicklable.is_interruption(error):
                 raise
             continue
         if spec is not None:

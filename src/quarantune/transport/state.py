@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from quarantune.transport import classes, interruptions, unpicklable
+from quarantune.transport import classes, unpicklable
 from quarantune.transport.pickling import Pickler, dump_with, load_by_name, set_attributes
 
 _LARGEST_BYTES, _LARGEST_ARRAY_BYTES = 1 << 26, 1 << 24
@@ -66,7 +66,7 @@ def dump_state(value: object, place: str) -> tuple[bytes | None, str]:
     try:
         blob = dump_with(make, value, _BoundedFile())
     except Exception as error:
-        if interruptions.is_one(error):
+        if unpicklable.is_interruption(error):
             raise
         return None, str(error)
     return blob, next(iter(reasons), "")
@@ -108,7 +108,7 @@ class _StatePickler(Pickler):
                 reduced = obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             cannot_travel = isinstance(error, unpicklable.CannotTravelError) or not hasattr(obj, "__dict__")
-            if interruptions.is_one(error) or (obj is self._value and cannot_travel):
+            if unpicklable.is_interruption(error) or (obj is self._value and cannot_travel):
                 raise
             if cannot_travel:
                 self._reasons.append(str(error))

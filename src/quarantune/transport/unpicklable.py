@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import signal
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from quarantune import jax_internals
-from quarantune.transport import interruptions
 
 _REMEDY = (
     "Create it inside the function, pass it as an argument, or move the function into a module that can be "
@@ -68,7 +70,7 @@ def _failure(obj: object, dump: Callable[[object], bytes]) -> Exception | None:
     try:
         dump(obj)
     except Exception as error:
-        if interruptions.is_one(error):
+        if is_interruption(error):
             raise
         return error
     return None
@@ -127,3 +129,28 @@ def short(obj: object) -> str:
     except Exception:
         text = f"an object of {type(obj).__qualname__}"
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+# --- exceptions of signal handlers ---
+
+
+def is_interruption(error: BaseException) -> bool:
+    """Returns whether an exception was raised by a signal handler, for example by a timeout of the caller's.
+
+    Args:
+        error: the exception, with its traceback.
+    """
+    handlers = _handlers()
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _handlers() -> set[types.CodeType]:
+    found = set()
+    for number in signal.valid_signals():
+        handler = signal.getsignal(number)
+        if callable(handler):
+            function = handler if isinstance(handler, types.FunctionType) else getattr(handler, "__func__", None)
+            code = getattr(function or inspect.getattr_static(type(handler), "__call__", None), "__code__", None)
+            if isinstance(code, types.CodeType):
+                found.add(code)
+    return found

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from quarantune import jax_internals
 from quarantune.host.waits import RunTime, Watch
-from quarantune.measure import clocks, finals, model, playing, rounding, sampling
+from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes, program_text
@@ -392,12 +392,12 @@ class Bench:
         each = [self.clock(program) for program in programs]
         is_exact = all(clock.is_exact for clock in each)
         rep = self._options.rep
-        rounds_ms = playing.play([clock.take for clock in each], is_exact=is_exact, rep=rep)
+        rounds_ms = finals.play([clock.take for clock in each], is_exact=is_exact, rep=rep)
         warm_ms: list[list[float]] = [[] for _ in programs]
         near = finals.level(dict(enumerate(rounds_ms)), floor=finals.NEAR)
         if len(near) > 1 and self._has_own_clock():
             contenders = [self.clock(programs[position], is_flushed=False).take for position in near]
-            played = playing.play(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
+            played = finals.play(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
             for position, samples_ms in zip(near, played, strict=True):
                 warm_ms[position] = samples_ms
         return rounds_ms, warm_ms
