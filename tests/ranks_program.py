@@ -26,7 +26,7 @@ import numpy as np
 import quarantune
 from quarantune.devices import discovery
 from quarantune.resolve.call_key import keyed
-from quarantune.resolve.entries import open_store, space_of
+from quarantune.resolve.layers import open_store, space_of
 from quarantune.values import settings as environment
 from quarantune.values import versions
 

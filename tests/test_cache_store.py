@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Store
-from quarantune.cache.owners import Owner
+from quarantune.cache.file_lease import Owner
 
 ENTRY = {"config": {"BM": 32}, "time_ms": 0.5}
 STORED = {"schema": SCHEMA, **ENTRY}

@@ -18,7 +18,7 @@ import quarantune
 from quarantune import CompileReport, Outcome, Phase, Trial, TuningFailedError
 from quarantune.devices import targets
 from quarantune.results.compile_report import briefly
-from quarantune.values.compiler_figures import CompilerFigures
+from quarantune.values.compiling import CompilerFigures
 from quarantune.worker.compiler_figures import read_figures
 
 X = jax.ShapeDtypeStruct((8, 128), jnp.float32)

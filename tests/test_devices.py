@@ -8,7 +8,7 @@ import pytest
 
 from quarantune.devices import discovery, targets
 from quarantune.devices.device import Backend, cheap_context, visible_devices
-from quarantune.values.probed_device import ProbedDevice
+from quarantune.values.compiling import ProbedDevice
 from quarantune.values.settings import current
 
 

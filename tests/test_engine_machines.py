@@ -23,7 +23,7 @@ from aftermath import eventually
 from helpers import SOURCE
 
 import quarantune
-from quarantune.engine import silence
+from quarantune.engine import shards
 from quarantune.values.trial import EngineError, Outcome
 
 pytestmark = [
@@ -199,7 +199,7 @@ def test_no_config_is_blamed_for_a_scheduler_that_dies(
         cluster.worker()
     seen = Following(lambda: cluster.end(cluster.scheduler), phases=phases, ends=ends)
     with cluster.executor(2) as executor:
-        monkeypatch.setattr(silence, "_ENDS_S", 20.0)
+        monkeypatch.setattr(shards, "_ENDS_S", 20.0)
         # The scheduler may die so late that all is known, and only its last answer is missing.
         with pytest.raises(EngineError, match=r"trials so far are kept"):
             tuner("scheduler", on_progress=seen).run(X, executor=executor)
@@ -277,13 +277,13 @@ def test_a_machine_that_joins_late_and_cannot_take_part_is_named_and_costs_nothi
 def test_a_cluster_without_workers_is_named_and_waited_for_with_a_bound(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(silence, "_SAYS_S", 0.5)
-    monkeypatch.setattr(silence, "_ENDS_S", 3.0)
+    monkeypatch.setattr(shards, "_SAYS_S", 0.5)
+    monkeypatch.setattr(shards, "_ENDS_S", 3.0)
     with cluster.executor(0) as executor:
         with pytest.raises(EngineError, match=r"no machine of the executor ClientExecutor has begun .*workers run"):
             tuner("nobody").run(X, executor=executor)
         assert "see whether its scheduler and its workers run" in caplog.text
-    monkeypatch.setattr(silence, "_ENDS_S", 100.0)
+    monkeypatch.setattr(shards, "_ENDS_S", 100.0)
     with cluster.executor(0) as executor:
         threading.Timer(2.0, cluster.worker).start()  # it comes late
         assert tuner("late", space=4).run(X, executor=executor).best_config["n"] <= 1
@@ -295,7 +295,7 @@ def test_workers_that_leave_in_mid_sweep_are_waited_for_with_a_bound(
     worker = cluster.worker()
     seen = Following(lambda: cluster.end(worker), phases=1, ends=3)
     with cluster.executor(1) as executor:
-        monkeypatch.setattr(silence, "_ENDS_S", 5.0)
+        monkeypatch.setattr(shards, "_ENDS_S", 5.0)
         with pytest.raises(EngineError, match="trials so far are kept"):
             tuner("left", on_progress=seen).run(X, executor=executor)
     goes_on_here("left", seen.ended)

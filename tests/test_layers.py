@@ -44,7 +44,7 @@ def described(fn: Any, *args: Any, **kwargs: Any) -> Any:
 
 def store_winner(directory: Path, fn: Any, n: int, *args: Any, key: str | None = None, **fields: Any) -> None:
     """Puts an entry into a directory, as tuning for this call would."""
-    from quarantune.resolve.entries import space_of
+    from quarantune.resolve.layers import space_of
 
     call = described(fn, *args)
     entry = {
@@ -155,7 +155,7 @@ def a_key(*shape: int, dtype: str = "float32", mode: str = "a") -> str:
 )
 def test_the_distance_of_two_calls_is_that_of_their_sizes(found: str, doublings: float | None) -> None:
     away = similar.distance(found, a_key(64, 64))
-    assert (None if away is None else away.doublings) == doublings
+    assert (None if away is None else away[0]) == doublings
 
 
 def test_of_two_sizes_as_near_the_smaller_is_preferred() -> None:
@@ -176,7 +176,7 @@ def test_whole_numbers_from_a_key_fn_are_sizes() -> None:
     )
     away = similar.distance(near, wanted)
     assert away is not None
-    assert away.doublings == 1
+    assert away[0] == 1
     assert similar.distance(other, wanted) is None
     assert similar.distance(wanted.replace('"static":4', '"static":8'), wanted) is None
 

@@ -26,8 +26,7 @@ from quarantune import TuningResult
 from quarantune.cache import Journal, conclusions
 from quarantune.cli.tune import _record, _text
 from quarantune.measure import finals
-from quarantune.results.cached_results import cached_results
-from quarantune.results.html_report import page_data
+from quarantune.results.html_report import cached_results, page_data
 from quarantune.values.findings import Findings, ratio_text
 from quarantune.values.trial import UNTUNED, Outcome, Trial
 

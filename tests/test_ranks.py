@@ -24,7 +24,7 @@ from quarantune.jax_internals import coordination
 from quarantune.resolve import agreement, ranks
 from quarantune.resolve.call_key import keyed
 from quarantune.resolve.call_result import call_result
-from quarantune.resolve.entries import open_store, space_of
+from quarantune.resolve.layers import open_store, space_of
 from quarantune.values import settings as environment
 from quarantune.values.findings import Findings
 

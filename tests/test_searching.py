@@ -24,7 +24,7 @@ from test_scheduler import (  # noqa: F401
 )
 
 from quarantune import settings
-from quarantune.resolve import entries
+from quarantune.resolve import layers
 from quarantune.resolve.similar import difference
 from quarantune.scheduler.loop import Scheduler
 from quarantune.search import Space
@@ -401,7 +401,7 @@ def test_a_grid_is_a_list_that_is_not_kept() -> None:
         assert [space.find({"a": 1, "b": 1, "c": 1.5}), space.find({"a": "x"}), space.find(3)] == [None] * 3
         with pytest.raises(IndexError):
             space[len(listed)]
-    assert entries.space_of(computed) == entries.space_of(listed)
+    assert layers.space_of(computed) == layers.space_of(listed)
 
 
 def test_large_grids_are_not_listed() -> None:
@@ -411,8 +411,8 @@ def test_large_grids_are_not_listed() -> None:
     assert len(large.examples()) == 3000
     assert large.find(large[4321]) == 4321
     assert Space.of(pickle.loads(pickle.dumps(large)), fn_name="f", parameters=None)[4321] == large[4321]
-    assert entries.space_of(large) == entries.space_of(Space({name: axes[name][::-1] for name in "cba"}))
-    assert entries.space_of(large) != entries.space_of(Space(axes | {"c": list(range(1, 1001))}))
+    assert layers.space_of(large) == layers.space_of(Space({name: axes[name][::-1] for name in "cba"}))
+    assert layers.space_of(large) != layers.space_of(Space(axes | {"c": list(range(1, 1001))}))
     with pytest.raises(ValueError, match=r"1,000,000,000 configs, of which at most 1,000,000 are all tried"):
         large.listed()
 
@@ -447,14 +447,14 @@ def entry(time_ms: float, stopped: str, seen: int) -> dict[str, Any]:
 
 def test_a_less_thorough_result_never_replaces_a_better_one() -> None:
     thorough, quick, better = entry(1.0, "max_trials", 80), entry(1.1, "max_trials", 20), entry(0.9, "patience", 30)
-    assert entries.more_thorough("gpu", "key", thorough, quick) is thorough
-    assert entries.more_thorough("gpu", "key", quick, thorough) is thorough
-    assert entries.more_thorough("gpu", "key", thorough, better) is better
+    assert layers.more_thorough("gpu", "key", thorough, quick) is thorough
+    assert layers.more_thorough("gpu", "key", quick, thorough) is thorough
+    assert layers.more_thorough("gpu", "key", thorough, better) is better
     everything = entry(1.2, "exhausted", 100)
-    assert entries.more_thorough("gpu", "key", thorough, everything) is everything
-    assert entries.more_thorough("gpu", "key", everything, everything | {"time_ms": 1.3})["time_ms"] == 1.3
+    assert layers.more_thorough("gpu", "key", thorough, everything) is everything
+    assert layers.more_thorough("gpu", "key", everything, everything | {"time_ms": 1.3})["time_ms"] == 1.3
     of_another_space = quick | {"space": {"configs": 7}}
-    assert entries.more_thorough("gpu", "key", thorough, of_another_space) is of_another_space
+    assert layers.more_thorough("gpu", "key", thorough, of_another_space) is of_another_space
 
 
 @pytest.mark.parametrize("record", [None, 3, {"stopped": 5, "seen": -1, "budget": "x"}, {"seen": True}])

@@ -58,7 +58,7 @@ def kernel(x, place, good, n: int = 0):
 MEMBER = """
 import json, logging, os, sys
 import numpy as np
-from quarantune.resolve import tuning_claim
+from quarantune.resolve import sweep_records
 from quarantune.cache import claims
 from shared_kernel import kernel
 
@@ -72,8 +72,8 @@ for line in sys.stdin:
     handler = logging.FileHandler(order["log"])
     logger.addHandler(handler)
     if order["worst_case_s"] is not None:
-        tuning_claim._HEARTBEAT_S = 0.1
-        tuning_claim.TuningClaim._worst_case_s = lambda self: order["worst_case_s"]
+        sweep_records._HEARTBEAT_S = 0.1
+        sweep_records.TuningClaim._worst_case_s = lambda self: order["worst_case_s"]
         claims._GRACE_S = 0.5
     x = np.zeros(2, np.float32)
     try:

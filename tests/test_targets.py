@@ -15,8 +15,7 @@ import quarantune
 from quarantune.devices import targets
 from quarantune.devices.device import Backend
 from quarantune.values import settings as environment
-from quarantune.values.compiling import CompileTarget
-from quarantune.values.probed_device import ProbedDevice
+from quarantune.values.compiling import CompileTarget, ProbedDevice
 from quarantune.worker.failures import outcome_of, place_of
 
 TEXT = 'gpu_device_info {\n  core_count: 58\n}\nplatform_name: "CUDA"\ndevice_description_str: "NVIDIA L4"\n'

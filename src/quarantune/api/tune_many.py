@@ -17,7 +17,7 @@ from quarantune.values import settings as environment
 from quarantune.values.texts import shown
 
 if TYPE_CHECKING:
-    from quarantune.engine.whole_sweeps import WholeSweeps
+    from quarantune.engine.distributed import WholeSweeps
 
 _MOST = 64
 """How many problems are followed at a time, each by one thread."""
@@ -80,7 +80,7 @@ def _outcome(tune: _Tune) -> _Result:
 
 
 def _all_at_once(tunes: Sequence[_Tune], executor: Executor) -> list[_Result]:
-    from quarantune.engine.whole_sweeps import WholeSweeps
+    from quarantune.engine.distributed import WholeSweeps
 
     whole = WholeSweeps(executor)
     with environment.settings(executor=whole):

@@ -16,10 +16,9 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
-from quarantune.cache.file_lease import LOCK, try_flock, unchanged_s
+from quarantune.cache.file_lease import LOCK, Owner, boot_id, try_flock, unchanged_s
 from quarantune.cache.journal import trials_folder
 from quarantune.cache.keys import problem_hash
-from quarantune.cache.owners import Owner, boot_id
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory
 from quarantune.values.codec import Record, within
@@ -130,11 +129,8 @@ class Claim:
                 f"({error.strerror}); make the directory writable, or set QUARANTUNE_CACHE_DIR to one that is"
             ) from error
 
-    def refresh(self, *, worst_case_s: float | None = None) -> bool:
+    def refresh(self) -> bool:
         """Shows the others that the holder lives; takes microseconds, so call it whenever something has happened.
-
-        Args:
-            worst_case_s: a new bound on the seconds until the next call; None leaves it unchanged.
 
         Returns:
             False if the claim is not ours, or no longer because this process was silent for too long.
@@ -145,9 +141,6 @@ class Claim:
             self.release()
             return False
         with contextlib.suppress(OSError):
-            if worst_case_s is not None and worst_case_s != self._worst_case_s:
-                self._worst_case_s = min(worst_case_s, _LONGEST_WORST_CASE_S)
-                self._describe(self._fd)
             os.utime(self._fd)
         return True
 

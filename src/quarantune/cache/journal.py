@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -13,11 +14,13 @@ from typing import Any
 
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
+from quarantune.cache.file_lease import this_host
 from quarantune.cache.keys import canonical_json, plain, problem_hash, safe_name
-from quarantune.cache.owners import this_host
 from quarantune.host import shared_files
 from quarantune.host.shared_files import Directory, NotAFileError, TooLargeError
+from quarantune.values.codec import DamageError
 from quarantune.values.json_object import JsonObject
+from quarantune.values.trial import Trial
 
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND
 _LINE = re.compile(rb"(?P<crc>[0-9a-f]{8}) (?P<record>.*)")
@@ -95,6 +98,12 @@ class Journal:
                     yield record
             if damaged:
                 report_once(_damage_of(path, damaged))
+
+    def trials(self) -> Iterator[Trial]:
+        """Yields the trials of its records; a record without one is left out."""
+        for record in self.each():
+            with contextlib.suppress(DamageError):
+                yield Trial.from_json(record.get("trial"))
 
     def discard(self) -> None:
         """Removes the journal, so that the next sweep starts over.

@@ -9,7 +9,7 @@ from pathlib import Path
 from quarantune.cli import cache
 from quarantune.cli.output import DONE, InputError, Output, counted, input_errors
 from quarantune.results import html_report
-from quarantune.results.cached_results import cached_results
+from quarantune.results.html_report import cached_results
 
 
 def report(options: argparse.Namespace, out: Output) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quarantune.host import machine
-from quarantune.values.probed_device import ProbedDevice
+from quarantune.values.compiling import ProbedDevice
 
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "ROCR_VISIBLE_DEVICES"}
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Executor
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
 
 from quarantune.devices.targets import Target
 from quarantune.engine import parcel, shards
 from quarantune.engine.replies import End
 from quarantune.engine.shards import Shard, Shards
-from quarantune.engine.whole_sweeps import WholeSweeps
 from quarantune.measure import finals
 from quarantune.measure.finals import Final
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Proof
@@ -263,3 +264,37 @@ def heats(groups: Sequence[Sequence[int]], default: int | None) -> list[list[int
 def is_usable(trial: Trial) -> bool:
     """Returns whether a config may win."""
     return trial.outcome is Outcome.OK and trial.time_ms is not None
+
+
+class InterruptedSweepError(Exception):
+    """The sweep was interrupted with all others of its group."""
+
+
+class WholeSweeps(Executor):
+    """An executor whose tasks are whole sweeps.
+
+    Attributes:
+        executor: the engine.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+        self._is_over = threading.Event()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Submits a task to the engine."""
+        return self.executor.submit(fn, *args, **kwargs)
+
+    def interrupt(self) -> None:
+        """Ends the sweeps that are running."""
+        self._is_over.set()
+
+    def check(self) -> WholeSweeps:
+        """Returns itself.
+
+        Raises:
+            InterruptedSweepError: the sweeps were interrupted.
+        """
+        if self._is_over.is_set():
+            raise InterruptedSweepError
+        return self

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeAlias
 from quarantune.engine import remote
 from quarantune.measure.finals import Final
 from quarantune.values.codec import DamageError, Record, one_of
-from quarantune.values.compiler_figures import CompilerFigures
+from quarantune.values.compiling import CompilerFigures
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import (
     END,

@@ -12,7 +12,7 @@ import jax
 
 from quarantune.host import locks
 from quarantune.resolve import layers, suitable
-from quarantune.resolve.entries import space_of
+from quarantune.resolve.layers import space_of
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import binding
 from quarantune.transport.call import Arguments

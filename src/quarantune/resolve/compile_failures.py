@@ -16,7 +16,7 @@ from quarantune.resolve.call_key import KeyedCall
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import versions
 from quarantune.values.codec import Record
-from quarantune.values.compiler_figures import CompilerFigures
+from quarantune.values.compiling import CompilerFigures
 from quarantune.values.config_values import text_of
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import Outcome, Phase, Route, Trial

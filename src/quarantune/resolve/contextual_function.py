@@ -9,8 +9,8 @@ from typing import Any
 from quarantune import cache
 from quarantune.cache import Entry
 from quarantune.resolve.bound_call import BoundCall
-from quarantune.resolve.entries import space_of
 from quarantune.resolve.known_results import KnownResults
+from quarantune.resolve.layers import space_of
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.contextual_result import labels
 from quarantune.transport import assignment

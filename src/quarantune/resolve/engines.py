@@ -56,7 +56,7 @@ def device(settings: Settings) -> Target | None:
     executor = settings.executor
     if executor is None:
         return None
-    from quarantune.engine.whole_sweeps import WholeSweeps
+    from quarantune.engine.distributed import WholeSweeps
 
     executor = executor.executor if isinstance(executor, WholeSweeps) else executor
     with _lock:
@@ -96,7 +96,7 @@ def _ask(executor: Executor) -> Target:
 def _answers(executor: Executor, count: int) -> list[Callable[[], Any]]:
     """Asks machines of an engine to describe themselves; returns functions that wait for their answers."""
     from quarantune.engine import remote, replies
-    from quarantune.engine.silence import Silence
+    from quarantune.engine.shards import Silence
 
     silence = Silence(executor)
 

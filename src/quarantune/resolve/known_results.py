@@ -12,8 +12,7 @@ from quarantune.cache import Entry
 from quarantune.resolve import layers
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import CallKey, KeyedCall
-from quarantune.resolve.entries import changed_versions, open_store
-from quarantune.resolve.layers import Found, Layer
+from quarantune.resolve.layers import Found, Layer, changed_versions, open_store
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.sweep.search_limits import SearchLimits
 from quarantune.values import naming, remembered, shown

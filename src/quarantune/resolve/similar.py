@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,13 +10,12 @@ from typing import Any
 from quarantune import cache
 from quarantune.cache import Entry, Journal
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.entries import changed_versions, dict_or_empty
 from quarantune.resolve.known_results import KnownResults
-from quarantune.resolve.layers import Found
+from quarantune.resolve.layers import Found, changed_versions, dict_or_empty
 from quarantune.values import config_space
 from quarantune.values.config_values import text_of
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Config, Outcome, Trial
+from quarantune.values.trial import Config, Outcome
 
 _LARGEST_FACTOR = 4
 """Sizes that differ by more than this factor are not compared: the best config may be another one."""
@@ -91,20 +89,7 @@ def _differences(keyed: KeyedCall, found: Found, settings: Settings) -> list[str
     return differences
 
 
-@dataclasses.dataclass(frozen=True, order=True)
-class Distance:
-    """The distance of a call from another one that differs in sizes only.
-
-    Attributes:
-        doublings: the sum of the absolute logarithms to base 2 of the factors between their sizes.
-        is_above: whether a size is larger than that of the other call; of two calls as near, the smaller is preferred.
-    """
-
-    doublings: float
-    is_above: bool
-
-
-def distance(found: str, wanted: str) -> Distance | None:
+def distance(found: str, wanted: str) -> tuple[float, bool] | None:
     """Returns the distance of a key from the wanted one; None where they differ in more than sizes, or by too much.
 
     Sizes are the dimensions of arrays. Where a `key_fn` describes them, all whole numbers that it returns count.
@@ -112,6 +97,10 @@ def distance(found: str, wanted: str) -> Distance | None:
     Args:
         found: the key of an entry.
         wanted: the key of a call.
+
+    Returns:
+        The sum of the absolute logarithms to base 2 of the factors between their sizes; and whether a size is larger
+        than that of the wanted one, as of two that are as near, the smaller is preferred.
     """
     try:
         there, here = (dict(_leaves(json.loads(key))) for key in (found, wanted))
@@ -130,7 +119,7 @@ def distance(found: str, wanted: str) -> Distance | None:
         if max(size, other) > _LARGEST_FACTOR * min(size, other):
             return None
         factors.append(math.log2(other / size))
-    return Distance(round(math.fsum(map(abs, factors)), _ROUNDING), any(factor > 0 for factor in factors))
+    return (round(math.fsum(map(abs, factors)), _ROUNDING), any(factor > 0 for factor in factors))
 
 
 def starts(keyed: KeyedCall, known: KnownResults, settings: Settings) -> list[Config]:
@@ -191,11 +180,7 @@ def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tupl
 def _fastest(journal: Journal, find: Callable[[Any], Config | None]) -> list[Config]:
     """Returns the configs of a journal that were measured, the fastest first."""
     times: dict[str, tuple[float, Config]] = {}
-    for record in journal.each():
-        try:
-            trial = Trial.from_json(record["trial"])
-        except (KeyError, TypeError, ValueError, AttributeError):
-            continue
+    for trial in journal.trials():
         config = find(trial.config)
         if config is not None and trial.outcome is Outcome.OK and trial.level_ms is not None:
             times[text_of(config)] = trial.level_ms, config

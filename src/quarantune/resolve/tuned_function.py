@@ -11,7 +11,7 @@ from quarantune import cache, jax_internals
 from quarantune.cache import Fingerprint
 from quarantune.host import locks
 from quarantune.resolve import suitable
-from quarantune.resolve.entries import space_of
+from quarantune.resolve.layers import space_of
 from quarantune.transport import binding
 from quarantune.transport.problem import describe_function
 from quarantune.values import config_space, naming

@@ -21,11 +21,10 @@ from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result, entry_for
 from quarantune.resolve.compilation_seeds import CompilationSeeds
-from quarantune.resolve.entries import more_thorough, open_store
 from quarantune.resolve.known_results import KnownResults
+from quarantune.resolve.layers import more_thorough, open_store
 from quarantune.resolve.similar import starts
-from quarantune.resolve.sweep_records import SweepRecords
-from quarantune.resolve.tuning_claim import TuningClaim, left_trials
+from quarantune.resolve.sweep_records import SweepRecords, TuningClaim, left_trials
 from quarantune.results import report
 from quarantune.results.progress import Progress
 from quarantune.results.result import TuningResult

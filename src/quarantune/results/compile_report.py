@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from quarantune.results import report
-from quarantune.values.compiler_figures import CompilerFigures
+from quarantune.values.compiling import CompilerFigures
 from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError, count_outcomes
 
 if TYPE_CHECKING:

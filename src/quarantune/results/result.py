@@ -248,7 +248,7 @@ class TuningResult(Record):
         html_report.write(path, [self._report_data()])
 
     def _report_data(self) -> ResultData:
-        from quarantune.results.cached_results import cached_result
+        from quarantune.results.html_report import cached_result
         from quarantune.values import settings
 
         if self.from_cache is True and not self.trials and self.name:

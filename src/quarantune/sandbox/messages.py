@@ -11,9 +11,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-from quarantune.values.compiler_figures import CompilerFigures
-from quarantune.values.compiling import CompileTarget, OutputArray
-from quarantune.values.probed_device import ProbedDevice
+from quarantune.values.compiling import CompilerFigures, CompileTarget, OutputArray, ProbedDevice
 from quarantune.values.tolerance import Tolerance
 from quarantune.values.trial import Phase
 

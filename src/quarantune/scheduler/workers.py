@@ -16,7 +16,7 @@ from quarantune.sandbox.events import Event
 from quarantune.sandbox.messages import Measured, Reply, Task
 from quarantune.scheduler.plan import KILL_DEADLINE_S, STARTUP_DEADLINE_S
 from quarantune.values import codec
-from quarantune.values.compiler_figures import CompilerFigures
+from quarantune.values.compiling import CompilerFigures
 from quarantune.values.trial import Config, Outcome, Phase
 
 NEVER = float("inf")

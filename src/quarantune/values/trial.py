@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Self, TypeAlias, TypeGuard
 
 from quarantune.values.codec import IN_MEMORY, DamageError, Record, one_of, within
-from quarantune.values.compiler_figures import CompilerFigures
+from quarantune.values.compiling import CompilerFigures
 from quarantune.values.config_values import encode, freeze
 from quarantune.values.json_object import JsonObject
 
