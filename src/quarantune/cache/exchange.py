@@ -16,7 +16,7 @@ from quarantune.cache.keys import canonical_json, safe_name
 from quarantune.cache.store import Store
 from quarantune.host.shared_files import Directory
 from quarantune.values.call_text import call_text
-from quarantune.values.texts import did_you_mean
+from quarantune.values.texts import did_you_mean, printable, shown
 
 
 class CacheKey(NamedTuple):
@@ -195,33 +195,51 @@ def export(
         ValueError: a name or a device has no entry.
         CacheWriteError: the directory cannot be written to, or a file in it is damaged or from a later version.
     """
-    known = source.names()
-    chosen = known if names is None else [name for name in known if any(_matches(name, wanted) for wanted in names)]
-    for wanted in names or ():
-        if not any(_matches(name, wanted) for name in known):
-            raise ValueError(f"nothing is cached for {wanted!r}.{did_you_mean(wanted, known)}")
-    found = [(name, source.read(name)) for name in chosen]
-    kinds = {device for _, contents in found for device, entries in contents.items() if entries}
-    for wanted in devices or ():
-        if wanted not in kinds:
-            raise ValueError(
-                f"nothing is cached for the device {wanted!r}.{did_you_mean(wanted, sorted(kinds))} "
-                f"There are results for: {', '.join(sorted(kinds)) or 'none'}."
-            )
-    written: list[CacheKey] = []
+    found = chosen(source, names=names, devices=devices)
     target = Store(directory)
-    if faults := [fault for name in chosen for fault in target.problems(name)]:
+    if faults := [fault for name, _ in found for fault in target.problems(name)]:
         raise CacheWriteError(
             f"nothing was exported: {faults[0]}; what the file holds would be lost, so move it away, or name another "
             "directory"
         )
     for name, contents in found:
-        picked = {device: entries for device, entries in contents.items() if devices is None or device in devices}
-        keys = [key for key, _ in entries_of(name, picked)]
-        if keys:
-            _replace(target.path(name), _joined(target.read(name), picked))
-            written += keys
-    return written
+        _replace(target.path(name), _joined(target.read(name), contents))
+    return [key for name, contents in found for key, _ in entries_of(name, contents)]
+
+
+def chosen(
+    store: Store, *, names: Collection[str] | None, devices: Collection[str] | None
+) -> list[tuple[str, Contents]]:
+    """Returns the entries of some functions for some devices, function by function.
+
+    Args:
+        store: the entries.
+        names: the functions, in which `*` stands for any text; None for all.
+        devices: the kinds of devices; None for all.
+
+    Raises:
+        ValueError: a name or a device has no entry.
+    """
+    known = store.names()
+    for wanted in names or ():
+        if not any(_matches(name, wanted) for name in known):
+            near = did_you_mean(wanted, known) or " `quarantune cache list` shows all names."
+            raise ValueError(f"nothing is cached for {shown(wanted)} in {str(store.directory)!r}.{near}")
+    found = [
+        (name, {device: entries for device, entries in store.read(name).items() if entries})
+        for name in known
+        if names is None or any(_matches(name, wanted) for wanted in names)
+    ]
+    kinds = sorted({device for _, contents in found for device in contents})
+    for wanted in devices or ():
+        if wanted not in kinds:
+            near = did_you_mean(wanted, kinds) or f" There are results for: {', '.join(kinds) or 'none'}."
+            raise ValueError(f"nothing is cached for the device {shown(wanted)}.{printable(near)}")
+    of_devices = [
+        (name, {device: entries for device, entries in contents.items() if devices is None or device in devices})
+        for name, contents in found
+    ]
+    return [(name, contents) for name, contents in of_devices if contents]
 
 
 def _matches(name: str, wanted: str) -> bool:

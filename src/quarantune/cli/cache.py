@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fnmatch
 import os
 import re
 from collections import Counter
@@ -20,7 +19,7 @@ from quarantune.values.config_values import freeze
 from quarantune.values.findings import Findings, ratio_text
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
-from quarantune.values.texts import did_you_mean, printable, shown
+from quarantune.values.texts import printable, shown
 
 if TYPE_CHECKING:
     from quarantune.resolve.verification import Verified
@@ -120,16 +119,10 @@ def _measuring(directory: Path, names: Sequence[str]) -> Callable[[], list[Verif
     """Returns a function that measures the winners of functions again and returns the verdicts."""
     # Only these need JAX.
     from quarantune.api import ahead
-    from quarantune.api.contextual import Contextual
     from quarantune.api.tuning_cache import TuningCache
     from quarantune.cli import functions
 
-    tuned = []
-    for name in names:
-        found = functions.load_tuned(name)
-        if isinstance(found, Contextual):
-            raise InputError(f"{shown(name)} tunes kernels in their context: give one of the kernels that it calls")
-        tuned.append(found)
+    tuned = [functions.load_kernel(name, to_do="give") for name in names]
     known = {safe_name(ahead.function_of(function).name) for function in tuned}
 
     def measure_again() -> list[Verified]:
@@ -235,35 +228,11 @@ def _entries(contents: Iterable[tuple[str, Contents]]) -> Iterator[tuple[CacheKe
         yield from exchange.entries_of(name, entries)
 
 
-def _chosen(store: Store, options: argparse.Namespace) -> Iterator[tuple[str, Contents]]:
-    """Yields the entries that the names and the device of a command choose, function by function.
-
-    Raises:
-        InputError: nothing is cached for a name or for the device.
-    """
-    known = store.names()
-    for wanted in options.names:
-        if not any(_matches(name, wanted) for name in known):
-            near = did_you_mean(wanted, known) or " `quarantune cache list` shows all names."
-            raise InputError(f"nothing is cached for {shown(wanted)} in {str(store.directory)!r}.{near}")
-    kinds: set[str] = set()
-    is_found = False
-    for name in known:
-        if options.names and not any(_matches(name, wanted) for wanted in options.names):
-            continue
-        contents = {device: entries for device, entries in store.read(name).items() if entries}
-        kinds |= contents.keys()
-        contents = {device: entries for device, entries in contents.items() if options.device in (None, device)}
-        if contents:
-            is_found = True
-            yield name, contents
-    if options.device is not None and not is_found:
-        near = did_you_mean(options.device, kinds) or f" There are results for: {', '.join(sorted(kinds)) or 'none'}."
-        raise InputError(f"nothing is cached for the device {shown(options.device)}.{printable(near)}")
-
-
-def _matches(name: str, wanted: str) -> bool:
-    return name == safe_name(wanted) or fnmatch.fnmatchcase(name, wanted)
+def _chosen(store: Store, options: argparse.Namespace) -> list[tuple[str, Contents]]:
+    """Returns the entries that the names and the device of a command choose, function by function."""
+    devices = None if options.device is None else [options.device]
+    with input_errors(ValueError):
+        return exchange.chosen(store, names=options.names or None, devices=devices)
 
 
 def _seconds(text: str) -> float:

@@ -65,6 +65,20 @@ def load_tuned(text: str) -> Any:
     return found
 
 
+def load_kernel(text: str, *, to_do: str) -> Any:
+    """Returns a function with a tuner of its own, as `load_tuned` does.
+
+    Args:
+        text: `MODULE:FUNCTION`.
+        to_do: the thing to do with one that is tuned in its context, for messages.
+    """
+    from quarantune.api.contextual import Contextual
+
+    if isinstance(found := load_tuned(text), Contextual):
+        raise InputError(f"{shown(text)} tunes kernels in their context: {to_do} one of the kernels that it calls")
+    return found
+
+
 def _import_file(path: str, label: str) -> ModuleType:
     """Imports the module in a file under the name that it has in a program: with the packages that hold it."""
     file = Path(path).expanduser().absolute()

@@ -6,8 +6,7 @@ import argparse
 import json
 
 from quarantune.api import ahead
-from quarantune.api.alone import Alone, run_alone
-from quarantune.api.contextual import Contextual
+from quarantune.api.ahead import Alone
 from quarantune.cli import calls, functions
 from quarantune.cli.output import DONE, ERROR_STYLE, FAILED, OK_STYLE, InputError, Output, input_errors
 from quarantune.values.config_values import encode
@@ -22,15 +21,13 @@ _FIELDS = ("time_ms", "compile_s", "peak_memory_bytes", "message")
 def run(options: argparse.Namespace, out: Output) -> int:
     """Runs a config for a call and prints its output, then its outcome."""
     config = _parsed(options.config)
-    tuned = functions.load_tuned(options.function)
-    if isinstance(tuned, Contextual):
-        raise InputError(f"{options.function} tunes kernels in their context: run one of the kernels that it calls")
+    tuned = functions.load_kernel(options.function, to_do="run")
     function = ahead.function_of(tuned)
     call, *others = calls.make(function, options)
     if others:
         raise InputError(f"{call.source.partition(',')[0]} gives {1 + len(others)} calls: give one of them")
     with input_errors(TypeError, ValueError):
-        alone = run_alone(tuned, call.args, call.kwargs, config)
+        alone = ahead.run_alone(tuned, call.args, call.kwargs, config)
     described, trial = calls.describe(call, function.signature), alone.trial
     _show(f"{function.name}({described}) with {format_config(trial.config)}", alone, out)
     ended = {"outcome": trial.outcome.value, "phase": trial.phase.value if trial.phase else None}
