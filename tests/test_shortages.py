@@ -192,8 +192,8 @@ def test_other_errors_are_raised_unchanged() -> None:
 
 
 def test_no_descriptor_leaks_wherever_they_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    same = template.current_habitat()
-    monkeypatch.setattr(template, "current_habitat", lambda: same)  # another limit does not need another template
+    same = template.inherited_state()
+    monkeypatch.setattr(template, "inherited_state", lambda: same)  # another limit does not need another template
     template.shared()
     highest = max(map(int, os.listdir("/proc/self/fd")))
     taken = [os.dup(2)]

@@ -229,14 +229,19 @@ class Draft:
             FileNotFoundError: the draft was removed; nothing was written.
             OSError: the disk or the directory refused; nothing was written.
         """
-        view = memoryview(content)
-        while view:
-            view = view[os.write(self._fd, view) :]
+        write_all(self._fd, content)
         os.fsync(self._fd)
         if not self._directory.is_same(self.name, self._fd):
             raise FileNotFoundError(errno.ENOENT, "the draft was removed")
         self._directory.rename(self.name, target)
         self._directory.sync()
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Writes all of `data` at the file's current position."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def read(path: Path, *, largest_bytes: int, below: Path | None = None) -> bytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -40,12 +42,9 @@ class Coordination:
         Raises:
             CoordinationError: the service did not answer.
         """
-        try:
+        with _answered(without="NOT_FOUND"):
             return str(self.client.key_value_try_get(key))
-        except Exception as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise _unanswered(error) from error
+        return None
 
     def write(self, key: str, value: str) -> bool:
         """Gives a key its value, unless it has one; returns whether this was the first writer.
@@ -53,13 +52,10 @@ class Coordination:
         Raises:
             CoordinationError: the service did not answer.
         """
-        try:
+        with _answered(without="ALREADY_EXISTS"):
             self.client.key_value_set(key, value, allow_overwrite=False)
-        except Exception as error:
-            if "ALREADY_EXISTS" in str(error):
-                return False
-            raise _unanswered(error) from error
-        return True
+            return True
+        return False
 
     def count(self, directory: str) -> int:
         """Returns how many keys begin with `directory` and a slash.
@@ -67,12 +63,9 @@ class Coordination:
         Raises:
             CoordinationError: the service did not answer.
         """
-        try:
+        with _answered(without="NOT_FOUND"):
             return len(self.client.key_value_dir_get(f"{directory}/"))
-        except Exception as error:
-            if "NOT_FOUND" in str(error):
-                return 0
-            raise _unanswered(error) from error
+        return 0
 
 
 def coordination() -> Coordination | None:
@@ -107,12 +100,18 @@ def _warn_missing() -> None:
     )
 
 
-def _unanswered(error: Exception) -> CoordinationError:
-    return CoordinationError(
-        f"the coordination service of this jax.distributed program did not answer, so its processes cannot agree on a "
-        f"config ({str(error).partition(chr(10))[0]}): see whether process 0 still runs, or set QUARANTUNE_AGREE=0 in "
-        f"all processes"
-    )
+@contextlib.contextmanager
+def _answered(*, without: str) -> Iterator[None]:
+    """Ends the block at an answer of the service that says so, and raises `CoordinationError` where there is none."""
+    try:
+        yield
+    except Exception as error:
+        if without not in str(error):
+            raise CoordinationError(
+                f"the coordination service of this jax.distributed program did not answer, so its processes cannot "
+                f"agree on a config ({str(error).partition(chr(10))[0]}): see whether process 0 still runs, or set "
+                f"QUARANTUNE_AGREE=0 in all processes"
+            ) from error
 
 
 def _forget_inherited() -> None:

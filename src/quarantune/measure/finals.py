@@ -408,7 +408,7 @@ def _played(
             continue
         if played >= ENOUGH and (is_clear(marks, floor=floor) or passed_s > budget_s):
             break
-        if is_over or (played >= FEW and _is_far(marks)):
+        if is_over or (played >= FEW and is_clear(marks, floor=FAR - 1)):
             break
     return [rounds[index] for index in range(len(contenders))]
 
@@ -462,13 +462,6 @@ def _fastest_rounds(rounds: Sequence[RunTime]) -> list[float]:
     clean = [taken for taken in rounds if taken.is_clean]
     chosen = clean if len(clean) >= FEW else rounds
     return sorted(taken.cpu for taken in chosen)[:FEW]
-
-
-def _is_far(rounds: Mapping[int, Sequence[float]]) -> bool:
-    """Returns whether every finalist was far behind the leader in every round."""
-    leader = min(rounds, key=lambda index: statistics.median(rounds[index]))
-    others = [samples_ms for index, samples_ms in rounds.items() if index != leader]
-    return all(theirs > FAR * ours for other in others for ours, theirs in zip(rounds[leader], other, strict=True))
 
 
 def _samples_for(last_ms: Sequence[float]) -> int:

@@ -11,13 +11,15 @@ import struct
 import tempfile
 from collections.abc import Sequence
 
-from quarantune.host import machine
+from quarantune.host import machine, shared_files
 
 _MEMORY_SHARE = 4
 """A file lies in memory where it takes less than this fraction of the free memory (1 / n), and else on the disk."""
 _LOG_CAP_BYTES = 1 << 20
 _LOG_KEPT_BYTES = 16 << 10
 _BLOCK_BYTES = 16 << 20
+
+write = shared_files.write_all
 
 
 def create(label: str, *, size_bytes: int = 0) -> int:
@@ -39,13 +41,6 @@ def create(label: str, *, size_bytes: int = 0) -> int:
             return os.memfd_create(f"quarantune-{label}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile(prefix="quarantune-") as file:
         return os.dup(file.fileno())
-
-
-def write(fd: int, data: bytes) -> None:
-    """Writes all of `data` at the file's current position."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def read(fd: int) -> bytes:
@@ -105,7 +100,7 @@ def protect(fd: int) -> int:
     """
     _written_bytes(fd)
     try:
-        _seal(fd)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     except (OSError, AttributeError) as error:
         if isinstance(error, OSError) and error.errno in (errno.EBUSY, errno.EPERM):
             return _protected_copy(fd)
@@ -113,10 +108,6 @@ def protect(fd: int) -> int:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return os.dup(fd)
-
-
-def _seal(fd: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
 def _protected_copy(fd: int) -> int:

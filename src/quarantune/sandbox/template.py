@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import os
 import secrets
 import signal
@@ -27,7 +26,7 @@ class Template:
     """A running template process."""
 
     def __init__(self) -> None:
-        self.habitat = current_habitat()
+        self.inherited = inherited_state()
         self.users = 0
         """Number of sandboxes that are connected to this template."""
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -59,11 +58,6 @@ class Template:
     def pid(self) -> int:
         """The template's process id."""
         return self._process.pid
-
-    @property
-    def exit_status(self) -> int | None:
-        """The exit status of the process; None while it runs."""
-        return self._process.poll()
 
     @property
     def is_alive(self) -> bool:
@@ -157,14 +151,14 @@ _outdated: list[Template] = []
 def shared() -> Template:
     """Returns this process's template, and starts one where none runs or where the running one is out of date.
 
-    A template is out of date once a new one would inherit another habitat from this process.
+    A template is out of date once a new one would inherit another state from this process.
 
     Raises:
         SandboxError: no template can be started.
     """
     global _template
     with _lock:
-        if _template is not None and _template.habitat != current_habitat():
+        if _template is not None and _template.inherited != inherited_state():
             _outdated.append(_template)
             _template = None
             _close_unused()
@@ -191,7 +185,7 @@ def leave(template: Template) -> None:
 
 def _note_end(template: Template) -> None:
     global _is_spoiled_by_warmth
-    if template.exit_status == SPOILED:
+    if template._process.poll() == SPOILED:
         _is_spoiled_by_warmth = True
 
 
@@ -243,29 +237,11 @@ Every sweep gives its workers the current values of all other variables.
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Habitat:
-    """Properties that a new child of this process would keep for good.
-
-    Attributes:
-        user: the user ids, the group ids and the supplementary groups.
-        cpus: the CPUs that the calling thread may use.
-        cgroup: the control groups.
-        environ: the environment variables that are read once.
-    """
-
-    user: tuple[object, ...]
-    cpus: frozenset[int]
-    cgroup: bytes
-    environ: tuple[tuple[str, str], ...]
-
-
-def current_habitat() -> Habitat:
-    """Returns the habitat that a child started now would inherit."""
-    groups = tuple(sorted(os.getgroups()))
-    return Habitat(
-        user=(os.getuid(), os.geteuid(), os.getgid(), os.getegid(), groups),
-        cpus=frozenset(os.sched_getaffinity(0)),
-        cgroup=proc.read("/proc/self/cgroup"),
-        environ=tuple(sorted(item for item in os.environ.items() if item[0].startswith(_READ_AT_START))),
+def inherited_state() -> tuple[object, ...]:
+    """Returns what a child started now would keep for good: user, groups, CPUs, control groups, variables read once."""
+    return (
+        (os.getuid(), os.geteuid(), os.getgid(), os.getegid(), sorted(os.getgroups())),
+        os.sched_getaffinity(0),
+        proc.read("/proc/self/cgroup"),
+        {name: value for name, value in os.environ.items() if name.startswith(_READ_AT_START)},
     )

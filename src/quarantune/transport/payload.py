@@ -19,6 +19,7 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.host import origins
+from quarantune.host.shared_files import write_all
 from quarantune.jax_internals import state
 from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start
 from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall
@@ -26,8 +27,6 @@ from quarantune.transport.pickling import dumps, loads
 from quarantune.transport.state import ProgramValue
 from quarantune.values import naming
 from quarantune.values.shardings import MeshSpec, ShardingSpec, context_mesh, local_sharding, sharding_of
-
-_CHUNK_BYTES = 64 << 20
 
 
 def _mesh_to_send(specs: tuple[ArraySpec, ...], devices: float) -> MeshSpec | None:
@@ -149,19 +148,15 @@ def write_arrays(packed: PackedCall, fd: int) -> None:
         OSError: the file could not be written, for example because there is no space left.
     """
     if packed.spool is not None:
-        _write_all(fd, memoryview(packed.spool), 0)
+        os.lseek(fd, 0, os.SEEK_SET)
+        write_all(fd, packed.spool)
         return
     for spec, source in zip(packed.call.specs, packed.sources, strict=True):
         if not spec.made and spec.nbytes:
             data = source if isinstance(source, np.ndarray) else concrete_data(source)[0]
             data = data.T if spec.is_transposed else data
-            _write_all(fd, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data, spec.offset)
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(fd, data[done : done + _CHUNK_BYTES], offset + done)
+            os.lseek(fd, spec.offset, os.SEEK_SET)
+            write_all(fd, np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)
 
 
 class _Values(enum.Enum):

@@ -120,7 +120,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduce_class(obj)
         kind: Any = type(obj)
         reducer = _reducer_for(kind)
-        reduced = NotImplemented if reducer is None else reducer(self, obj)
+        reduced = self._by_name(obj) if reducer in _OF_WRAPPERS else NotImplemented
+        if reduced is NotImplemented and reducer is not None:
+            reduced = reducer(self, obj)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
     def _reduce_class(self, cls: type) -> Any:
@@ -156,9 +158,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return NotImplemented
 
     def _reduce_jitted(self, fn: Any) -> Any:
-        by_name = self._by_name(fn)
-        if by_name is not NotImplemented:
-            return by_name
         options = jax_internals.jit_options(fn)
         try:
             options.check_can_travel(getattr(fn, "__qualname__", repr(fn)))
@@ -167,16 +166,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return options.rebuild, (fn.__wrapped__,)
 
     def _reduce_custom_rule(self, rule: Any) -> Any:
-        by_name = self._by_name(rule)
-        if by_name is not NotImplemented:
-            return by_name
         # An empty object first, because the rules of f refer to f.
         return object.__new__, (type(rule),), dict(vars(rule)), None, None, set_attributes
 
     def _reduce_lru_cache(self, cached: Any) -> Any:
-        by_name = self._by_name(cached)
-        if by_name is not NotImplemented:
-            return by_name
         parameters = cached.cache_parameters()
         return _rebuild_lru_cache, (cached.__wrapped__, parameters["maxsize"], parameters["typed"])
 
@@ -241,6 +234,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if name not in self._importable:
             self._importable[name] = can_import(name)
         return self._importable[name]
+
+
+_OF_WRAPPERS = (Pickler._reduce_jitted, Pickler._reduce_custom_rule, Pickler._reduce_lru_cache)
+"""The reducers of objects that travel by name where they can."""
 
 
 class _ModuleGlobals:
