@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import quarantune
-from quarantune.sweep import in_process
+from quarantune.sweep import sweep
 from quarantune.values.trial import Outcome, Trial
 
 SOURCE = Path(quarantune.__file__).parents[1]
@@ -26,7 +26,7 @@ everywhere = pytest.mark.parametrize("isolation", ["process", "none", pytest.par
 @contextlib.contextmanager
 def isolated(isolation: str) -> Iterator[None]:
     """Runs configs in workers (`process`, in part `compile`), or in this process (`none`), which must warn."""
-    in_process._warn.cache_clear()
+    sweep._warn.cache_clear()
     warns = pytest.warns(RuntimeWarning, match="in this process") if isolation == "none" else contextlib.nullcontext()
     with quarantune.settings(isolation=isolation), warns:
         yield

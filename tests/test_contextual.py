@@ -23,7 +23,7 @@ from aftermath import nothing_is_left, quiet_place  # noqa: F401
 
 import quarantune
 from quarantune import Outcome
-from quarantune.sweep import in_process
+from quarantune.sweep import sweep
 from quarantune.transport import assignment
 
 pytestmark = pytest.mark.usefixtures("two_slots")
@@ -396,7 +396,7 @@ def test_without_a_sandbox_the_same_configs_win() -> None:
         return two(one(x))
 
     for isolation in ("none", "compile"):  # there is nothing to compile in workers
-        in_process._warn.cache_clear()  # it warns once in a process
+        sweep._warn.cache_clear()  # it warns once in a process
         with (
             quarantune.settings(isolation=isolation),
             pytest.warns(RuntimeWarning, match="configs run in this process"),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,12 +34,10 @@ from quarantune.devices import discovery
 from quarantune.devices.device import Device
 from quarantune.measure import finals
 from quarantune.resolve.sweep_records import Suspects
-from quarantune.sweep import in_process, sweep
+from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, choose
 from quarantune.sweep.limits import SweepLimits
-from quarantune.sweep.measured_here import MeasuredHere
-from quarantune.sweep.routes import Routes
 from quarantune.sweep.swept import Swept
 from quarantune.sweep.watchdog import Watchdog
 from quarantune.transport import executable_data
@@ -236,7 +235,7 @@ def test_control_c_in_a_host_callback_is_no_error_of_its_config(isolation: str, 
 
 
 def test_a_plain_callable_runs_in_this_process_with_a_warning() -> None:
-    in_process._warn.cache_clear()
+    sweep._warn.cache_clear()
     tuner = quarantune.AutoTuner(lambda x, n: x * n, {"n": [1, 2]}, ref_fn=None, rep=2)
     with in_this_process, pytest.warns(RuntimeWarning, match=r"ISOLATION=compile.*has no jax.jit.*in this process"):
         result = tuner.run(np.ones(4))
@@ -287,24 +286,15 @@ def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [list, reversed])
-def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(
-    order: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("last_compiled", [0, 1])
+def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(last_compiled: int, tmp_path: Path) -> None:
     seen: list[dict[int, list[str]]] = []
-    compile_batch = Routes.compile_batch
-
-    def reordered(self: Routes, configs: dict[int, Config], finish: Callable[..., None], **rest: Any) -> Any:
-        ended: list[tuple[int, Trial, str]] = []
-        found = compile_batch(self, configs, lambda *end: ended.append(end), **rest)
-        for end in order(sorted(ended, key=lambda end: end[0])):
-            finish(*end)
-        return found
-
-    monkeypatch.setattr(Routes, "compile_batch", reordered)
 
     @functools.partial(jax.jit, static_argnames=["n"])
     def powers(x: jax.Array, *, n: int) -> jax.Array:
+        if n == last_compiled:
+            time.sleep(1)
+
         def look(y: Any) -> Any:
             seen.append(last_records(tmp_path))
             return y
@@ -313,7 +303,7 @@ def test_a_crash_here_is_blamed_on_the_config_that_runs_alone(
         y = jax.pure_callback(look, jax.ShapeDtypeStruct(x.shape, x.dtype), x) if n == 0 else x
         return jax.lax.fori_loop(0, n, lambda _, y: jnp.sin(y @ y), y) * 0
 
-    with in_this_process, quarantune.settings(cache_dir=tmp_path):
+    with in_this_process, quarantune.settings(cache_dir=tmp_path, cpu_count=3):
         result = quarantune.AutoTuner(powers, {"n": [1, 300, 0]}, rep=2).run(jnp.ones((400, 400)))
     assert ends(result.trials) == ["ok", "ok", "ok"], result.table()
     assert {n: outcomes[-1] for n, outcomes in seen[0].items()} == {300: "not_run", 1: "not_run", 0: "lost"}
@@ -359,19 +349,21 @@ def test_configs_compared_in_several_sweeps_are_not_taken_for_crashed(
     assert "lost" in last_records(tmp_path)[1][1:]  # it was loaded again
 
 
-def holding_a_tpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def holding_a_tpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[int, Trial], Swept]]:
     """Makes this process look as if it held a TPU; returns a function that sweeps on it."""
     monkeypatch.setattr(jax_internals, "backends_initialized", lambda: True)
     device = Device("tpu", "TPU v5 lite")
     monkeypatch.setattr(discovery, "devices_and_target", lambda *_: ([device], None))
 
-    def run(configs: dict[int, Config]) -> None:
+    def run(configs: dict[int, Config], **more: Any) -> tuple[dict[int, Trial], Swept]:
+        trials: dict[int, Trial] = {}
         problem = Problem(
             fn=kernel.__wrapped__, name="zoo", args=(X,), kwargs={}, platform="tpu", device_kind="TPU v5 lite"
         )
         options = Options(ref_fn=None, compile_timeout=60)
-        limits, events = SweepLimits.of(options, current()), SweepEvents(on_trial=lambda index, trial: None)
-        sweep.run(problem, configs, options=options, settings=current(), limits=limits, events=events)
+        limits, events = SweepLimits.of(options, current()), SweepEvents(on_trial=trials.__setitem__)
+        swept = sweep.run(problem, configs, options=options, settings=current(), limits=limits, events=events, **more)
+        return trials, swept
 
     return run
 
@@ -387,19 +379,14 @@ def test_workers_refuse_to_measure_on_a_tpu_of_this_process(monkeypatch: pytest.
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the `tpu` extra")
 @pytest.mark.usefixtures("quiet_place")
 def test_configs_for_a_tpu_of_this_process_are_compiled_by_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, trials, programs = holding_a_tpu(monkeypatch), dict[int, Trial](), dict[int, bytes]()
-
-    def compile_only(self: MeasuredHere, configs: dict[int, Config], measured: object) -> Swept:
-        assert self._routes.load(configs)
-        programs.update(self._routes.compile_batch(configs, lambda index, trial, log: trials.update({index: trial})))
-        return Swept()
-
-    monkeypatch.setattr(MeasuredHere, "run", compile_only)
+    run = holding_a_tpu(monkeypatch)
     modes = ["good", "segfault", "exit_with_0", "fail", "good"]
     with nothing_is_left():
-        run({turn: {"mode": mode, "when": "tracing", "turn": turn} for turn, mode in enumerate(modes)})
+        configs = {turn: {"mode": mode, "when": "tracing", "turn": turn} for turn, mode in enumerate(modes)}
+        trials, swept = run(configs, compile_only=True)
     assert ends(trials[turn] for turn in range(5)) == ["ok", "crashed", "crashed", "error", "ok"]
     assert {trial.phase for trial in trials.values()} == {"compile"}
+    programs = swept.executables
     assert programs.keys() == {0, 4}
     args, output = jax.tree.structure(((0,), {})), jax.tree.structure(0)
     for program in programs.values():  # they come as data, for a device that this process lacks

@@ -26,7 +26,7 @@ import quarantune
 from quarantune.resolve import tuning_job
 from quarantune.results import display
 from quarantune.results.progress import Progress
-from quarantune.sweep import in_process
+from quarantune.sweep import sweep
 from quarantune.values.findings import Findings
 from quarantune.values.shown import format_array
 from quarantune.values.trial import READY, Outcome, Trial
@@ -333,7 +333,7 @@ def test_a_sweep_reports_phases_and_the_time_of_the_untuned_function(
         return x * n / n
 
     monkeypatch.setattr(tuning_job, "Progress", Noting)
-    monkeypatch.setattr(in_process, "_warn", lambda reason: None)
+    monkeypatch.setattr(sweep, "_warn", lambda reason: None)
     with quarantune.settings(isolation=isolation):
         on_progress = lambda index, phase: given.append((index, phase))  # noqa: E731
         quarantune.AutoTuner(scale, {"n": [2, 3]}, rep=1, on_progress=on_progress).run(np.ones(4, np.float32))

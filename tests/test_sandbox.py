@@ -34,13 +34,14 @@ from quarantune.sandbox.messages import Compile, Measure
 from quarantune.sandbox.pool import Sandbox
 from quarantune.sandbox.template_link import LoadError
 from quarantune.sweep import routes
+from quarantune.sweep.request import worker_options
 from quarantune.transport import payload
 from quarantune.values import codec
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
 from quarantune.values.trial import SandboxError
 
-OPTIONS = routes.worker_options("cpu", Options(warmup=0, rep=1))
+OPTIONS = worker_options("cpu", Options(warmup=0, rep=1))
 SOURCES = str(Path(quarantune.__file__).parents[1])
 PATIENCE_S = 20.0
 """The longest wait for steps that take milliseconds on a quiet machine."""
@@ -751,7 +752,7 @@ FORKING_OWNER = """
 import dataclasses, os, signal, sys, time
 from pathlib import Path
 from quarantune.transport import payload
-from quarantune.sweep import routes
+from quarantune.sweep.request import worker_options
 from quarantune.values.options import Options
 from quarantune.sandbox.messages import Compile
 from quarantune.sandbox import is_inside, pool, spool, template
@@ -759,7 +760,7 @@ from quarantune.values import codec
 from quarantune.sandbox.events import Ended
 import workload
 
-TASK = Compile(trial=0, config={}, options=routes.worker_options("cpu", Options()), last=True)
+TASK = Compile(trial=0, config={}, options=worker_options("cpu", Options()), last=True)
 
 def one_sweep(sandbox):
     number = sandbox.start(codec.encode(TASK))

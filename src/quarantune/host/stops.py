@@ -28,6 +28,10 @@ class Stops:
         """Starts anew, after work of this process that may have taken long."""
         self._last_look = self._clock()
 
+    def worked(self, taken_s: float) -> None:
+        """Takes note of work of this process since its last look, which was no stop."""
+        self._last_look += taken_s
+
     def lost_s(self) -> float:
         """Returns for how many seconds this process was stopped since its last look; 0.0 where it was not."""
         last, self._last_look = self._last_look, self._clock()

@@ -181,10 +181,12 @@ class Finalist:
     Attributes:
         config: the config.
         saved: whether its executable is among the descriptors; else it is compiled again.
+        index: the index of the config.
     """
 
     config: EncodedConfig
     saved: bool
+    index: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -223,7 +223,7 @@ class Jobs:
             figures=job.figures,
             peak_memory_bytes=job.peak_bytes or None,
             log_tail=_informative_part(log),
-            route=self._plan.route,
+            route=job.route or self._plan.route,
             device="" if worker is None or worker.device is None else worker.device.device.name,
         )
         job.close_executable()

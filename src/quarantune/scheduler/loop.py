@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
-from quarantune.host import machine, stops
+from quarantune.host import machine
+from quarantune.host.stops import Stops
 from quarantune.measure import finals
 from quarantune.sandbox.events import Damaged, Ended, Event, Said
 from quarantune.sandbox.messages import PhaseEntered
@@ -52,6 +53,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         available_memory: Callable[[], int] = machine.available_memory_bytes,
         lease_on: Callable[[Device], Lease] = Lease,
+        stops: Stops | None = None,
     ) -> None:
         """Sets up a scheduler.
 
@@ -68,11 +70,12 @@ class Scheduler:
             clock: seconds.
             available_memory: bytes of memory that are free now.
             lease_on: makes the lease on a device, or returns the one that the sweep has.
+            stops: notices when this process is stopped; None for one that takes its work for a stop, too.
         """
         self._sandbox = sandbox
         self._on_tick, self._source, self._clock = on_tick, source, clock
         self._next_tick, self._owns_race = 0.0, race is None
-        self._stops = stops.Stops(clock)
+        self._stops = stops or Stops(clock)
         devices = [DeviceState(device, lease_on(device)) for device in plan.devices]
         workers, reference = Workers(sandbox, clock, plan.compiler_environ), reference or Reference()
         jobs = Jobs(plan, reference, devices, on_trial, workers.log, source, programs)

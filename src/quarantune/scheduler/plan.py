@@ -141,6 +141,7 @@ class Plan:
             alone, with nearly all of it.
         compile_only: whether configs are compiled and not run.
         is_check: whether they are compiled only to find out if they compile; their executables are not kept.
+        measures_here: whether the caller's own process measures what workers compile.
         errors_stand: whether a config that cannot be compiled without the device cannot be compiled on it either.
         proof: compares the program of one config with the caller's.
     """
@@ -161,6 +162,7 @@ class Plan:
     may_exceed_alone: bool = False
     compile_only: bool = False
     is_check: bool = False
+    measures_here: bool = False
     errors_stand: bool = False
     proof: Proof = dataclasses.field(default_factory=Proof)
 
@@ -177,7 +179,7 @@ class Plan:
     @property
     def confirms(self) -> bool:
         """Whether errors raised without the device are repeated on it while other configs go on."""
-        return not (self.errors_stand or self.compile_only or self.is_check)
+        return not (self.errors_stand or self.compile_only or self.measures_here or self.is_check)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,6 +74,8 @@ class Replies:
                 self._on_lowered(worker, job, reply)
             case Compiled() if state is WorkerState.COMPILING and job is not None:
                 self._on_compiled(worker, job, reply)
+            case Compiled() if state is WorkerState.MEASURING and job is not None:
+                self._route.on_compiled_again(worker, job, reply)
             case Checked() if state is WorkerState.MEASURING and device is not None:
                 self._route.on_checked(worker, device, reply)
             case Stopped() if state is WorkerState.MEASURING:

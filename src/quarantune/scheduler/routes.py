@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
 from quarantune.sandbox import spool
-from quarantune.sandbox.messages import Checked, Compile, Expect, Failed, Measure, Measured, Prepare, Stopped, Warm
+from quarantune.sandbox.messages import (
+    Checked,
+    Compile,
+    Compiled,
+    Expect,
+    Failed,
+    Measure,
+    Measured,
+    Prepare,
+    Stopped,
+    Warm,
+)
 from quarantune.scheduler.jobs import Timing
 from quarantune.scheduler.plan import KILL_DEADLINE_S, MEMORY_SHARE
 from quarantune.scheduler.run import Run
@@ -81,6 +93,9 @@ class RouteSteps:
 
     def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
         """Has a job wait again after an informative first run."""
+
+    def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
+        """Takes note that a job was compiled where it is measured, because its program could not be passed on."""
 
     def on_stopped(self, worker: Worker, reply: Stopped) -> None:
         """Ends a job whose first run was stopped, because it took too long."""
@@ -172,7 +187,10 @@ class RouteSteps:
         if not plan.is_check:
             job.executable_fd = spool.create("executable")
         task = dataclasses.replace(
-            self._compile_task(job), last=last, must_save=must_save and not plan.is_check, as_data=plan.compile_only
+            self._compile_task(job),
+            last=last,
+            must_save=must_save and not plan.is_check,
+            as_data=plan.compile_only or plan.measures_here,
         )
         self._start_compiling(job, task, device, worker)
 
@@ -517,9 +535,52 @@ class SplitRoute(RouteSteps):
         self._expect_outputs(worker)
 
 
-_STEPS: dict[Route, type[RouteSteps]] = {Route.APART: SplitRoute, Route.TOGETHER: CombinedRoute}
+class MeasuredHere(SplitRoute):
+    """A worker compiles a config, and the caller's own process measures it.
+
+    Each config gets a worker of its own, which costs nothing there. All run once, then those that may still win go on,
+    the fastest first.
+    """
+
+    def start_compiling(self, job: Job) -> None:
+        """Has a job compiled by a worker: without a device, or by a new one with it where the program needs that."""
+        run = self._run
+        if run.plan.route is Route.APART:
+            super().start_compiling(job)
+        else:
+            self._save_compiled(job, run.least_used_device(), None, last=True, must_save=False)
+
+    def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
+        """Does nothing: this process has compiled the comparison of outputs since the first config."""
+
+    def on_compiled_again(self, worker: Worker, job: Job, reply: Compiled) -> None:
+        """Takes note that a job was compiled here, for which it has the time that workers have."""
+        job.compile_s, job.route = checked_duration(reply.compile_s), Route.IN_PROCESS
+        worker.deadline += job.compile_s
+
+    def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
+        """Has a job wait again after an informative first run."""
+        self._note_first_run(worker, device, reply)
+        if worker.job is not None:
+            self._run.jobs.ready.append(worker.job)
+        self.after_measuring(worker, device)
+
+    def _give_next(self, device: DeviceState, worker: Worker) -> None:
+        """Gives a worker the next config; suspects are the last ones that run for the first time."""
+        run = self._run
+        if not run.reference.is_awaited:
+            begun = {job.index: place for place, job in enumerate(run.jobs.begun)}
+            order = sorted(run.jobs.ready, key=lambda job: (job.first_run is not None, job.first_ms, begun[job.index]))
+            run.jobs.ready = collections.deque(order)
+        worker.job = job = run.jobs.ready.popleft()
+        job.route = job.route or Route.COMPILED_APART
+        if not self._rule_out(worker):
+            device.standby.remove(worker)
+            self._assign(device, worker, load=True, pause=True, last=False, may_stop=False)
 
 
 def steps_of(run: Run) -> RouteSteps:
-    """Returns the steps of the route that the plan of a run names."""
-    return _STEPS[run.plan.route](run)
+    """Returns the steps of the route of a run."""
+    if run.plan.measures_here:
+        return MeasuredHere(run)
+    return SplitRoute(run) if run.plan.route is Route.APART else CombinedRoute(run)

@@ -65,8 +65,8 @@ class SideTasks:
         ran_as = self._run.jobs.programs.ran_as
         kept = [self._run.race.kept_fd(ran_as.get(index, index)) for index in configs]
         entries = tuple(
-            Finalist(config=encode(config), saved=fd is not None)
-            for config, fd in zip(configs.values(), kept, strict=True)
+            Finalist(config=encode(config), saved=fd is not None, index=index)
+            for (index, config), fd in zip(configs.items(), kept, strict=True)
         )
         task = Compare(options=self._run.plan.options, entries=entries, last=True)
         try:

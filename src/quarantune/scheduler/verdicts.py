@@ -11,7 +11,7 @@ from quarantune.sandbox.messages import Failed, Raised
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.workers import SandboxLike, Verdict, Worker, Workers, WorkerState
-from quarantune.values.trial import Outcome, is_plausible_ms
+from quarantune.values.trial import Outcome, Phase, is_plausible_ms
 
 _LOOK_S = 0.1
 _CLOSE_LOOK_S = 0.25
@@ -165,9 +165,9 @@ def overdue(worker: Worker, plan: Plan) -> Verdict:
     """Returns the verdict on a worker whose deadline has passed."""
     if worker.side_task_s is not None and worker.began:
         return Verdict(Outcome.TIMEOUT, f"it took longer than {worker.side_task_s:g} s")
-    if worker.side_task_s is None and worker.holds_device:
+    if worker.side_task_s is None and worker.holds_device and worker.phase is not Phase.COMPILE:
         return Verdict(Outcome.TIMEOUT, f"checking and measuring took longer than {plan.timeout_s:g} s")
-    if worker.began:
+    if worker.began or worker.phase is Phase.COMPILE:
         return Verdict(Outcome.TIMEOUT, f"compiling took longer than {plan.compile_timeout_s:g} s")
     return Verdict(Outcome.LOST, f"the worker was not up within {STARTUP_DEADLINE_S:g} s")
 

@@ -17,7 +17,7 @@ from quarantune.sandbox.messages import Measured, Reply, Task
 from quarantune.scheduler.plan import KILL_DEADLINE_S, STARTUP_DEADLINE_S
 from quarantune.values import codec
 from quarantune.values.compiling import CompilerFigures
-from quarantune.values.trial import Config, Outcome, Phase
+from quarantune.values.trial import Config, Outcome, Phase, Route
 
 NEVER = float("inf")
 
@@ -123,6 +123,7 @@ class Job:
         first_run: milliseconds of its first run, in all and without waits for a CPU; None where it is not informative.
         was_disturbed: whether that is not informative after all, because its worker or this process was held up.
         held_s: seconds for which it held a device before.
+        route: its route where that is not the plan's.
     """
 
     index: int
@@ -145,6 +146,7 @@ class Job:
     first_run: tuple[float, float] | None = None
     was_disturbed: bool = False
     held_s: float = 0.0
+    route: Route | None = None
 
     @property
     def first_ms(self) -> float:

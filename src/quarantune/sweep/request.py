@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Callable, Collection
 from typing import TypeAlias
 
+import jax
+
 from quarantune.devices.targets import Target
+from quarantune.sandbox.messages import BenchOptions
 from quarantune.scheduler.plan import ConfigSource, Proof
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
@@ -48,3 +51,23 @@ class SweepRequest:
     source: ConfigSource
     has_final: bool = True
     proof: Proof = dataclasses.field(default_factory=Proof)
+
+
+def worker_options(platform: str | None, options: Options) -> BenchOptions:
+    """Returns the author's options that a worker needs.
+
+    Args:
+        platform: the platform that configs run on; None for the one of this process.
+        options: the author's options.
+    """
+    return BenchOptions(
+        platform=platform,
+        warmup=options.warmup,
+        rep=options.rep,
+        supply="auto" if callable(options.supply) else options.supply,
+        tolerance=options.tolerance,
+        check_grad=options.check_grad or options.time_grad,
+        time_grad=options.time_grad,
+        # On a GPU, XLA itself would write to the directory, and a killed worker would leave torn files.
+        compilation_cache=jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
+    )

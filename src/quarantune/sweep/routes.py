@@ -6,33 +6,33 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-
-import jax
 
 from quarantune import jax_internals
 from quarantune.devices.device import Device
 from quarantune.devices.leases import Lease
 from quarantune.host import machine
+from quarantune.host.stops import Stops
 from quarantune.measure import finals
 from quarantune.sandbox import pool
-from quarantune.sandbox.messages import BenchOptions
 from quarantune.sandbox.template_link import LoadError
 from quarantune.sandbox.template_messages import LoadFailed
 from quarantune.scheduler.confirmation import settle
 from quarantune.scheduler.jobs import SamePrograms
 from quarantune.scheduler.loop import Scheduler
-from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Leftovers, Plan, only_stopping
+from quarantune.scheduler.plan import MEMORY_SHARE, NOTHING_MORE, ConfigSource, Leftovers, Plan
 from quarantune.scheduler.race import Race
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.side_tasks import NoReferenceError
-from quarantune.sweep.request import Finish, SweepRequest
+from quarantune.sweep.isolation import Isolation
+from quarantune.sweep.request import Finish, SweepRequest, worker_options
 from quarantune.sweep.swept import Swept
+from quarantune.sweep.this_process import Unshared
 from quarantune.values.compiling import CompileTarget
-from quarantune.values.options import Options
-from quarantune.values.trial import UNTUNED, Config, Outcome, Phase, ReferenceFailedError, Route, Trial
+from quarantune.values.trial import READY, UNTUNED, Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
 
@@ -49,6 +49,9 @@ _DEVICE_PARKED = 4
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
 _CONFIGS_PER_TPU_WORKER = 1000
 """No worker can be made ready while another one owns the TPU, which takes seconds to initialise."""
+_BATCH = 64
+"""How many configs are compiled before this process measures them: a sweep that is interrupted loses the work on no
+more."""
 _COMPILES_PER_WORKER = 32
 """How many configs one compile worker takes for an accelerator. The first takes 0.3 s more than others: on an H200, 648
 configs of which 59% fail take a second less than with 8 for each worker, which grows by less than 1 MB per config."""
@@ -59,11 +62,7 @@ _need_their_device: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 
 
 class Routes:
-    """The routes of one sweep.
-
-    Attributes:
-        programs: the programs of the configs that were only compiled.
-    """
+    """The routes of one sweep."""
 
     def __init__(
         self,
@@ -74,7 +73,8 @@ class Routes:
         devices: Sequence[Device],
         target: CompileTarget | None,
         on_many_devices: bool,
-        measures: bool,
+        isolation: Isolation,
+        stops: Stops | None = None,
     ) -> None:
         """Sets up the routes; no worker is started.
 
@@ -85,30 +85,32 @@ class Routes:
             devices: where to measure.
             target: the device that workers without one compile for; None where they cannot.
             on_many_devices: whether one trial needs several devices.
-            measures: whether workers measure; if not, they only compile.
+            isolation: the steps of a trial that run in workers.
+            stops: notices when this process is stopped; None for what notices all that it does as well.
         """
         self._sandbox = sandbox
+        self._stops = stops
         self._request = request
         self._problem = request.problem
         self._options = request.options
         self._limits = request.limits
         self._events = request.events
-        self._troubled = request.troubled
-        self._compile_only = not measures
-        self._source = request.source
+        self._is_alone = isolation is Isolation.NONE
+        self._measures_here = isolation is Isolation.COMPILE
+        self._compile_only = request.compile_only and not self._is_alone
         self._finish = finish
-        self.programs = SamePrograms()
         self._ran_as: dict[int, int] = {}
         self._race = Race()
         self._made: list[Scheduler] = []
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
-        self._lease_on = functools.cache(functools.partial(Lease, thread=threading.get_ident()))
+        lease = Unshared if self._is_alone else functools.partial(Lease, thread=threading.get_ident())
+        self._lease_on: Callable[[Device], Lease] = functools.cache(lease)
         self._on_many_devices = on_many_devices
         self._on_cpu = request.problem.platform == "cpu"
         self._on_tpu = request.problem.platform == "tpu"
         # A TPU belongs to the process that uses it.
-        self._device_is_taken = self._on_tpu and jax_internals.backends_initialized()
+        self._device_is_taken = self._on_tpu and (self._measures_here or jax_internals.backends_initialized())
         # libtpu compiles alike with its device and without it: there, errors need no confirmation.
         self._confirmed: set[str] = set()
         self._is_check = request.target is not None
@@ -116,10 +118,10 @@ class Routes:
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
         """Runs configs to their outcomes, and compares the fastest in `measured`, to which their trials are added."""
-        if not self.load(configs):
+        if not self._load(configs):
             return Swept()
         with contextlib.closing(self._race), contextlib.ExitStack() as self._schedulers:
-            self._reference, configs = reference_for(self._request, configs, measured)
+            self._reference, configs = self._reference_for(configs, measured)
             self._schedulers.callback(self._reference.close)
             self._reference.is_coming = callable(self._options.ref_fn) and bool(configs)
             finish, self._finish = self._finish, self._reference.hold(self._finish, self._events.untuned)
@@ -129,7 +131,7 @@ class Routes:
                 raise ReferenceFailedError(f"{self._problem.name}: {error}") from None
             self._reference.settle(finish)
             contenders = self._reference.contenders(measured, self._problem.default) if self._request.has_final else {}
-            last = self._made[-1] if self._made else self._new_scheduler(Route.TOGETHER, self._finish)
+            last = self._made[-1] if self._made else self._new_scheduler(self._route_with_device, self._finish)
             # The last route may have run nothing but the config that confirms an error.
             comparing = next((scheduler for scheduler in self._made if scheduler.has_idle_worker), last)
             final = comparing.compare(contenders) if len(contenders) > 1 else finals.Final()
@@ -138,58 +140,26 @@ class Routes:
             return Swept(final, for_cache, executables, reference.untuned, reference.complaint(), reference.noise)
 
     def compile(self, configs: dict[int, Config]) -> Swept:
-        """Compiles configs without running them, and returns their executables."""
-        if not self.load(configs):
-            return Swept()
-        executables = self.compile_batch(configs, self._finish)
+        """Compiles configs without running them, and returns their executables.
+
+        Where no worker can compile a program, its trial is that of a config that was compiled, without an executable.
+        """
+        executables: dict[int, bytes] = {}
+        if self._load(configs):
+            with contextlib.ExitStack() as self._schedulers:
+                self._run_routes(configs)
+                for scheduler in self._made:
+                    executables |= scheduler.compiled()[0]
         # The caller runs a program without the gradient that it was compiled with.
         return Swept(executables={} if self._options.time_grad else executables)
 
-    def compile_batch(
-        self, configs: dict[int, Config], finish: Finish, *, again: bool = False, source: ConfigSource = NOTHING_MORE
-    ) -> dict[int, bytes]:
-        """Compiles some configs of a loaded function without running them.
-
-        Args:
-            configs: the configs by index.
-            finish: receives the trials. Where no worker can compile a program, its trial is that of a config that was
-                compiled, and it has no executable.
-            again: whether configs are compiled that were before, so that no other one may stand for them.
-            source: says when to stop; gives no configs and receives no trials.
-
-        Returns:
-            Executables as data, by the indices of the configs that have one.
-        """
-        programs, self.programs = self.programs, SamePrograms() if again else self.programs
-        executables: dict[int, bytes] = {}
-
-        def compile_on(route: Route, configs: dict[int, Config], finish: Finish, source: ConfigSource) -> Leftovers:
-            scheduler = self._new_scheduler(route, finish, only_stopping(source))
-            leftovers = scheduler.run(configs)
-            executables.update(scheduler.compiled()[0])
-            return leftovers
-
-        with contextlib.ExitStack() as self._schedulers:
-            left = configs
-            if (self._on_cpu and not self._on_many_devices) or self._can_part():
-                leftovers = compile_on(Route.APART, configs, finish, source)
-                left = {index: configs[index] for index in leftovers.unfit}
-                self._confirm(leftovers, finish, functools.partial(compile_on, Route.TOGETHER), source)
-            if left and self._device_is_taken:
-                for index, config in left.items():
-                    finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
-            elif left:
-                compile_on(Route.TOGETHER, left, finish, source)
-        self.programs = programs
-        return executables
-
     def check(self, configs: dict[int, Config]) -> None:
         """Compiles configs for a device that need not be here, and reports how each ends."""
-        if self.load(configs):
+        if self._load(configs):
             with contextlib.ExitStack() as self._schedulers:
-                self._run_route(Route.APART, _from_both_ends(configs, self._troubled), self._finish)
+                self._run_route(Route.APART, self._ordered(configs), self._finish)
 
-    def load(self, configs: dict[int, Config]) -> bool:
+    def _load(self, configs: dict[int, Config]) -> bool:
         """Opens the sandbox; returns whether the function could be loaded. If not, every config has failed."""
         try:
             self._sandbox.open(load_timeout_s=self._limits.compile_timeout_s)
@@ -199,32 +169,31 @@ class Routes:
         return True
 
     def _run_routes(self, configs: dict[int, Config]) -> None:
+        source = self._request.source
         if not configs:
             return
-        ordered = _from_both_ends(configs, self._troubled)
+        ordered = self._ordered(configs)
         if not self._can_part():
-            self._run_route(Route.TOGETHER, ordered, self._finish, self._source)
+            self._run_with_device(ordered, self._finish, source)
             return
-        leftovers = self._run_route(Route.APART, ordered, self._finish, self._source)
-        if leftovers.unfit:
-            reason = next(iter(leftovers.unfit.values()))
+        left = self._run_route(Route.APART, ordered, self._finish, source)
+        if left.unfit:
+            reason = next(iter(left.unfit.values()))
             _logger.info("%s: compiling on the device, because %s", self._problem.name, reason)
-            if leftovers.none_fits:
+            if left.none_fits:
                 with contextlib.suppress(TypeError):  # not every callable can be referred to
                     _need_their_device.add(self._problem.fn)
-            self._run_route(Route.TOGETHER, leftovers.unfit_configs, self._finish, self._source)
-
-        self._confirm(leftovers, self._finish, functools.partial(self._run_route, Route.TOGETHER), self._source)
-
-    @property
-    def devices(self) -> Sequence[Device]:
-        """The devices to measure on."""
-        return self._devices
+            self._run_with_device(left.unfit_configs, self._finish, source)
+        # The configs that failed where there was no device.
+        self._confirmed |= left.first_at.keys() if self._on_tpu else left.confirmed
+        settle(left, self._confirmed, self._finish, self._run_with_device, source)
 
     def _can_part(self) -> bool:
-        """Returns whether one worker compiles a config and another measures it."""
-        if self._on_many_devices:
+        """Returns whether one worker compiles a config and another process measures it."""
+        if self._on_many_devices or self._is_alone:
             return False  # a worker without a device compiles for a single device
+        if self._on_cpu and (self._compile_only or self._measures_here):
+            return True
         if self._problem.fn in _need_their_device:
             return False
         if self._on_cpu:
@@ -232,16 +201,18 @@ class Routes:
             return self._configs_per_worker() > 1 and jax_internals.is_jitted(self._problem.fn)
         return self._target is not None and jax_internals.is_jitted(self._problem.fn)
 
-    def _confirm(
-        self,
-        left: Leftovers,
-        finish: Finish,
-        run: Callable[[dict[int, Config], Finish, ConfigSource], Leftovers],
-        source: ConfigSource,
-    ) -> None:
-        """Settles the configs that failed where there was no device; `run` runs some of them with the device."""
-        self._confirmed |= left.first_at.keys() if self._on_tpu else left.confirmed
-        settle(left, self._confirmed, finish, run, source)
+    @property
+    def _route_with_device(self) -> Route:
+        """The route of configs that must be compiled with their device."""
+        is_here = self._is_alone or (self._measures_here and self._device_is_taken)
+        return Route.IN_PROCESS if is_here else Route.TOGETHER
+
+    def _run_with_device(self, configs: dict[int, Config], finish: Finish, source: ConfigSource) -> Leftovers:
+        if not (self._compile_only and self._device_is_taken):
+            return self._run_route(self._route_with_device, configs, finish, source)
+        for index, config in configs.items():
+            finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
+        return Leftovers()
 
     def _run_route(
         self, route: Route, configs: dict[int, Config], finish: Finish, source: ConfigSource = NOTHING_MORE
@@ -249,50 +220,22 @@ class Routes:
         return self._new_scheduler(route, finish, source).run(configs)
 
     def _new_scheduler(self, route: Route, finish: Finish, source: ConfigSource = NOTHING_MORE) -> Scheduler:
-        exclusive = (self._on_cpu or route is Route.TOGETHER) and not self._compile_only
-        # Where workers with the device compile, and only one at a time may have it, they do all one after another.
-        slots = 1 if self._on_tpu and route is Route.TOGETHER else self._limits.compile_slots
-        cpu_parked = _CPU_PARKED if source.is_closed else _SEARCH_PARKED
-        parked = max(cpu_parked, 2 * slots) if self._on_cpu else len(self._devices) * min(_DEVICE_PARKED, slots)
-        if not exclusive:
-            workers = slots + len(self._devices)
-        else:
-            workers = max(_CPU_SHARES, 2 * slots) if self._on_cpu else parked
-        limit_bytes = self._limits.memory_limit_bytes
-        plan = Plan(
-            route=route,
-            options=worker_options(self._problem.platform, self._options),
-            target=self._target if route is Route.APART else None,
-            slots=slots,
-            devices=tuple(self._devices),
-            configs_per_worker=self._configs_per_worker(),
-            compiles_per_worker=self._compiles_per_worker(route),
-            exclusive=exclusive,
-            parked=parked,
-            # Loading the function may crash a worker, and only the trial of a config can report that.
-            ahead=route is Route.TOGETHER and self._on_cpu and self._sandbox.forks_loaded and not self._compile_only,
-            compile_timeout_s=self._limits.compile_timeout_s,
-            timeout_s=self._limits.timeout_s,
-            memory_limit_bytes=limit_bytes or int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, workers)),
-            may_exceed_alone=limit_bytes is None,
-            compile_only=self._compile_only,
-            is_check=self._is_check,
-            errors_stand=self._on_tpu,
-            proof=self._request.proof,
-        )
         if self._made:
             self._made[-1].free_devices()
+        here, events = route is Route.IN_PROCESS, self._events
         scheduler = Scheduler(
             self._sandbox,
-            plan,
+            self._plan(route, is_closed=source.is_closed),
             on_trial=finish,
-            on_tick=self._events.on_tick,
-            on_phase=self._events.on_phase,
+            on_tick=events.on_tick,
+            # Nothing waits where configs are compiled one by one.
+            on_phase=lambda index, phase: None if here and phase == READY else events.on_phase(index, phase),
             reference=self._reference,
-            programs=self.programs if self._compile_only else SamePrograms(self._ran_as),
+            programs=SamePrograms(self._ran_as),
             race=None if self._compile_only else self._race,
             source=source,
             lease_on=self._lease_on,
+            stops=self._stops,
         )
         self._made.append(scheduler)
         self._schedulers.callback(self._made.remove, scheduler)
@@ -300,12 +243,55 @@ class Routes:
         self._schedulers.callback(scheduler.free_devices)
         return scheduler
 
+    def _plan(self, route: Route, *, is_closed: bool) -> Plan:
+        """Returns the plan of a scheduler; `is_closed` says that no search decides what is tried."""
+        limits, with_device = self._limits, route is not Route.APART
+        measures_here = self._measures_here and route is not Route.IN_PROCESS
+        exclusive = (self._on_cpu or with_device or self._measures_here) and not self._compile_only
+        # Where workers with the device compile, and only one at a time may have it, they do all one after another.
+        slots = 1 if route is Route.IN_PROCESS or (self._on_tpu and with_device) else limits.compile_slots
+        if route is Route.IN_PROCESS:
+            parked = 1
+        elif measures_here:
+            parked = _BATCH if is_closed else max(_SEARCH_PARKED, slots)
+        elif self._on_cpu:
+            parked = max(_CPU_PARKED if is_closed else _SEARCH_PARKED, 2 * slots)
+        else:
+            parked = len(self._devices) * min(_DEVICE_PARKED, slots)
+        if not exclusive or measures_here:
+            workers = slots + len(self._devices)
+        else:
+            workers = max(_CPU_SHARES, 2 * slots) if self._on_cpu else parked
+        memory_bytes = limits.memory_limit_bytes
+        return Plan(
+            route=route,
+            options=worker_options(self._problem.platform, self._options),
+            target=None if with_device else self._target,
+            slots=slots,
+            devices=tuple(self._devices),
+            configs_per_worker=1 if measures_here else self._configs_per_worker(),
+            compiles_per_worker=self._compiles_per_worker(route),
+            exclusive=exclusive,
+            parked=parked,
+            # Loading the function may crash a worker, and only the trial of a config can report that.
+            ahead=exclusive and route is Route.TOGETHER and self._on_cpu and self._sandbox.forks_loaded,
+            # There is no deadline where no worker could be ended.
+            compile_timeout_s=math.inf if self._is_alone else limits.compile_timeout_s,
+            timeout_s=math.inf if self._is_alone else limits.timeout_s,
+            memory_limit_bytes=memory_bytes or int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, workers)),
+            may_exceed_alone=memory_bytes is None,
+            compile_only=self._compile_only,
+            is_check=self._is_check,
+            measures_here=measures_here,
+            errors_stand=self._on_tpu,
+            proof=self._request.proof,
+        )
+
     def _compiles_per_worker(self, route: Route) -> int:
-        if route is Route.TOGETHER:
+        if route is not Route.APART:
             # What a plain callable does to its process, no other config may meet.
-            return (
-                1 if self._compile_only or not jax_internals.is_jitted(self._problem.fn) else self._configs_per_worker()
-            )
+            is_reused = route is Route.TOGETHER and not (self._compile_only or self._measures_here)
+            return self._configs_per_worker() if is_reused and jax_internals.is_jitted(self._problem.fn) else 1
         # libtpu may take tens of seconds for what does not fit into a TPU. A deadline missed in a used worker must be
         # waited for twice, and in a check, which measures nothing, that is more than used workers save.
         is_fresh = self._on_cpu or (self._on_tpu and self._is_check)
@@ -332,31 +318,36 @@ class Routes:
             )
             self._finish(index, trial, log)
 
+    def _reference_for(
+        self, configs: dict[int, Config], known: Mapping[int, Trial]
+    ) -> tuple[Reference, dict[int, Config]]:
+        """Returns the reference for outputs, and the configs including the function's defaults.
 
-def reference_for(
-    request: SweepRequest, configs: Mapping[int, Config], known: Mapping[int, Trial]
-) -> tuple[Reference, dict[int, Config]]:
-    """Returns the reference for outputs, and the configs including the function's defaults.
+        The defaults run where outputs are compared with theirs, and in any case for the final, which shows their time.
 
-    The defaults run where outputs are compared with theirs, and in any case for the final, which shows their time.
+        Args:
+            configs: the first configs to run, by index.
+            known: the trials of an earlier sweep by index.
+        """
+        problem, options, default = self._problem, self._options, self._problem.default
+        compares, calibrates = options.compares_outputs and bool(configs), options.calibrates and bool(configs)
+        if problem.untuned is None:
+            # The output of a plain callable may well differ between configs.
+            return Reference(compares=compares and jax_internals.is_jitted(problem.fn)), configs
+        make = functools.partial(Reference, compares=compares, calibrates=calibrates)
+        if default in configs:
+            return make(default=default, is_first=default not in self._request.troubled), configs
+        has_final = self._request.has_final and bool(configs or finals.finalists(known))
+        if not (compares or calibrates) and (default in known or not has_final):
+            return Reference(), configs
+        return make(default=UNTUNED), {UNTUNED: problem.untuned, **configs}
 
-    Args:
-        request: the sweep.
-        configs: the first configs to run, by index.
-        known: the trials of an earlier sweep by index.
-    """
-    problem, options, configs = request.problem, request.options, dict(configs)
-    compares, calibrates, default = options.compares_outputs, options.calibrates, problem.default
-    if problem.untuned is None:
-        # The output of a plain callable may well differ between configs.
-        return Reference(compares=bool(compares and configs and jax_internals.is_jitted(problem.fn))), configs
-    make = functools.partial(Reference, compares=compares and bool(configs), calibrates=calibrates and bool(configs))
-    if default in configs:
-        return make(default=default, is_first=default not in request.troubled), configs
-    has_final = request.has_final and bool(configs or finals.finalists(known))
-    if not (configs and (compares or calibrates)) and (default in known or not has_final):
-        return Reference(), configs
-    return make(default=UNTUNED), {UNTUNED: problem.untuned, **configs}
+    def _ordered(self, configs: dict[int, Config]) -> dict[int, Config]:
+        """Orders configs, those that were in trouble before last; in this process, the others keep their order."""
+        troubled = self._request.troubled
+        if self._is_alone or self._measures_here:
+            return {index: configs[index] for index in sorted(configs, key=lambda index: index in troubled)}
+        return _from_both_ends(configs, troubled)
 
 
 def _from_both_ends(configs: Mapping[int, Config], last: Collection[int]) -> dict[int, Config]:
@@ -373,23 +364,3 @@ def _from_both_ends(configs: Mapping[int, Config], last: Collection[int]) -> dic
     pairs = itertools.zip_longest(reversed(sound[half:]), sound[:half])
     ordered = [index for pair in pairs for index in pair if index is not None]
     return {index: configs[index] for index in [*ordered, *(index for index in configs if index in last)]}
-
-
-def worker_options(platform: str | None, options: Options) -> BenchOptions:
-    """Returns the author's options that a worker needs.
-
-    Args:
-        platform: the platform that configs run on; None for the one of this process.
-        options: the author's options.
-    """
-    return BenchOptions(
-        platform=platform,
-        warmup=options.warmup,
-        rep=options.rep,
-        supply="auto" if callable(options.supply) else options.supply,
-        tolerance=options.tolerance,
-        check_grad=options.check_grad or options.time_grad,
-        time_grad=options.time_grad,
-        # On a GPU, XLA itself would write to the directory, and a killed worker would leave torn files.
-        compilation_cache=jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
-    )

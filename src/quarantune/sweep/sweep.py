@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import math
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -18,7 +21,9 @@ from quarantune import jax_internals
 from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery, targets
 from quarantune.devices.targets import Target
+from quarantune.host import caller
 from quarantune.host.shared_files import Directory
+from quarantune.host.stops import Stops
 from quarantune.sandbox import shortages, spawning, spool, template, wire
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Proof
 from quarantune.sweep import sweep_inputs
@@ -38,6 +43,10 @@ from quarantune.values.settings import Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import END, UNTUNED, Config, Trial
 from quarantune.worker import program_values
+
+if TYPE_CHECKING:
+    from quarantune.sandbox import pool
+    from quarantune.sweep.routes import Routes
 
 _logger = logging.getLogger("quarantune")
 
@@ -114,13 +123,13 @@ def run(
     possible = list(configs.values()) if space is None else space.examples()
     if packed is None:
         packed = pack(problem, possible, options)
-    return _run(request, packed, configs, dict(known or {}), possible)
+    return _run(request, packed, dict(configs), dict(known or {}), possible)
 
 
 def _run(
     request: SweepRequest,
     packed: PackedCall,
-    configs: Mapping[int, Config],
+    configs: dict[int, Config],
     measured: dict[int, Trial],
     possible: Sequence[Config],
 ) -> Swept:
@@ -128,24 +137,34 @@ def _run(
     finish, problem = _finisher(request, measured), request.problem
     is_check = request.target is not None
     isolation = Isolation.PROCESS if is_check else isolation_of(request.settings, problem)
+    if isolation is Isolation.COMPILE and request.compile_only:
+        isolation = Isolation.PROCESS
     if isolation is Isolation.NONE:
-        return _run_here(request, packed, configs, measured, finish)
-    measures_here = isolation is Isolation.COMPILE and not request.compile_only
-    _check(request, packed, possible, measures_here=measures_here)
+        _check_here(problem, packed, request.settings)
+        _warn(_why_here(request))
+        with _routes(request, packed, finish, isolation) as routes:
+            return routes.run(configs, measured)
+    _check(request, packed, possible, isolation)
     # Other configs may do anything while they are traced, and do it in workers alone, unless the caller runs them all.
     only = () if request.compile_only or problem.untuned is None else (problem.default, UNTUNED)
     compare = comparison(problem, packed.call, request.options, is_check=is_check)
     proof = Proof(request.events.on_program or compare, only)
     request = dataclasses.replace(request, proof=proof)
     with shortages.with_advice(problem.name):
-        swept = _run_in_workers(request, packed, configs, measured, finish, measures_here=measures_here)
+        # Started before the imports, because it takes longer to start than the modules of the routes take to import.
+        shortages.patiently(template.shared)
+        with _routes(request, packed, finish, isolation) as routes:
+            if is_check:
+                routes.check(configs)
+                return Swept()
+            swept = routes.compile(configs) if request.compile_only else routes.run(configs, measured)
     return dataclasses.replace(swept, is_traced=not proof.is_due)
 
 
-def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config], *, measures_here: bool) -> None:
+def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config], isolation: Isolation) -> None:
     """Raises where workers cannot run the sweep as it is asked for."""
     problem = request.problem
-    if measures_here:
+    if isolation is Isolation.COMPILE:
         _check_here(problem, packed, request.settings)
         if problem.platform != "tpu":  # of which no worker has any
             _check_devices_per_trial(problem, packed, request.options)
@@ -193,61 +212,46 @@ def pack(problem: Problem, configs: Sequence[Config], options: Options, *, with_
     )
 
 
-def _run_in_workers(
-    request: SweepRequest,
-    packed: PackedCall,
-    configs: Mapping[int, Config],
-    measured: Mapping[int, Trial],
-    finish: Finish,
-    *,
-    measures_here: bool,
-) -> Swept:
-    # Started before the imports, because it takes longer to start than the modules of the routes take to import.
-    shortages.patiently(template.shared)
+@contextlib.contextmanager
+def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation: Isolation) -> Iterator[Routes]:
+    """Yields the routes of a sweep, which lead through workers, this process, or both."""
     from quarantune.sandbox import pool
-    from quarantune.sweep import routes
+    from quarantune.sweep.routes import Routes
+    from quarantune.sweep.this_process import ThisProcess
 
-    problem = request.problem
+    problem, settings = request.problem, request.settings
+    is_alone = isolation is Isolation.NONE
     on_many_devices = max(packed.devices_needed, request.options.devices_per_trial) > 1
-    devices, target = _devices_and_target(request)
+    devices, target = ([device.Device("", "")], None) if is_alone else _devices_and_target(request)
     can_warm_up = target is not None and target.platform != "tpu" and request.target is None and not on_many_devices
     environ = discovery.sandbox_environ(problem.platform, problem.device_kind)
     if not on_many_devices:
         environ |= device.cheap_context(problem.platform, os.environ)
-    with (
-        spawning.standard_descriptors(),
-        _spooled(packed) as (payload_fd, arrays_fd),
-        pool.Sandbox(
+    with spawning.standard_descriptors(), _spooled(packed) as (payload_fd, arrays_fd):
+        make: Callable[..., pool.Sandbox] = pool.Sandbox
+        stops = None if isolation is Isolation.PROCESS else Stops(time.monotonic)
+        if stops is not None:
+            measures_on = None if is_alone else devices[0]
+            make = functools.partial(ThisProcess, request, packed.call, device=measures_on, stops=stops)
+        with make(
             payload_fd=payload_fd,
             arrays_fd=arrays_fd,
-            method=request.settings.start_method or ("fork" if sys.platform == "linux" else "spawn"),
+            method=settings.start_method or ("fork" if sys.platform == "linux" else "spawn"),
             environ=environ,
             modules=_PALLAS_MODULES.get(problem.platform, []) if _PALLAS in sys.modules else [],
             plugins=problem.platform != "cpu",
             warm_up=codec.encode(target) if target is not None and can_warm_up else None,
-        ) as sandbox,
-    ):
-        measures = not request.compile_only and not measures_here
-        taken = routes.Routes(
-            sandbox,
-            request,
-            finish,
-            devices=devices,
-            target=target,
-            on_many_devices=on_many_devices,
-            measures=measures,
-        )
-        if request.target is not None:
-            taken.check(dict(configs))
-            return Swept()
-        if measures_here:
-            from quarantune.sweep.measured_here import MeasuredHere
-
-            here = MeasuredHere(
-                request, packed.call, arrays_fd=arrays_fd, routes=taken, device=taken.devices[0], finish=finish
+        ) as sandbox:
+            yield Routes(
+                sandbox,
+                request,
+                finish,
+                devices=devices,
+                target=target,
+                on_many_devices=on_many_devices,
+                isolation=isolation,
+                stops=stops,
             )
-            return here.run(dict(configs), measured)
-        return taken.compile(dict(configs)) if request.compile_only else taken.run(dict(configs), measured)
 
 
 def _devices_and_target(request: SweepRequest) -> tuple[list[device.Device], CompileTarget | None]:
@@ -263,42 +267,19 @@ def _devices_and_target(request: SweepRequest) -> tuple[list[device.Device], Com
     return devices, target
 
 
-def _run_here(
-    request: SweepRequest,
-    packed: PackedCall,
-    configs: Mapping[int, Config],
-    measured: Mapping[int, Trial],
-    finish: Finish,
-) -> Swept:
-    _check_here(request.problem, packed, request.settings)
-    from quarantune.sweep import in_process, routes
-
-    worker_options = routes.worker_options(None, request.options)
-    with _spooled(packed) as (_, arrays_fd):
-        reference, configs = routes.reference_for(request, configs, measured)
-        with contextlib.closing(reference):
-            in_process.run(
-                packed.call,
-                configs,
-                arrays_fd=arrays_fd,
-                options=worker_options,
-                finish=finish,
-                reference=reference,
-                reason=_why_here(request),
-                source=request.source,
-                events=request.events,
-            )
-            finalists = reference.contenders(measured, request.problem.default)
-            final = in_process.compare(packed.call, finalists, arrays_fd=arrays_fd, options=worker_options)
-            return Swept(final, untuned=reference.untuned, complaint=reference.complaint(), noise=reference.noise)
-
-
 def _why_here(request: SweepRequest) -> str:
     """Returns the reason why configs run in this process, for a warning."""
     setting = request.settings.isolation
     if setting == Isolation.NONE.value:
         return "QUARANTUNE_ISOLATION=none (unset it to tune in worker processes)"
     return f"QUARANTUNE_ISOLATION={setting}, and {request.problem.name} has no jax.jit that workers could compile for"
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    caller.warn(
+        f"{reason}: configs run in this process, so that one that crashes or hangs takes it along", RuntimeWarning
+    )
 
 
 def _check_here(problem: Problem, packed: PackedCall, settings: Settings) -> None:

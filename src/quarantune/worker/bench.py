@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,7 +106,7 @@ class Bench:
         self._stale = StaleMemory(is_shared=options.platform not in (None, "cpu"))
         self._flush: clocks.Flush | None = None
         self._attaching: threading.Thread | None = None
-        self._last_run: RunTime | None = None
+        self._last_run: tuple[weakref.ref[Program], RunTime] | None = None
         # XLA's threads sleep until there is work for them; those of other libraries may spin.
         self._spins = self.is_plain
         if options.platform == "cpu":
@@ -258,7 +259,7 @@ class Bench:
         args, kwargs = self._arguments.dynamic(self._arguments.for_run())
         with Watch(spins=self._spins) as watch:
             taken, output = watch.time(lambda: jax.block_until_ready(program.call(*args, **kwargs)))
-        self._last_run = taken.scaled(1e3)
+        self._last_run = weakref.ref(program), taken.scaled(1e3)
         return output[0] if self._options.time_grad else output
 
     def check(
@@ -285,12 +286,16 @@ class Bench:
                 output,
                 functools.partial(self._run_moved, program),
                 program.coarsest,
-                0.0 if self._last_run is None else self._last_run.whole / 1e3,
+                0.0 if (last := self._last_run_of(program)) is None else last.whole / 1e3,
             ),
             references=references,
             standard=standard,
             output_fd=output_fd,
         )
+
+    def _last_run_of(self, program: Program) -> RunTime | None:
+        """Returns the time of the last run in milliseconds; None where another program has run since."""
+        return self._last_run[1] if self._last_run is not None and self._last_run[0]() is program else None
 
     def _run_moved(self, program: Program, arguments: Arguments) -> Any:
         """Runs a program once on other arguments of the same kind, and returns its output."""
@@ -348,7 +353,7 @@ class Bench:
         for _ in range(self._options.warmup - is_warm):
             self.run(program)
             is_warm = True
-        clock, last = self.clock(program), self._last_run
+        clock, last = self.clock(program), self._last_run_of(program)
         samples = sampling.measure(
             clock.take,
             rep=self._options.rep,
@@ -369,7 +374,7 @@ class Bench:
 
     def informative_first_run(self, program: Program) -> RunTime | None:
         """Returns the time of the first run where that was long enough to be informative; else None."""
-        last = self._last_run
+        last = self._last_run_of(program)
         return last if self.times_first_run(program) and last and last.whole > model.LONG_RUN_MS else None
 
     def times_first_run(self, program: Program) -> bool:

@@ -25,10 +25,11 @@ from quarantune.values.trial import Phase
 from quarantune.worker.error_report import describe_error, readable, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator, Iterator
 
     from quarantune.host.waits import RunTime
     from quarantune.transport.call import Call
+    from quarantune.values.compiling import CompilerFigures
     from quarantune.worker.bench import Bench, Program
 
 # A template imports this module, so that no worker has to.
@@ -67,15 +68,20 @@ class _Heading(TypedDict):
 
 
 class Worker:
-    """One worker's conversation with its scheduler."""
+    """One worker's conversation with its scheduler.
+
+    Attributes:
+        phase: the phase of the trial that it is in.
+        program: the program that it has compiled or loaded last.
+    """
 
     def __init__(self, connection: Connection, options: WorkerOptions, call: object | None) -> None:
         self._connection = connection
         self._options = options
         self._call = cast("Call | None", call)
         self._bench: Any = None
-        self._program: Any = None
-        self._phase = Phase.LOAD
+        self.program: Any = None
+        self.phase = Phase.LOAD
         self._has_spoken = False
         self._is_nice = False
         self._trial: int | None = None
@@ -97,23 +103,18 @@ class Worker:
 
     def _run_one(self, frame: Frame, fds: list[int]) -> bool:
         task = codec.decode(frame, *messages.TASKS)
-        self._trial = task.trial
         try:
-            reply = self._do(task, fds)
+            for reply in self.do(task, fds):
+                self.send(reply)
         except BaseException as raised:  # a config may raise anything, SystemExit and KeyboardInterrupt too
             error = readable(raised)
-            is_ordinary = isinstance(error, Exception) and self._phase is Phase.COMPILE
+            is_ordinary = isinstance(error, Exception) and self.phase is Phase.COMPILE
             goes_on = is_ordinary and isinstance(task, messages.Compile) and not task.last and self._is_as_it_was()
-            self._send(self._failure(error, goes_on=goes_on))
+            self.send(self.failure(error, goes_on=goes_on))
             return goes_on
         finally:
             wire.close_all(fds)
-        if reply is not None:
-            self._send(reply)
-        return self._may_go_on(task)
-
-    def _may_go_on(self, task: Task) -> bool:
-        """Returns whether there may be a further task, and a config would find this process as the last one did."""
+        # Whether there may be a further task, and a config would find this process as the last one did.
         return not task.last and (not _only_compiles(task) or self._is_as_it_was())
 
     def _is_as_it_was(self) -> bool:
@@ -122,52 +123,52 @@ class Worker:
 
         return not self._trace_context or self._trace_context == jax_internals.trace_context()()
 
-    def _do(self, task: Task, fds: list[int]) -> Reply | None:
+    def do(self, task: Task, fds: list[int]) -> Iterator[Reply]:
+        """Does a task, step by step; yields its replies, before the step that each announces."""
         from quarantune.worker.probe import probe
 
+        self._trial = task.trial
         if isinstance(task, messages.Probe):
             found = probe(task.platforms)
-            return messages.Probed(**self._heading(), devices=found.devices, config_text=found.config_text)
+            yield messages.Probed(**self._heading(), devices=found.devices, config_text=found.config_text)
+            return
         if isinstance(task, messages.Measure):
-            return self._measure(self._bench, task, fds)
+            yield from self._measure(self._bench, task, fds)
+            return
         assert isinstance(task, messages.BenchTask)
-        bench = self._bench_for(task)
+        self._bench = bench = yield from self.bench_for(task)
         match task:
             case messages.Prepare():
                 bench.prepare(fds)
-                return messages.Ready(**self._heading(), modules=self._new_modules())
+                yield messages.Ready(**self._heading(), modules=self.new_modules())
             case messages.Expect():
                 bench.judge.expect(task.outputs)
-                return None
             case messages.Warm():
                 with contextlib.suppress(Exception):  # the config that comes meets it again, and reports it
                     bench.prepare()
-                return None
             case messages.Compile():
-                return self._compile(bench, task, fds)
+                yield from self._compile(bench, task, fds)
             case messages.CheckShapes():
-                self._enter(Phase.CHECK)
+                yield self.entered(Phase.CHECK)
                 differs = bench.judge.shapes_differ(fds[0])
-                return messages.ShapesChecked(**self._heading(), differs=differs)
+                yield messages.ShapesChecked(**self._heading(), differs=differs)
             case messages.ComputeReference():
-                self._enter(Phase.CHECK)
+                yield self.entered(Phase.CHECK)
                 bench.judge.compute_reference(fds[0])
-                return messages.ReferenceComputed(**self._heading())
+                yield messages.ReferenceComputed(**self._heading())
             case messages.Compare():
-                return self._compare(bench, task, fds)
-        raise AssertionError(f"no worker does a {type(task).__name__}")
+                yield from self._compare(bench, task, fds)
 
-    def _bench_for(self, task: messages.BenchTask) -> Bench:
+    def bench_for(self, task: messages.BenchTask) -> Generator[Reply, None, Bench]:
         """Returns the worker's bench, made when the first task needs it."""
         from quarantune.worker.bench import Bench
 
-        if self._bench is None:
-            if (call := self._call) is None:
-                self._enter(Phase.LOAD)
-                call = self._load_call(task)
-            self._bench = Bench(call, arrays_fd=self._options.arrays_fd, options=task.options)
-        bench: Bench = self._bench
-        return bench
+        if self._bench is not None:
+            return cast("Bench", self._bench)
+        if (call := self._call) is None:
+            yield self.entered(Phase.LOAD)
+            call = self._load_call(task)
+        return Bench(call, arrays_fd=self._options.arrays_fd, options=task.options)
 
     def _load_call(self, task: messages.BenchTask) -> Call:
         """Loads the payload; for a device that is not this worker's own, with the answers of that device."""
@@ -189,34 +190,38 @@ class Worker:
                 raise
             return load()  # in a check, there is no other worker that could import it
 
-    def _compile(self, bench: Bench, task: messages.Compile, fds: list[int]) -> Reply:
+    def _compile(self, bench: Bench, task: messages.Compile, fds: list[int]) -> Iterator[Reply]:
         from quarantune import jax_internals
         from quarantune.worker.compiler_figures import read_figures
         from quarantune.worker.failures import NeedsDeviceError
 
         if task.must_save:
             self._yield_cpu()
-        self._enter(Phase.COMPILE)
+        yield self.entered(Phase.COMPILE)
         if not self._is_as_it_was():
             raise RuntimeError("an earlier config has changed JAX's settings in this worker")
         self._trace_context = jax_internals.trace_context()()
-        self._program = None  # that of an earlier config, with its memory
-        self._program = bench.compile(
+        self.program = None  # that of an earlier config, with its memory
+        self.program = bench.compile(
             dict(task.config),
             target=task.target,
             away=bool(fds) or task.is_check,
             is_check=task.is_check,
-            announce=lambda program, outputs: self._send(
+            announce=lambda program, outputs: self.send(
                 messages.Lowered(**self._heading(), program=program, outputs=outputs)
             ),
             show=functools.partial(self._show, time.thread_time()) if task.shows_program else lambda jaxpr: None,
         )
         if fds:
             with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
-                bench.save(self._program, fds[0], as_data=task.as_data)
-        figures = read_figures(self._program.call) if task.is_check else None
+                bench.save(self.program, fds[0], as_data=task.as_data)
+        figures = read_figures(self.program.call) if task.is_check else None
+        yield self.compiled(self.program, figures)
+
+    def compiled(self, program: Program, figures: CompilerFigures | None = None) -> Reply:
+        """Returns the reply about a program that was compiled here."""
         return messages.Compiled(
-            **self._heading(), compile_s=self._program.compile_s, modules=self._new_modules(), figures=figures
+            **self._heading(), compile_s=program.compile_s, modules=self.new_modules(), figures=figures
         )
 
     def _show(self, began_s: float, jaxpr: Any) -> None:
@@ -226,7 +231,7 @@ class Worker:
         with contextlib.suppress(Exception):  # the config may be fine all the same
             is_quick = time.thread_time() - began_s < _LONGEST_PROVEN_S
             if is_quick and len(lines := ProgramLines(jaxpr).counts) <= _MOST_LINES:
-                self._send(messages.Traced(**self._heading(), lines=lines))
+                self.send(messages.Traced(**self._heading(), lines=lines))
 
     def _yield_cpu(self) -> None:
         """Lets the worker that measures beside compile workers have a CPU whenever it needs one."""
@@ -235,28 +240,31 @@ class Worker:
             with contextlib.suppress(OSError):
                 os.nice(_NICENESS)
 
-    def _measure(self, bench: Bench, task: messages.Measure, fds: list[int]) -> Reply:
+    def _measure(self, bench: Bench, task: messages.Measure, fds: list[int]) -> Iterator[Reply]:
         from quarantune.measure import sampling
 
-        program = self._load(bench, task.config, fds[0]) if task.load else self._program
-        agreement = None
+        if task.load:
+            self.program = yield from self.load(bench, task.config, fds[0])
+        program, agreement = self.program, None
         if not task.checked:
+            yield self.entered(Phase.CHECK)
             agreement = self._check(bench, program, task, fds)
             if task.pause and (run := bench.informative_first_run(program)) is not None:
                 # The config may be out of the race already, which only the scheduler knows.
-                return messages.Checked(
+                yield messages.Checked(
                     **self._heading(),
                     run_ms=run.whole,
                     cpu_ms=run.least,
                     is_disturbed=run.is_disturbed,
                     agreement=agreement,
                 )
-        self._enter(Phase.MEASURE)
+                return
+        yield self.entered(Phase.MEASURE)
         noise = sampling.Noise(list(task.noise))
         measured = bench.measure(program, best_median_ms=task.best_median_ms, noise=noise)
         if not task.load and (not measured.is_slow or bench.is_plain):
-            self._save_finalist(bench, program, fds[0])
-        return messages.Measured(
+            self.save_finalist(bench, program, fds[0])
+        yield messages.Measured(
             **self._heading(),
             samples_ms=measured.samples_ms,
             cpu_ms=measured.cpu_ms,
@@ -269,7 +277,6 @@ class Worker:
     def _check(self, bench: Bench, program: Program, task: messages.Measure, fds: list[int]) -> messages.Agreement:
         from quarantune.worker.first_run import FirstRunLimit
 
-        self._enter(Phase.CHECK)
         limit = None
         if task.stop_ms is not None and bench.times_first_run(program):
             limit = FirstRunLimit(task.stop_ms, self._report_stop)
@@ -284,9 +291,9 @@ class Worker:
         return messages.Agreement(group, bench.judge.noise)
 
     def _report_stop(self, taken: RunTime) -> None:
-        self._send(messages.Stopped(**self._heading(), run_ms=taken.whole, cpu_ms=taken.cpu))
+        self.send(messages.Stopped(**self._heading(), run_ms=taken.whole, cpu_ms=taken.cpu))
 
-    def _save_finalist(self, bench: Bench, program: Program, fd: int) -> None:
+    def save_finalist(self, bench: Bench, program: Program, fd: int) -> None:
         """Saves a program that may become a finalist; one that cannot be saved is compiled again for the final.
 
         A plain function leaves at most a report of the programs that it has run.
@@ -302,46 +309,51 @@ class Worker:
         except OSError:  # there is no room for it, or it would be too large a file
             os.ftruncate(fd, 0)
 
-    def _load(self, bench: Bench, config: messages.EncodedConfig, fd: int) -> Program:
+    def load(self, bench: Bench, config: messages.EncodedConfig, fd: int) -> Generator[Reply, None, Program]:
         """Loads a program; one that calls into tables that only tracing fills must be compiled where it runs."""
         from quarantune.worker.failures import NeedsDeviceError, outcome_of
 
-        self._enter(Phase.LOAD)
+        yield self.entered(Phase.LOAD)
         try:
             return bench.load(dict(config), fd)
         except Exception as error:
-            if outcome_of(error, self._phase) != "error":
+            if outcome_of(error, self.phase) != "error":
                 raise
             raise NeedsDeviceError(f"its executable cannot be loaded: {error}") from error
 
-    def _compare(self, bench: Bench, task: messages.Compare, fds: list[int]) -> Reply:
+    def compile_again(self, bench: Bench, entry: messages.Finalist) -> Program:
+        """Compiles a finalist whose program was not saved."""
+        return bench.compile(dict(entry.config), target=None)
+
+    def _compare(self, bench: Bench, task: messages.Compare, fds: list[int]) -> Iterator[Reply]:
         from quarantune.worker.failures import NeedsDeviceError
 
-        self._enter(Phase.COMPILE)
+        yield self.entered(Phase.COMPILE)
         saved, programs = iter(fds), []
         for entry in task.entries:
             program = None
             if entry.saved:
                 with contextlib.suppress(NeedsDeviceError):
-                    program = self._load(bench, entry.config, next(saved))
-            programs.append(program or bench.compile(dict(entry.config), target=None))
-        self._enter(Phase.CHECK)
+                    program = yield from self.load(bench, entry.config, next(saved))
+            programs.append(program or self.compile_again(bench, entry))
+        yield self.entered(Phase.CHECK)
         for program in programs:
             bench.run(program)
-        self._enter(Phase.MEASURE)
+        yield self.entered(Phase.MEASURE)
         rounds_ms, warm_ms = bench.compare(programs)
-        return messages.Compared(
+        yield messages.Compared(
             **self._heading(), rounds_ms=tuple(map(tuple, rounds_ms)), warm_ms=tuple(map(tuple, warm_ms))
         )
 
-    def _failure(self, error: BaseException, *, goes_on: bool) -> messages.Failed:
+    def failure(self, error: BaseException, *, goes_on: bool = False) -> messages.Failed:
+        """Returns the reply about an exception that ended the task."""
         from quarantune.worker.failures import WrongResultError, outcome_of, place_of
 
         about = describe_error(error)
         is_wrong = isinstance(error, WrongResultError)
         return messages.Failed(
             **self._heading(),
-            outcome=messages.Raised(outcome_of(error, self._phase)),
+            outcome=messages.Raised(outcome_of(error, self.phase)),
             error=about.error,
             text=about.text,
             traceback="" if is_wrong else about.traceback,  # the place where it is raised here tells nothing
@@ -350,18 +362,20 @@ class Worker:
             goes_on=goes_on,
         )
 
-    def _enter(self, phase: Phase) -> None:
-        self._phase = phase
-        self._send(messages.PhaseEntered(**self._heading()))
+    def entered(self, phase: Phase) -> messages.PhaseEntered:
+        """Enters a phase, and returns the reply that announces it."""
+        self.phase = phase
+        return messages.PhaseEntered(**self._heading())
 
     def _heading(self) -> _Heading:
-        return {"trial": self._trial, "phase": self._phase, "pid": None if self._has_spoken else os.getpid()}
+        return {"trial": self._trial, "phase": self.phase, "pid": None if self._has_spoken else os.getpid()}
 
-    def _send(self, reply: Reply) -> None:
+    def send(self, reply: Reply) -> None:
+        """Sends a reply to the scheduler."""
         self._has_spoken = True
         self._connection.send(codec.encode(reply))
 
-    def _new_modules(self) -> tuple[str, ...]:
+    def new_modules(self) -> tuple[str, ...]:
         """Names the modules imported here that the template lacked, so that it can import them for later workers."""
         names = sorted(sys.modules.keys() - self._modules)
         self._modules = set(sys.modules)

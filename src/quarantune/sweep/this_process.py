@@ -1,0 +1,406 @@
+"""The caller's own process as a worker: it does the tasks that need the device, one step at each poll.
+
+Workers of a sandbox compile for it, unless it does everything. Nothing that they send is unpickled: programs come as
+data. Nothing can end the work of this process from outside: a deadline counts once the step has ended, until then the
+user is told which config hangs, and the journal knows which one runs, so that the next sweep leaves out a fatal one.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+
+from quarantune import jax_internals
+from quarantune.devices.device import Device
+from quarantune.devices.leases import Lease
+from quarantune.host.stops import Stops
+from quarantune.measure import finals
+from quarantune.sandbox import messages, spool, wire
+from quarantune.sandbox.events import Ended, Event, Said
+from quarantune.sandbox.messages import Reply, Task
+from quarantune.sandbox.pool import Sandbox
+from quarantune.sweep.request import SweepRequest, worker_options
+from quarantune.sweep.watchdog import Watchdog, Watched
+from quarantune.transport.call import Call
+from quarantune.values import codec
+from quarantune.values.config_values import restore
+from quarantune.values.shown import format_config
+from quarantune.values.trial import UNTUNED, Outcome, Phase, Route, Trial
+from quarantune.worker.bench import Bench, Program
+from quarantune.worker.error_report import readable
+from quarantune.worker.failures import NeedsDeviceError
+from quarantune.worker.main import Worker
+
+_logger = logging.getLogger("quarantune")
+
+
+_BEGINS = "the process that ran it has ended meanwhile"
+
+
+class _Here(Worker):
+    """A worker in this process."""
+
+    def __init__(self, number: int, place: ThisProcess) -> None:
+        # It has no connection, and gets its bench from the place.
+        super().__init__(cast(Any, None), cast(Any, None), None)
+        self.number = number
+        self.tasks: collections.deque[tuple[Task, list[int]]] = collections.deque()
+        self.said: list[Reply] = []
+        self._place = place
+        self._replies: Iterator[Reply] | None = None
+
+    @property
+    def begins(self) -> bool:
+        """Whether it has yet to begin with its task."""
+        return self._replies is None
+
+    @property
+    def task(self) -> Task:
+        """The task that it does, or does next."""
+        return self.tasks[0][0]
+
+    def step(self) -> None:
+        """Does the next step of its task."""
+        task, fds = self.tasks[0]
+        self._replies = self._replies or self.do(task, fds)
+        reply = next(self._replies, None)
+        if reply is None:
+            self.end_task()
+        else:
+            self.said.append(reply)
+
+    def end_task(self) -> None:
+        """Goes on to the next task, if there is one."""
+        self._replies = None
+        wire.close_all(self.tasks.popleft()[1])
+
+    def send(self, reply: Reply) -> None:
+        """Keeps a reply until the step has ended."""
+        self.said.append(reply)
+
+    def new_modules(self) -> tuple[str, ...]:
+        """Returns nothing: what this process imports is no guide for workers."""
+        return ()
+
+    def bench_for(self, task: messages.BenchTask) -> Generator[Reply, None, Bench]:
+        """Returns the bench of this process."""
+        yield from ()
+        return self._place.bench()
+
+    def load(self, bench: Bench, config: messages.EncodedConfig, fd: int) -> Generator[Reply, None, Program]:
+        """Loads a program that came as data, without running code of it; compiles one that cannot come so."""
+        index = self.task.trial
+        if (begun := self._place.begun.pop(index, None)) is not None:
+            return begun
+        yield self.entered(Phase.LOAD)
+        try:
+            return bench.load_data(dict(config), spool.read_parts(fd)[0])
+        except (ValueError, IndexError) as error:
+            if index is None:
+                raise NeedsDeviceError(f"it cannot be loaded: {error}") from error
+        yield self.entered(Phase.COMPILE)
+        self._place.report_compiling(index, config)
+        program = bench.compile(dict(config), target=None)
+        yield self.compiled(program)
+        return program
+
+    def compile_again(self, bench: Bench, entry: messages.Finalist) -> Program:
+        """Compiles a finalist of an earlier sweep, for example, unless its program was kept."""
+        if entry.index in self._place.fastest:
+            return self._place.fastest[entry.index][1]
+        self._place.note(entry.index, entry.config, Outcome.LOST, _BEGINS)
+        program = super().compile_again(bench, entry)
+        self._place.note(entry.index, entry.config, Outcome.NOT_RUN, "it waits to be compared")
+        return program
+
+    def save_finalist(self, bench: Bench, program: Program, fd: int) -> None:
+        """Saves nothing: a program that was compiled here is compiled again for the final."""
+
+
+class ThisProcess(Sandbox):
+    """A sandbox for workers that compile, and this process in the place of those that have a device.
+
+    Attributes:
+        begun: programs that have run once and wait for their further runs, by the indices of their configs.
+        fastest: those that were measured fastest, of the programs that cannot come as data, each with its time.
+    """
+
+    def __init__(
+        self, request: SweepRequest, call: Call, *, device: Device | None, stops: Stops, arrays_fd: int, **sandbox: Any
+    ) -> None:
+        """Sets up the runner.
+
+        Args:
+            request: the sweep.
+            call: the call, with the caller's own function.
+            device: the device to measure on; None where this process also compiles, on the device of its choice.
+            stops: is told of the work of this process.
+            arrays_fd: the file that holds the bytes of its arrays; -1 for none.
+            **sandbox: the other arguments of the sandbox for workers that compile.
+        """
+        super().__init__(arrays_fd=arrays_fd, **sandbox)
+        self.begun: dict[int | None, Program] = {}
+        self.fastest: dict[int | None, tuple[float, Program]] = {}
+        self._request = request
+        self._call = call
+        self._device = device
+        self._stops = stops
+        # A bench for "cpu" would keep this process from its other devices.
+        platform = None if device is None or device.platform == "cpu" else device.platform
+        self._make_bench = functools.partial(
+            Bench, call, arrays_fd=arrays_fd, options=worker_options(platform, request.options)
+        )
+        self._bench: Bench | None = None
+        self._here: dict[int, _Here] = {}
+        self._numbers = itertools.count(-1, -1)
+        self._ended: list[Event] = []
+        self._watchdog = Watchdog()
+        self._spent_s = collections.defaultdict[int | None, float](float)
+        self._has_compiled = False
+
+    def open(self, *, load_timeout_s: float | None) -> None:
+        """Opens the sandbox, if workers compile."""
+        if self._device is not None:
+            super().open(load_timeout_s=load_timeout_s)
+
+    def start(self, task: codec.Frame, *, fds: Sequence[int] = (), environ: Mapping[str, str] | None = None) -> int:
+        """Starts a worker: in the sandbox one that leaves its program as data, and here any other."""
+        if task["message"] == messages.Compile.__name__:
+            self.begun.clear()  # configs of the last batch; all have ended
+        if task.get("as_data") or task.get("is_check"):
+            return super().start(task, fds=fds, environ=environ)
+        number = next(self._numbers)
+        self._here[number] = _Here(number, self)
+        self.send(number, task, fds)
+        return number
+
+    def send(self, number: int, message: codec.Frame, fds: Sequence[int] = ()) -> None:
+        """Gives a worker a further task."""
+        if (worker := self._here.get(number)) is None:
+            super().send(number, message, fds)
+            return
+        task = codec.decode(message, *messages.TASKS)
+        if isinstance(task, messages.Measure):
+            task = dataclasses.replace(task, stop_ms=None)  # the end of a run would be that of this process
+        worker.tasks.append((task, [os.dup(fd) for fd in fds]))
+
+    def finish(self, number: int) -> None:
+        """Ends a worker."""
+        if (worker := self._here.pop(number, None)) is None:
+            if number > 0:
+                super().finish(number)
+            return
+        self._drop_tasks(worker)
+        self._ended.append(Ended(number, 0))
+        if self._device is None:  # no config finds what another one has left
+            self._drop_bench()
+
+    def kill(self, number: int, *, shows_stack: bool = False) -> None:
+        """Ends a worker."""
+        if number > 0:
+            super().kill(number, shows_stack=shows_stack)
+        else:
+            self.finish(number)
+
+    def poll(self, timeout_s: float) -> list[Event]:
+        """Returns the events since the last call; where there are none, and there is time, does a step here."""
+        worker = next((worker for worker in self._here.values() if worker.tasks), None) if timeout_s > 0 else None
+        events = super().poll(0.0 if worker or self._ended else timeout_s) + self._ended
+        self._ended = []
+        return events if events or worker is None else self._step(worker)
+
+    def close(self) -> None:
+        """Ends all workers, and what this process keeps for them."""
+        for number in list(self._here):
+            self.finish(number)
+        self._drop_bench()
+        self.begun.clear()
+        self.fastest.clear()
+        self._watchdog.close()
+        super().close()
+
+    def bench(self) -> Bench:
+        """Returns the bench, made when it is needed."""
+        if self._bench is None:
+            self._bench = self._make_bench()
+        return self._bench
+
+    def _drop_bench(self) -> None:
+        if self._bench is not None:
+            self._bench.close()
+            self._bench = None
+
+    def _drop_tasks(self, worker: _Here) -> None:
+        while worker.tasks:
+            worker.end_task()
+
+    # A step of a task
+
+    def _step(self, worker: _Here) -> list[Event]:
+        """Does a step of a worker's task; what it does after its deadline does not count."""
+        task, index, phase = worker.task, worker.task.trial, worker.phase
+        limit_s, label = self._limit(task, phase)
+        config = task.config if isinstance(task, (messages.Compile, messages.Measure)) else {}
+        doing = "compiling" if phase is Phase.COMPILE else "checking and measuring"
+
+        def on_overdue() -> None:
+            self.note(index, config, Outcome.TIMEOUT, f"{doing} took longer than {limit_s:g} s", phase)
+
+        began = time.monotonic()
+        with self._on_device(), self._watching(limit_s - self._spent_s[index], label, on_overdue) as watched:
+            if worker.begins:
+                self.note(index, config, Outcome.LOST, _BEGINS, phase)
+            try:
+                with _interruptible():
+                    worker.step()
+            except (Exception, SystemExit) as error:
+                worker.said.append(worker.failure(readable(error)))
+                self._drop_tasks(worker)
+                self._drop_bench()  # its arguments may be damaged
+            except BaseException:  # KeyboardInterrupt is for the caller
+                self.note(index, config, Outcome.NOT_RUN, "the sweep was interrupted")
+                raise
+        taken_s = time.monotonic() - began if math.isinf(limit_s) else watched.taken_s
+        self._stops.worked(taken_s)
+        self._spent_s[index] += taken_s if index is not None else 0.0
+        said, worker.said = worker.said, []
+        if watched.is_overdue:
+            self._drop_tasks(worker)  # its deadline comes next
+            return []
+        for reply in said:
+            match reply:
+                case messages.Compiled():
+                    self._spent_s[index] = 0.0
+                case messages.Checked():
+                    self.begun[index] = worker.program
+                    self.note(index, config, Outcome.NOT_RUN, "it waits for its further runs")
+                case messages.Measured() | messages.Failed():
+                    if isinstance(reply, messages.Measured) and worker.program.compile_s:
+                        self._keep(index, reply.cpu_ms, worker.program)
+                    self.note(index, config, Outcome.NOT_RUN, "it waits for the outputs of others")
+        return [Said(worker.number, codec.encode(reply)) for reply in said]
+
+    def _keep(self, index: int | None, cpu_ms: float, program: Program) -> None:
+        """Keeps a program that was compiled here for the final, if it may get there."""
+        self.fastest[index] = (cpu_ms, program)
+        if len(self.fastest) > finals.MOST_FINALISTS:
+            del self.fastest[max(self.fastest, key=lambda index: self.fastest[index][0])]
+
+    def _limit(self, task: Task, phase: Phase) -> tuple[float, str]:
+        """Returns the seconds that a task may take, and its name in reports; without workers, there is no limit."""
+        limits = self._request.limits
+        each_s = limits.compile_timeout_s + limits.timeout_s
+        if self._device is None:
+            return math.inf, ""
+        match task:
+            case messages.Compile(trial=index, config=config) | messages.Measure(trial=index, config=config):
+                limit_s = limits.compile_timeout_s if phase is Phase.COMPILE else limits.timeout_s
+                return limit_s, self._label(index, config)
+            case messages.ComputeReference() | messages.CheckShapes():
+                return each_s, "ref_fn"
+            case messages.Compare(entries=entries):
+                return len(entries) * each_s, "the comparison of the fastest configs"
+        return math.inf, ""
+
+    @contextlib.contextmanager
+    def _watching(self, limit_s: float, label: str, on_overdue: Callable[[], None]) -> Iterator[Watched]:
+        """Watches a step, and reports when it hangs."""
+
+        def report(taken_s: float) -> None:
+            _logger.warning(
+                "%s: %s has run for %.1f s in this process, which cannot end it; the limit is %.1f s. If it never "
+                "ends, end this process; where results are saved, the next sweep leaves it out",
+                self._request.problem.name,
+                label,
+                taken_s,
+                limit_s,
+            )
+            on_overdue()
+
+        watching = self._watchdog.watching(limit_s, report)
+        with contextlib.nullcontext(Watched(limit_s, report)) if math.isinf(limit_s) else watching as watched:
+            yield watched
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Runs a step outside of the caller's traces, compiled even where the caller has disabled jit, on the device.
+
+        In a process with several kinds of devices, that need not be the default one.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._device is not None and self._call.devices_needed == 1:
+                devices = jax.local_devices(backend=self._device.platform)
+                stack.enter_context(jax.default_device(devices[self._device.position(os.environ)]))
+            stack.enter_context(jax.disable_jit(False))
+            stack.enter_context(jax_internals.outside_of_traces())
+            yield
+
+    # What is told of configs
+
+    def note(
+        self,
+        index: int | None,
+        config: messages.EncodedConfig,
+        outcome: Outcome,
+        message: str,
+        phase: Phase | None = None,
+    ) -> None:
+        """Notes the trial that a config has if this process ends before it goes on; `lost` as it begins."""
+        if index is None or index == UNTUNED or self._device is None:
+            return
+        trial = Trial(
+            config=restore(config, self._call.config_values),
+            outcome=outcome,
+            message=message,
+            phase=phase,
+            route=Route.COMPILED_APART,
+            device=self._device.name,
+        )
+        self._request.events.on_provisional(index, trial)
+
+    def report_compiling(self, index: int | None, config: messages.EncodedConfig) -> None:
+        """Reports, once in a sweep, that a config is compiled without containment."""
+        if not self._has_compiled:
+            self._has_compiled = True
+            _logger.warning(
+                "%s: %s is compiled in this process, without containment, because its program cannot come from a "
+                "worker; so are others whose route is %r",
+                self._request.problem.name,
+                self._label(index, config),
+                Route.IN_PROCESS.value,
+            )
+
+    def _label(self, index: int | None, config: messages.EncodedConfig) -> str:
+        shown = format_config(restore(config, self._call.config_values))
+        return f"the function with its defaults ({shown})" if index == UNTUNED else f"the config {shown}"
+
+
+class Unshared(Lease):
+    """The lease of a sweep that takes turns with no other tuner: the operator wants all in this process."""
+
+    def acquire(self, now: float) -> bool:
+        """Returns that measuring may begin."""
+        return True
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raises KeyboardInterrupt where JAX reports it as the error of a host callback in which Ctrl-C was pressed."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if re.search(r"^KeyboardInterrupt\b", str(error), re.MULTILINE):
+            raise KeyboardInterrupt from error
+        raise
