@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import platform
@@ -16,11 +15,11 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError, report_once
-from quarantune.cache.file_lease import LOCK, Owner, boot_id, try_flock, unchanged_s
+from quarantune.cache.file_lease import Owner, boot_id, unchanged_s
 from quarantune.cache.journal import trials_folder
 from quarantune.cache.keys import problem_hash
 from quarantune.host import shared_files
-from quarantune.host.shared_files import Directory
+from quarantune.host.shared_files import Directory, SideLock
 from quarantune.values.codec import Record, within
 from quarantune.values.json_object import JsonObject
 
@@ -90,7 +89,7 @@ class Claim:
         self._token = ""
         self._worst_case_s = min(worst_case_s, _LONGEST_WORST_CASE_S)
         self._fd: int | None = None
-        self._lock_fd: int | None = None
+        self._lock: SideLock | None = None
         self._locked = False
         self._gave_way = False
 
@@ -281,25 +280,19 @@ class Claim:
 
     def _try_lock(self, place: Directory) -> bool | None:
         """Returns whether the lock was free and is now ours; None where locks have no effect."""
-        self._lock_fd = place.open(self._lock_name, LOCK)
-        rival_fd = place.open(self._lock_name, LOCK)
-        try:
-            if not (granted := try_flock(self._lock_fd)):
+        self._lock = SideLock(place, self._lock_name)
+        with SideLock(place, self._lock_name) as rival:
+            if not (granted := self._lock.take()):
                 return granted
             # A second descriptor must now be refused; a filesystem that grants it has locks in name only.
-            self._locked = try_flock(rival_fd) is False
+            self._locked = rival.take() is False
             return self._locked or None
-        finally:
-            os.close(rival_fd)
 
     def _let_go(self) -> None:
         self._locked = False
-        if self._lock_fd is not None:
-            fd, self._lock_fd = self._lock_fd, None
-            with contextlib.suppress(OSError):
-                # Closing alone is not enough: a forked child may still hold the same lock open.
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            lock.release()
         if self._place is not None:
             self._place.close()
             self._place = None

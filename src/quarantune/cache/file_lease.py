@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import functools
 import itertools
 import os
@@ -27,16 +25,12 @@ from quarantune.cache import content
 from quarantune.cache.errors import CacheWriteError
 from quarantune.cache.keys import short_hash
 from quarantune.host import proc, shared_files
-from quarantune.host.shared_files import Directory, Draft
+from quarantune.host.shared_files import Directory, Draft, SideLock
 from quarantune.values.codec import Record, within
 
-LOCK = os.O_RDWR | os.O_CREAT
-"""The flags with which the side file of a lock is opened."""
 _POLL_S = 0.005
 _STALE_S = 30.0
 """An announcement that has not changed for this long no longer counts; a lease is held for milliseconds."""
-_NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
-"""The errors of filesystems without locks."""
 _ANNOUNCEMENT = re.compile(r"(?P<host>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp")
 _serial = itertools.count()
 
@@ -110,9 +104,8 @@ def side_lock(place: Directory, name: str, *, timeout_s: float) -> Iterator[None
         OSError: the lock file cannot be opened.
     """
     deadline = time.monotonic() + timeout_s
-    fd = place.open(name, LOCK)
-    try:
-        while try_flock(fd) is False:
+    with SideLock(place, name) as lock:
+        while lock.take() is False:
             if time.monotonic() > deadline:
                 raise CacheWriteError(
                     f"the lock {str(place.path / name)!r} was held by others for {timeout_s:g} s: see who holds it, "
@@ -120,28 +113,6 @@ def side_lock(place: Directory, name: str, *, timeout_s: float) -> Iterator[None
                 )
             time.sleep(_POLL_S)
         yield
-    finally:
-        # The work under the lock is done: an error while releasing it must not look like a failure of that work.
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough where a forked child has the same lock open
-        os.close(fd)
-
-
-def try_flock(fd: int) -> bool | None:
-    """Locks a file if nobody else has, without waiting.
-
-    Returns:
-        Whether the lock was granted; None where the filesystem has no locks.
-    """
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno in _NO_FLOCK:
-            return None
-        raise
-    return True
 
 
 def unchanged_s(place: Directory, name: str, *, clock: str) -> float:

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from quarantune.cache import file_lease
 from quarantune.cache.tuning_cache import TuningCache
 from quarantune.doctor.check import Check, fail, first_line, judged, ok, warn
 from quarantune.host import machine, origins
-from quarantune.host.shared_files import Directory
+from quarantune.host.shared_files import Directory, SideLock
 from quarantune.values.settings import Settings
 
 _GIB = 1 << 30
@@ -181,20 +180,14 @@ def _locks(probe: Path) -> Check:
     """Returns whether a lock that this process holds keeps another process out."""
     kind = filesystem(probe)
     place = f" ({kind})" if kind else ""
-    with Directory(probe) as opened:
-        fd = opened.open("lock", file_lease.LOCK)
-        second = opened.open("lock", file_lease.LOCK)  # the lock belongs to the open file, not to the name
-    try:
-        if file_lease.try_flock(fd) is None:
+    with Directory(probe) as opened, SideLock(opened, "lock") as lock, SideLock(opened, "lock") as second:
+        if lock.take() is None:
             return warn(
                 _LOCKS,
                 f"the filesystem{place} has none, so writers use a file in place of a lock, which is slower",
                 "mount it with locks (Lustre: -o flock; NFS: with lockd), or set QUARANTUNE_CACHE_DIR to another disk",
             )
-        said = _try_in_another_process(second)
-    finally:
-        os.close(second)
-        os.close(fd)
+        said = _try_in_another_process(second.fd)  # the lock belongs to the open file, not to the name
     if said == "refused":
         return ok(_LOCKS, f"a lock keeps another process of this machine out{place}")
     if said == "granted":

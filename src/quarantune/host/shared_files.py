@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import fnmatch
 import itertools
 import os
@@ -26,6 +27,10 @@ _ODD = {
     errno.ENXIO: "it is no regular file",  # a socket, or a pipe
     errno.EISDIR: "it is a directory",
 }
+
+
+_NO_FLOCK = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
+"""The errors of filesystems without locks."""
 
 
 class NotAFileError(OSError):
@@ -235,6 +240,49 @@ class Draft:
             raise FileNotFoundError(errno.ENOENT, "the draft was removed")
         self._directory.rename(self.name, target)
         self._directory.sync()
+
+
+class SideLock:
+    """The lock on a side file that is never removed; the kernel releases it when its holder dies."""
+
+    def __init__(self, place: Directory, name: str) -> None:
+        """Opens the file, and makes it if necessary.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        self.fd = place.open(name, os.O_RDWR | os.O_CREAT)
+
+    def __enter__(self) -> SideLock:
+        """Returns the lock, not held yet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Releases the lock."""
+        self.release()
+
+    def take(self) -> bool | None:
+        """Takes the lock if nobody else has it, without waiting.
+
+        Returns:
+            Whether it was granted; None where the filesystem has no locks.
+        """
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno in _NO_FLOCK:
+                return None
+            raise
+        return True
+
+    def release(self) -> None:
+        """Releases the lock and closes the file."""
+        # The work under the lock is done: an error while releasing it must not look like a failure of that work.
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.fd, fcntl.LOCK_UN)  # closing is not enough where a forked child has the same lock open
+        os.close(self.fd)
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
