@@ -283,7 +283,7 @@ def test_a_file_is_not_taken_for_another_module_of_its_name(run: Run, tmp_path: 
 def test_a_file_in_a_package_is_imported_under_its_full_name(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quarantune.cli import functions
+    from quarantune.cli import calls
 
     package = tmp_path / "cli_package" / "inner"
     package.mkdir(parents=True)
@@ -291,8 +291,8 @@ def test_a_file_in_a_package_is_imported_under_its_full_name(
         (directory / "__init__.py").touch()
     (package / "kernels.py").write_text("def f(): ...\nclass C:\n    def g(self): ...\n")
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    assert functions.load(f"{package / 'kernels.py'}:f").__module__ == "cli_package.inner.kernels"
-    assert functions.load(f"{package / 'kernels.py'}:C.g").__qualname__ == "C.g"
+    assert calls.load(f"{package / 'kernels.py'}:f").__module__ == "cli_package.inner.kernels"
+    assert calls.load(f"{package / 'kernels.py'}:C.g").__qualname__ == "C.g"
 
 
 def test_every_command_has_help_and_a_handler(run: Run) -> None:

@@ -7,10 +7,10 @@ from quarantune._version import __version__
 
 if TYPE_CHECKING:
     from quarantune.api.autotune import Autotuned, autotune
-    from quarantune.api.compile_check import compile_check
+    from quarantune.api.compile_check import compile_check, compile_configs
     from quarantune.api.contextual import Contextual, contextual_autotune
     from quarantune.api.tune_many import tune_many
-    from quarantune.api.tuner import AutoTuner, compile_configs
+    from quarantune.api.tuner import AutoTuner
     from quarantune.api.tuning_cache import TuningCache
     from quarantune.cache import CacheWarning, CacheWriteError
     from quarantune.devices.targets import Target, targets
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "api.autotune": ("Autotuned", "autotune"),
-    "api.compile_check": ("compile_check",),
+    "api.compile_check": ("compile_check", "compile_configs"),
     "api.contextual": ("Contextual", "contextual_autotune"),
-    "api.tuner": ("AutoTuner", "compile_configs"),
+    "api.tuner": ("AutoTuner",),
     "api.tuning_cache": ("TuningCache",),
     "api.tune_many": ("tune_many",),
     "cache": ("CacheWarning", "CacheWriteError"),

@@ -1,18 +1,29 @@
-"""Finds out which configs of a function compile for a device, which need not be here."""
+"""Compiles the configs of a function without running any: to use them, or to see which compile for a device."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from quarantune.api.autotune import Autotuned
+from quarantune.devices import targets
+from quarantune.devices.targets import Target
+from quarantune.resolve import compiling
+from quarantune.resolve.bound_call import BoundCall
+from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.results.compile_report import CompileReport
+from quarantune.results.compiled_winner import Winner
+from quarantune.transport import binding, executable_data
+from quarantune.transport.problem import as_structs, describe_function
+from quarantune.values import config_space, naming
 from quarantune.values import settings as environment
+from quarantune.values.config_values import text_of
 from quarantune.values.options import Options
-
-if TYPE_CHECKING:
-    from quarantune.devices.targets import Target
-    from quarantune.results.compile_report import CompileReport
+from quarantune.values.trial import Config
 
 
 def compile_check(
@@ -60,11 +71,6 @@ def compile_check(
         >>> report.failures  # doctest: +SKIP
         {'error': 1}
     """
-    from quarantune.devices import targets
-    from quarantune.resolve import compiling
-    from quarantune.resolve.bound_call import BoundCall
-    from quarantune.resolve.tuned_function import TunedFunction
-
     base = dataclasses.replace(fn.options, name=fn.name) if isinstance(fn, Autotuned) else Options()
     options = dataclasses.replace(
         base,
@@ -76,3 +82,77 @@ def compile_check(
     found = targets.usable(target) if environment.current().executor is None else targets.find(target)
     call = BoundCall(TunedFunction.of(fn, configs, options, compiled_by="compile_check"), args, kwargs)
     return compiling.check_all(call, found, num_workers=num_workers, again=again)
+
+
+def compile_configs(
+    fn: Callable[..., Any],
+    configs: Any,
+    *args: Any,
+    num_workers: int | None = None,
+    target: str | Target | None = None,
+    **kwargs: Any,
+) -> list[Callable[..., Any] | None]:
+    """Compiles many configs of a jitted function, each in a worker process.
+
+    Workers answer with data that is validated, and reading it runs no code. Only XLA can read the program itself:
+    machine code that it loads in this process and runs when the callable is called.
+
+    Args:
+        fn: the jitted function, autotuned or not.
+        configs: as for `AutoTuner`.
+        *args: the call's positional arguments, without the config; arrays or `jax.ShapeDtypeStruct`.
+        num_workers: how many configs compile at a time; None follows the settings.
+        target: the device to compile for, which need not be here, as for `compile_check`; None for the device that the
+            call would run on here.
+        **kwargs: the call's keyword arguments.
+
+    Returns:
+        For each config, in order and with repeated ones, a callable that runs the program that its worker compiled;
+        None, with a warning, where compiling failed. With a target, a callable compiles again where it is called.
+
+    Raises:
+        TypeError: `fn` is not jitted, or something of the call cannot be sent to a worker.
+        ValueError: the configs, `num_workers` or the target are not valid.
+        ImportError: the compiler for the target is not installed.
+    """
+    fn, signature, _ = describe_function(fn)
+    label = naming.cache_name(fn)
+    listed = _listed(configs, args, kwargs, label, signature)
+    expanded = config_space.distinct(listed)
+    function = TunedFunction.of(fn, expanded, Options(), compiled_by="compile_configs")
+    call = BoundCall(function, args, kwargs)
+    if target is None:
+        compiled = compiling.compile_all(call, num_workers=num_workers)
+    else:
+        checked = compiling.check_all(call, targets.usable(target), num_workers=num_workers, again=False)
+        compiled = [(trial, None) for trial in checked.trials]
+    functions: dict[str, Callable[..., Any] | None] = {}
+    for config, (trial, executable) in zip(expanded, compiled, strict=True):
+        functions[text_of(config)] = _callable_of(fn, config, executable, args, kwargs)
+        if not executable and trial.outcome.is_failure:
+            warnings.warn(f"{label}: {config} did not compile: {trial.outcome.value}: {trial.message}", stacklevel=2)
+            functions[text_of(config)] = None
+    return [functions[text_of(config)] for config in listed]
+
+
+def _callable_of(
+    fn: Any, config: Config, executable: bytes | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Returns a callable that runs what a worker compiled; one that compiles again here where there is no such thing.
+
+    A config may compile to an executable that cannot leave its worker.
+    """
+    if executable:
+        with contextlib.suppress(ValueError):  # a config may have forged it
+            return Winner(fn, config, executable_data.loads(executable), args=args, kwargs=kwargs)
+    return binding.bind(fn, config)
+
+
+def _listed(
+    configs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: str, signature: inspect.Signature
+) -> list[Config]:
+    """Returns the configs for a call in order, with repeated ones."""
+    if not callable(configs):
+        return config_space.expand(configs, fn_name=label, parameters=signature, keep_repeated=True)
+    structs = as_structs(args, kwargs)
+    return config_space.expand_callable(configs, *structs, fn_name=label, parameters=signature, keep_repeated=True)

@@ -120,9 +120,9 @@ def _measuring(directory: Path, names: Sequence[str]) -> Callable[[], list[Verif
     # Only these need JAX.
     from quarantune.api import ahead
     from quarantune.api.tuning_cache import TuningCache
-    from quarantune.cli import functions
+    from quarantune.cli import calls
 
-    tuned = [functions.load_kernel(name, to_do="give") for name in names]
+    tuned = [calls.load_kernel(name, to_do="give") for name in names]
     known = {safe_name(ahead.function_of(function).name) for function in tuned}
 
     def measure_again() -> list[Verified]:

@@ -1,26 +1,166 @@
-"""The calls that a command is about, with a `jax.ShapeDtypeStruct` for each array or with real arguments."""
+"""The function that a command is about, and its calls: a `jax.ShapeDtypeStruct` for each array, or real arguments."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import inspect
+import os
 import re
+import sys
+import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from quarantune.cli import functions
+import jax
+import jax.numpy as jnp
+
+from quarantune.api import ahead
+from quarantune.api.contextual import Contextual
 from quarantune.cli.call_texts import ArrayText, Call, parse_statics
 from quarantune.cli.output import InputError, message_of
+from quarantune.host.installed import is_installed
 from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.sandbox import MARK
 from quarantune.transport.problem import as_structs, is_array
 from quarantune.values.call_text import call_text
 from quarantune.values.describe import canonical_dtype, describe_array
 from quarantune.values.texts import did_you_mean, shown
 
 
+def load(text: str, *, option: str = "") -> Any:
+    """Returns an object of a module, which is imported as a program in its directory would import it.
+
+    Args:
+        text: `MODULE:NAME`; the module by its dotted name, or as the path of its file.
+        option: the option that the text was given for; empty for the command's argument.
+
+    Raises:
+        InputError: there is no such module or object, or the module cannot be imported.
+    """
+    label = f"{option} {shown(text)}".strip()
+    module_name, separator, name = text.rpartition(":")
+    if not (separator and module_name and name):
+        raise InputError(f"{label} names no function: write MODULE:FUNCTION, as in kernels:matmul or kernels.py:matmul")
+    is_file = module_name.endswith(".py") or os.sep in module_name
+    module = _import_file(module_name, label) if is_file else _import(module_name, label, Path.cwd())
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise InputError(f"{label}: {_missing(module, found, part)}") from None
+    return found
+
+
+def load_tuned(text: str) -> Any:
+    """Returns a function with a tuner.
+
+    Args:
+        text: `MODULE:FUNCTION`.
+
+    Raises:
+        InputError: there is none of that name.
+    """
+    found = load(text)
+    if not ahead.is_tuned(found):
+        raise InputError(
+            f"{shown(text)} is a {type(found).__name__} without configs: put @quarantune.autotune(configs) on it, or "
+            "name a quarantune.AutoTuner"
+        )
+    return found
+
+
+def load_kernel(text: str, *, to_do: str) -> Any:
+    """Returns a function with a tuner of its own, as `load_tuned` does.
+
+    Args:
+        text: `MODULE:FUNCTION`.
+        to_do: the thing to do with one that is tuned in its context, for messages.
+    """
+    if isinstance(found := load_tuned(text), Contextual):
+        raise InputError(f"{shown(text)} tunes kernels in their context: {to_do} one of the kernels that it calls")
+    return found
+
+
+def _import_file(path: str, label: str) -> ModuleType:
+    """Imports the module in a file under the name that it has in a program: with the packages that hold it."""
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        near = did_you_mean(file.name, [found.name for found in file.parent.glob("*.py")])
+        raise InputError(f"{label}: there is no file {str(file)!r}.{near}" + ("" if near else " Give its path."))
+    if not file.stem.isidentifier():
+        name = re.sub(r"^(?=\d)|\W", "_", file.stem)
+        raise InputError(f"{label}: {file.name!r} is no name of a module: rename it, as in {name}.py")
+    root, parts = file.parent, [] if file.stem == "__init__" else [file.stem]
+    while (root / "__init__.py").is_file():
+        root, parts = root.parent, [root.name, *parts]
+    module = _import(".".join(parts), label, root)
+    there = getattr(module, "__file__", None)
+    if there is None or not os.path.samefile(there, file):
+        raise InputError(
+            f"{label}: another module is called {module.__name__!r} ({there or 'built into Python'}): rename the file"
+        )
+    return module
+
+
+def _import(name: str, label: str, directory: Path) -> ModuleType:
+    if str(directory) not in sys.path:
+        sys.path.insert(0, str(directory))
+    importlib.invalidate_caches()
+    try:
+        with _tuning_nothing():
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise InputError(f"{label}: its import needs the module {error.name!r}: install it") from error
+        near = did_you_mean(name, [found.stem for found in directory.glob("*.py")])
+        hint = near or f" Give the path of its file, or its dotted name as seen from {str(directory)!r}."
+        raise InputError(f"{label}: there is no module {error.name!r}.{hint}") from None
+    except (Exception, SystemExit) as error:
+        raise InputError(
+            f"{label}: its import fails at {_place(error)} with {type(error).__name__}: {message_of(error)}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _tuning_nothing() -> Iterator[None]:
+    """Lets a module be imported as workers import it: its own calls run untuned, and it is told not to tune."""
+    was_inside = MARK in os.environ
+    os.environ.setdefault(MARK, "importing")
+    try:
+        yield
+    finally:
+        if not was_inside:
+            del os.environ[MARK]
+
+
+def _place(error: BaseException) -> str:
+    """Returns the last line of an error that is in a file of the author."""
+    frames = [it for it in traceback.extract_tb(error.__traceback__) if not is_installed(it.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "its start"
+
+
+def _missing(module: ModuleType, holder: Any, name: str) -> str:
+    """Says that an object lacks an attribute, and which it has: of a module the functions that can be tuned."""
+    where = getattr(holder, "__name__", type(holder).__name__)
+    has_names = isinstance(holder, ModuleType) or inspect.isclass(holder)
+    near = did_you_mean(name, [known for known in vars(holder) if not known.startswith("_")] if has_names else ())
+    if near or holder is not module:
+        return f"{where!r} has no {name!r}.{near}"
+    tuned = [known for known, value in vars(module).items() if ahead.is_tuned(value)]
+    listed = f"Its autotuned functions are: {', '.join(tuned)}." if tuned else "It has no autotuned function."
+    return f"{where!r} has no {name!r}. {listed}"
+
+
+# --- calls ---
+
+
 def describe(call: Call, signature: inspect.Signature) -> str:
     """Returns the arguments of a call by name on one line."""
-    import jax
 
     def leaf(value: Any) -> Any:
         return describe_array(value, canonical_dtype(value.dtype)) if is_array(value) else value
@@ -38,7 +178,7 @@ def make(function: TunedFunction, options: argparse.Namespace) -> list[Call]:
     """
     if options.calls is None:
         statics = parse_statics(options.static)
-        found = _inputs(functions.load(options.inputs, option="--inputs"), options.inputs)
+        found = _inputs(load(options.inputs, option="--inputs"), options.inputs)
         calls = [call.with_statics(statics) for call in found]
     else:
         calls = [_with_structs(call) for call in options.calls]
@@ -56,9 +196,6 @@ def _with_structs(call: Call) -> Call:
 def _value(value: Any, source: str) -> Any:
     if not isinstance(value, ArrayText):
         return value
-    import jax
-    import jax.numpy as jnp
-
     scalar_type = getattr(jnp, "bool_" if value.dtype == "bool" else value.dtype, None)
     if scalar_type is None:
         raise InputError(f"{source}: this version of JAX has no {value.dtype}: use another dtype")

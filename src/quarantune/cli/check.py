@@ -8,7 +8,7 @@ import dataclasses
 from quarantune.api import ahead
 from quarantune.api.autotune import Autotuned
 from quarantune.api.compile_check import compile_check
-from quarantune.cli import calls, functions
+from quarantune.cli import calls
 from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
 from quarantune.devices import targets
 from quarantune.results.compile_report import CompileReport
@@ -21,7 +21,7 @@ def check(options: argparse.Namespace, out: Output) -> int:
     """Compiles the configs of each call; none compiling is a failure, or with `--all` one that does not."""
     with input_errors(ValueError, ImportError):
         target = targets.usable(options.target)
-    tuned = functions.load_tuned(options.function)
+    tuned = calls.load_tuned(options.function)
     if not isinstance(tuned, Autotuned):
         raise InputError(f"{options.function} is no autotuned function: check one of the kernels that it calls")
     function = ahead.function_of(tuned)

@@ -7,7 +7,7 @@ import json
 
 from quarantune.api import ahead
 from quarantune.api.ahead import Alone
-from quarantune.cli import calls, functions
+from quarantune.cli import calls
 from quarantune.cli.output import DONE, ERROR_STYLE, FAILED, OK_STYLE, InputError, Output, input_errors
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
@@ -21,7 +21,7 @@ _FIELDS = ("time_ms", "compile_s", "peak_memory_bytes", "message")
 def run(options: argparse.Namespace, out: Output) -> int:
     """Runs a config for a call and prints its output, then its outcome."""
     config = _parsed(options.config)
-    tuned = functions.load_kernel(options.function, to_do="run")
+    tuned = calls.load_kernel(options.function, to_do="run")
     function = ahead.function_of(tuned)
     call, *others = calls.make(function, options)
     if others:

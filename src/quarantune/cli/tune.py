@@ -14,7 +14,7 @@ from typing import TypeAlias
 from quarantune.api import ahead
 from quarantune.api.contextual import Contextual
 from quarantune.api.tune_many import tune_many
-from quarantune.cli import calls, engines, functions
+from quarantune.cli import calls, engines
 from quarantune.cli.call_texts import Call
 from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
 from quarantune.host.shared_files import Directory
@@ -42,7 +42,7 @@ def tune(options: argparse.Namespace, out: Output) -> int:
     records = []
     with override, contextlib.ExitStack() as engine:
         _check_cache()
-        tuned = functions.load_tuned(options.function)
+        tuned = calls.load_tuned(options.function)
         with input_errors(TypeError, ValueError):
             function = ahead.function_of(tuned)
         wanted = calls.make(function, options)
