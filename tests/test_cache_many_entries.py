@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import quarantune
-from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Journal, Store, TuningCache, content, pruning
+from quarantune.cache import SCHEMA, CacheWarning, CacheWriteError, Journal, Store, TuningCache, content, tuning_cache
 from quarantune.cache import store as store_module
 from quarantune.cache.entry_file import EntryFile, encode
 from quarantune.host import shared_files
@@ -228,7 +228,7 @@ def test_damage_in_one_file_is_set_aside_and_the_other_files_stay(store: Store, 
     for key in held:
         store.put("f", "cpu", key, OTHER)
         assert store.get("f", "cpu", key) == OTHER
-    found_files = pruning.prune(store).files
+    found_files = tuning_cache.prune(store).files
     assert found_files == (aside,)
     assert not aside.exists()
 
@@ -287,7 +287,7 @@ def test_a_file_of_an_earlier_version_over_the_bound_loses_nothing(
             ]
         )
     ]
-    assert pruning.prune(store, older_than_s=3600.0) == pruning.Pruned()
+    assert tuning_cache.prune(store, older_than_s=3600.0) == tuning_cache.Pruned()
     assert journal.records() == [{"n": 1}]
     assert list(store.directory.glob("*.corrupt-*")) == []
     assert is_read or store.path("f").stat().st_size == size
@@ -322,7 +322,7 @@ def test_what_cannot_be_read_is_not_pruned(store: Store, bounded: int) -> None:
     small_one.write_text("{")
     large_one.write_text("x" * (bounded + 1))
     folder.mkdir()
-    assert pruning.prune(store).files == (small_one,)
+    assert tuning_cache.prune(store).files == (small_one,)
     assert large_one.exists()
     assert folder.is_dir()
 
@@ -342,7 +342,7 @@ def test_a_file_over_256_mib_is_read_and_divided(store: Store) -> None:
     assert store.path("f").stat().st_size < 1000
     assert len(store.read("f")["cpu"]) == 281
     assert store.get("f", "cpu", "k0") == entry
-    assert pruning.prune(store) == pruning.Pruned()
+    assert tuning_cache.prune(store) == tuning_cache.Pruned()
 
 
 # --- journals -----------------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def test_a_sweep_goes_on_from_a_very_large_journal(
     assert [trial.config for trial in again.trials] == [{"n": n} for n in (1, 2, 3, 4, 5)]
     assert first.counts == {"ok": 4}
     assert len(list(folder.glob("*.jsonl"))) == (2 if large else 3)
-    assert pruning.prune(Store(cache_dir), older_than_s=3600.0) == pruning.Pruned()
+    assert tuning_cache.prune(Store(cache_dir), older_than_s=3600.0) == tuning_cache.Pruned()
     assert tune([1, 2, 3, 4, 5]).from_cache
 
 

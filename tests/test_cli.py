@@ -458,7 +458,7 @@ def test_old_results_are_pruned_with_their_trials_and_others_stay(run: Run, fill
 
 
 def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store) -> None:
-    from quarantune.cache import pruning
+    from quarantune.cache import tuning_cache
 
     looked = filled.read
 
@@ -469,7 +469,7 @@ def test_a_result_that_was_renewed_meanwhile_is_not_pruned(filled: Store) -> Non
         return found
 
     filled.read = renew_after_looking  # type: ignore[method-assign]
-    pruning.prune(filled, older_than_s=86400.0)
+    tuning_cache.prune(filled, older_than_s=86400.0)
     assert {device: list(entries) for device, entries in looked("kernels.scale").items()} == {"H200": ["a"]}
 
 

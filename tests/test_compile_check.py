@@ -17,7 +17,7 @@ from misdeeds import kernel
 import quarantune
 from quarantune import CompileReport, Outcome, Phase, Trial, TuningFailedError
 from quarantune.devices import targets
-from quarantune.results.compile_report import briefly
+from quarantune.results.report import briefly
 from quarantune.values.compiling import CompilerFigures
 from quarantune.worker.compiler_figures import read_figures
 

@@ -21,7 +21,7 @@ import quarantune
 from quarantune.cache import CacheWarning, TuningCache
 from quarantune.resolve.call_key import CallKey
 from quarantune.resolve.compile_failures import CompileFailures
-from quarantune.results.compile_report import CompileReport
+from quarantune.results.report import CompileReport
 from quarantune.sandbox import is_inside
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import versions

@@ -162,9 +162,9 @@ def test_finalists_come_from_every_machine_whatever_its_speed() -> None:
     slow = {index: measured(index, 9.0 + index / 100, "slow") for index in range(20, 40)}
     groups = distributed.of_machines(fast | slow)
     assert groups == [list(range(8)), list(range(20, 28))]
-    assert distributed.heats(groups, 39) == [[*range(8), *range(20, 28), 39]]
+    assert distributed.next_groups(groups, 39) == [[*range(8), *range(20, 28), 39]]
     many = {index: measured(index, 1.0 + index, f"host-{index}") for index in range(40)}
-    heats = distributed.heats(distributed.of_machines(many), None)
+    heats = distributed.next_groups(distributed.of_machines(many), None)
     assert sorted(len(heat) for heat in heats) == [13, 13, 14]
     assert sorted(index for heat in heats for index in heat) == list(range(40))
 

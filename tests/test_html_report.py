@@ -17,9 +17,8 @@ from browser import CHROMEDRIVER, CHROMIUM, MISSING, Browser, browser
 
 import quarantune
 from quarantune.results import html_report
-from quarantune.results.contextual_result import ContextualResult, KernelChoice
 from quarantune.results.html_report import cached_results, page_data
-from quarantune.results.result import ResultData, TuningResult
+from quarantune.results.result import ContextualResult, KernelChoice, ResultData, TuningResult
 from quarantune.values.call_text import call_text
 from quarantune.values.trial import Config, Outcome, Phase, Trial
 

@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from quarantune.cache import CacheWarning, CacheWriteError
     from quarantune.devices.targets import Target, targets
     from quarantune.metrics import KernelMetrics, compute_elementwise_metrics, compute_gemm_metrics
-    from quarantune.results.compile_report import CompileReport
-    from quarantune.results.contextual_result import ContextualResult, KernelChoice
     from quarantune.results.replay import ReplayResult, replay
-    from quarantune.results.result import TuningResult
+    from quarantune.results.report import CompileReport
+    from quarantune.results.result import ContextualResult, KernelChoice, TuningResult
     from quarantune.results.saved_files import SavedResultError
     from quarantune.spaces import filter_valid_configs, generate_configs, get_default_config
     from quarantune.sweep.sweep_inputs import set_autotune_inputs
@@ -47,10 +46,13 @@ _NAMES = {
     "cache": ("CacheWarning", "CacheWriteError"),
     "devices.targets": ("Target", "targets"),
     "metrics": ("KernelMetrics", "compute_elementwise_metrics", "compute_gemm_metrics"),
-    "results.compile_report": ("CompileReport",),
-    "results.contextual_result": ("ContextualResult", "KernelChoice"),
     "results.replay": ("ReplayResult", "replay"),
-    "results.result": ("TuningResult",),
+    "results.report": ("CompileReport",),
+    "results.result": (
+        "ContextualResult",
+        "KernelChoice",
+        "TuningResult",
+    ),
     "results.saved_files": ("SavedResultError",),
     "spaces": ("filter_valid_configs", "generate_configs", "get_default_config"),
     "sweep.sweep_inputs": ("set_autotune_inputs",),

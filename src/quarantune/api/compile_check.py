@@ -15,8 +15,8 @@ from quarantune.devices.targets import Target
 from quarantune.resolve import compiling
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.tuned_function import TunedFunction
-from quarantune.results.compile_report import CompileReport
 from quarantune.results.compiled_winner import Winner
+from quarantune.results.report import CompileReport
 from quarantune.transport import binding, executable_data
 from quarantune.transport.problem import as_structs, describe_function
 from quarantune.values import config_space, naming

@@ -11,7 +11,7 @@ from quarantune import jax_internals
 from quarantune.api.autotune import Autotuned, BoundMethod
 from quarantune.api.call_memo import Memo, MemoKeys, read_context
 from quarantune.host import locks
-from quarantune.results.contextual_result import ContextualResult
+from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.transport.problem import describe_function
 from quarantune.values import naming, remembered
@@ -19,8 +19,7 @@ from quarantune.values.options import ContextualKeywords, Options, checked_optio
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
-    from quarantune.resolve.contextual_function import ContextualFunction
-    from quarantune.resolve.contextual_job import ContextualResolver
+    from quarantune.resolve.contextual_job import ContextualFunction, ContextualResolver
 
 _MOST_REMEMBERED = 1024
 """The memo is cleared beyond this many calls, as those of a function of Python values may differ without end."""
@@ -106,8 +105,7 @@ class Contextual:
 
     @locks.lazy
     def _resolver(self) -> ContextualResolver:
-        from quarantune.resolve.contextual_function import ContextualFunction
-        from quarantune.resolve.contextual_job import ContextualResolver
+        from quarantune.resolve.contextual_job import ContextualFunction, ContextualResolver
 
         signature, static_names = self._signature, self._static_names
         function = ContextualFunction(

@@ -239,8 +239,8 @@ class Claim:
             os.close(fd)
             raise
         self._fd = fd
-        for grave in place.names(f"{self._name}.*.tmp"):
-            place.remove(grave)
+        for renamed in place.names(f"{self._name}.*.tmp"):
+            place.remove(renamed)
         return True
 
     def _describe(self, fd: int) -> None:
@@ -258,24 +258,24 @@ class Claim:
         os.ftruncate(fd, len(text))
 
     def _remove(self, place: Directory, expected: Holder | None) -> bool:
-        grave = f"{self._name}.{secrets.token_hex(8)}.tmp"
+        renamed = f"{self._name}.{secrets.token_hex(8)}.tmp"
         try:
-            place.rename(self._name, grave)
+            place.rename(self._name, renamed)
         except FileNotFoundError:
             return True
-        mistaken = self._read_holder(grave) != expected
+        mistaken = self._read_holder(renamed) != expected
         if mistaken:
             # Another waiter was quicker, and this is its fresh claim: put it back.
             with contextlib.suppress(OSError):
-                place.link(grave, self._name)
-        if not mistaken and expected is None and not self._is_unfinished(grave):
+                place.link(renamed, self._name)
+        if not mistaken and expected is None and not self._is_unfinished(renamed):
             aside = place.free_name(self._name)
-            place.rename(grave, aside)
+            place.rename(renamed, aside)
             report_once(
                 f"{str(self._path)!r} is no claim of ours; it was set aside as {str(place.path / aside)!r}: look at it"
             )
         else:
-            place.remove(grave)
+            place.remove(renamed)
         return not mistaken
 
     def _try_lock(self, place: Directory) -> bool | None:

@@ -97,7 +97,7 @@ def stable_repr(value: Any) -> str:
 
 
 def _state(value: Any) -> Any:
-    """Returns the parts from which pickle would rebuild an object, or None."""
+    """Returns the parts that a pickle of an object holds, or None."""
     try:
         _, arguments, *state = value.__reduce_ex__(4)
     except Exception:

@@ -40,7 +40,7 @@ def cells(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, .
 
     Args:
         value: the function; nothing is yielded for other values.
-        path: the steps to it, from which those to the values go on: see `step`.
+        path: the steps to it, which the steps to the values continue: see `step`.
     """
     if len(path) > described.MOST_LAYERS:
         return
@@ -159,7 +159,7 @@ def _text(value: Any) -> str:
 
 
 def _fields(value: Any) -> list[Any]:
-    """Returns the parts of which a pickle would rebuild an object, else its fields, else its repr."""
+    """Returns the parts that a pickle of an object holds, else its fields, else its repr."""
     with contextlib.suppress(Exception):
         reduced = value.__reduce_ex__(4)
         if isinstance(reduced, str):

@@ -210,7 +210,7 @@ class Store:
 
     @contextlib.contextmanager
     def _lock(self, name: str) -> Iterator[None]:
-        """Holds the lock for which all writers of a function's files queue."""
+        """Holds the lock that all writers of a function's files queue for."""
         assert not self._read_only
         path = self.path(name)
         with (
@@ -240,12 +240,12 @@ class Store:
 
 
 def _folder(main: Path) -> Path:
-    """Returns the directory of the entries for which a main file has no room."""
+    """Returns the directory of the entries that do not fit into a main file."""
     return main.with_suffix(".entries")
 
 
 def _further(main: Path, device: str, key: str) -> Path:
-    """Returns the file of an entry for which the main file has no room."""
+    """Returns the file of an entry that does not fit into the main file."""
     return _folder(main) / f"{problem_hash(device, key)[:2]}.json"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quarantune.cache import CacheKey, Contents, Entry, EntryPair, Store, TuningCache, exchange, pruning, safe_name
+from quarantune.cache import CacheKey, Contents, Entry, EntryPair, Store, TuningCache, exchange, safe_name, tuning_cache
 from quarantune.cli.output import DONE, FAILED, InputError, Output, columns, counted, input_errors
 from quarantune.values import settings as environment
 from quarantune.values.call_text import call_text
@@ -168,7 +168,7 @@ def cache_prune(options: argparse.Namespace, out: Output) -> int:
         # Files beside the entries may be about any device, so that they stay where one is named.
         return (names is None or name in names) and options.device in (None, device)
 
-    found = pruning.prune(
+    found = tuning_cache.prune(
         Store(store.directory, lock_timeout_s=environment.current().lock_timeout),
         older_than_s=age_s,
         is_chosen=is_chosen,

@@ -11,7 +11,7 @@ from quarantune.api.compile_check import compile_check
 from quarantune.cli import calls
 from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
 from quarantune.devices import targets
-from quarantune.results.compile_report import CompileReport
+from quarantune.results.report import CompileReport
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import Trial, count_outcomes

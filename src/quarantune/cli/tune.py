@@ -19,8 +19,7 @@ from quarantune.cli.call_texts import Call
 from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
 from quarantune.host.shared_files import Directory
 from quarantune.results import result
-from quarantune.results.contextual_result import labels
-from quarantune.results.result import TuningResult
+from quarantune.results.result import TuningResult, labels
 from quarantune.values import settings as environment
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject

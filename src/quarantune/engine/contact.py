@@ -221,7 +221,7 @@ class _Peer:
         connection: its socket.
         shard: the number of the shard; None until it has said so.
         since: when it connected, by the monotonic clock.
-        is_over: whether the connection has ended, or what came through it makes no sense.
+        is_over: whether the connection has ended, or something other than messages came through it.
     """
 
     def __init__(self, connection: socket.socket) -> None:

@@ -155,7 +155,7 @@ def _swept(end: End) -> Swept:
 class _Final:
     """The final of a sweep: its finalists run once more, as a local sweep on one machine.
 
-    With many machines, there are heats of the fastest config of each before, on several machines at a time.
+    With many machines, the fastest configs of these are first compared in groups, on several machines at a time.
     """
 
     def __init__(self, given: Shards, problem: Problem, measured: Mapping[int, Trial]) -> None:
@@ -176,30 +176,30 @@ class _Final:
         if not groups:
             return Swept(complaint=complaint)
         while True:
-            parts = heats(groups, self._default)
-            if len(parts) == 1 and len(parts[0]) == 1 and not self._has_untuned:
-                return Swept(_alone(parts[0][0], self._measured), complaint=complaint)
+            compared = next_groups(groups, self._default)
+            if len(compared) == 1 and len(compared[0]) == 1 and not self._has_untuned:
+                return Swept(_alone(compared[0][0], self._measured), complaint=complaint)
             trials: dict[int, Trial] = {}
-            ends = self._play(parts, trials)
+            ends = self._run_groups(compared, trials)
             winners = [winner for shard, end in ends if (winner := _winner(shard, end, trials)) is not None]
             if not winners:
                 return self._without(groups[0], complaint)
-            if len(parts) == 1:
+            if len(compared) == 1:
                 end = ends[0][1]
-                played = trials if end.untuned is None else {**trials, UNTUNED: end.untuned}
-                fastest = finals.conclude(played, Final(), default=None)[1].winner
-                final = end.final if end.final.rounds_ms else _alone(fastest, played)
+                ran = trials if end.untuned is None else {**trials, UNTUNED: end.untuned}
+                fastest = finals.conclude(ran, Final(), default=None)[1].winner
+                final = end.final if end.final.rounds_ms else _alone(fastest, ran)
                 return dataclasses.replace(
                     _swept(end), final=final, complaint=end.complaint or complaint, retimed=trials
                 )
             groups = [[winner] for winner in winners]
 
-    def _play(self, heats: Sequence[Sequence[int]], trials: dict[int, Trial]) -> list[tuple[Shard, End]]:
-        """Runs heats, and those once more whose machine dies; adds their trials."""
+    def _run_groups(self, groups: Sequence[Sequence[int]], trials: dict[int, Trial]) -> list[tuple[Shard, End]]:
+        """Compares the configs of groups, once more where a machine dies; adds their trials."""
         ends: list[tuple[Shard, End]] = []
         for _ in range(_TRIES):
             over = {shard.given for shard, _ in ends}
-            left = [Shard(indices=[*heat], is_whole=True, is_final=True) for heat in heats if tuple(heat) not in over]
+            left = [Shard(indices=[*each], is_whole=True, is_final=True) for each in groups if tuple(each) not in over]
             if left:
                 ends += self._given.run(left, trials.__setitem__, NOTHING_MORE)
         return ends
@@ -215,11 +215,11 @@ class _Final:
 
 
 def _winner(shard: Shard, end: End, trials: Mapping[int, Trial]) -> int | None:
-    """Returns the fastest config of a heat; None where none could run."""
-    heat = {index: trials[index] for index in shard.given if index in trials}
-    if not any(map(is_usable, heat.values())):
+    """Returns the fastest config of a group; None where none could run."""
+    group = {index: trials[index] for index in shard.given if index in trials}
+    if not any(map(is_usable, group.values())):
         return None
-    return finals.conclude(heat, end.final, default=None)[1].winner
+    return finals.conclude(group, end.final, default=None)[1].winner
 
 
 def _alone(index: int, trials: Mapping[int, Trial]) -> Final:
@@ -245,8 +245,8 @@ def machine_of(trial: Trial) -> str:
     return trial.device.partition(" on ")[2]
 
 
-def heats(groups: Sequence[Sequence[int]], default: int | None) -> list[list[int]]:
-    """Returns the configs to compare next: one list is the final; several are heats, whose winners go on.
+def next_groups(groups: Sequence[Sequence[int]], default: int | None) -> list[list[int]]:
+    """Returns the configs to compare next: one list is the final; of several, the winners go on.
 
     Args:
         groups: the candidates of each machine, the fastest first.

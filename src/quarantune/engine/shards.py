@@ -38,7 +38,7 @@ _APPEARS_S = 60.0
 _WAITING = 64
 """How many shards wait in the engine's queue, besides one for each that runs."""
 _UNSEEN, _UNSEEN_OF_SEARCH = 256, 2
-"""How many shards are with an engine of which no machine has reached this process; with more, a search knows less."""
+"""How many shards are with an engine until one of its machines reaches this process; with more, a search knows less."""
 _TICK_S = 0.1
 _GRACE_S = 30.0
 
@@ -304,14 +304,14 @@ class Shards:
         elif end.end == remote.FAILED:
             self._repeat_failed(shard, f"on {shard.host}: {end.error}")
         else:
-            self._bury(shard, " (past its deadline)" if end.end == remote.LATE else "")
+            self._repeat_dead(shard, " (past its deadline)" if end.end == remote.LATE else "")
 
     def _die(self, shard: Shard) -> None:
         """Ends a shard whose process is gone, or does not answer."""
         self._release(shard)
-        self._bury(shard)
+        self._repeat_dead(shard)
 
-    def _bury(self, shard: Shard, how: str = "") -> None:
+    def _repeat_dead(self, shard: Shard, how: str = "") -> None:
         """Repeats the configs of a dead shard that have no trial; one that ran there alone, once again, has crashed.
 
         Those that ran may have brought it down; where none is known to have run, each may.
@@ -338,7 +338,7 @@ class Shards:
             self._pending.appendleft(Shard(indices=others, is_whole=shard.is_whole))
 
     def _fail(self, shard: Shard, error: BaseException) -> None:
-        """Ends a shard for which the engine reports an error: a dead worker, or that it cannot run it at all.
+        """Ends a shard after the engine has reported an error: a dead worker, or that it cannot run it at all.
 
         One that has begun tells by its connection how it goes on; an engine gives up work whose process lives, as where
         its scheduler has died.
@@ -359,7 +359,7 @@ class Shards:
             ended = f"it ends before it begins to work; perhaps it {replies.lacks_package(str(error))}"
             self._refuse(shard, ended if text is None else f"it {replies.lacks_package(text)}")
         elif is_dead:
-            self._bury(shard)
+            self._repeat_dead(shard)
         else:
             self._repeat_failed(shard, f"{type(error).__name__}: {error}")
 

@@ -164,7 +164,7 @@ def keyed_to_tune(call: BoundCall, target: Target | None = None) -> KeyedCall:
         target: as for `keyed`.
 
     Raises:
-        TypeError: its shapes are symbolic, or it sets a tunable by hand, with which every config would run.
+        TypeError: its shapes are symbolic, or it sets a tunable by hand, and every config would run with that.
     """
     if call.is_symbolic:
         raise TypeError(f"{call.name}: symbolic shapes have no data to measure with: tune it with concrete shapes")

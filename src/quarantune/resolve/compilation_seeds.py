@@ -1,4 +1,4 @@
-"""Executables of workers, with which JAX's compilation cache is seeded so that this process need not compile."""
+"""Seeds JAX's compilation cache with executables of workers, so that this process need not compile."""
 
 from __future__ import annotations
 

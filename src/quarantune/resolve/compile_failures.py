@@ -133,7 +133,7 @@ class CompileFailures:
             start_over: whether failures that depend on the machine do not count.
         """
         return {
-            text: self._retold(it)
+            text: self._with_origin(it)
             for text, it in self._read().items()
             if it.trial.outcome is not Outcome.OK and it.counts(self._limits, start_over=start_over)
         }
@@ -141,7 +141,7 @@ class CompileFailures:
     def verdicts(self) -> dict[str, Trial]:
         """Returns the trials of configs that a check need not compile again, by the text of the config."""
         found = self._read().items()
-        return {text: self._retold(it) for text, it in found if it.counts(self._limits, start_over=False)}
+        return {text: self._with_origin(it) for text, it in found if it.counts(self._limits, start_over=False)}
 
     def note(self, trial: Trial, *, source: str) -> None:
         """Remembers a trial that failed to compile, or has a compiler's figures; forgets a failure that has passed.
@@ -211,7 +211,7 @@ class CompileFailures:
         self._known = {text: failure for text, failure in last.items() if _is_verdict(failure.trial)}
         return self._known
 
-    def _retold(self, failure: _Failure) -> Trial:
+    def _with_origin(self, failure: _Failure) -> Trial:
         trial = failure.trial
         ended = "compiled" if trial.outcome is Outcome.OK else "failed to compile"
         origin = f"known since {failure.found[:10]}: {ended} for {self._key.device} in {failure.source}"

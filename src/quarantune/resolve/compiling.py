@@ -12,8 +12,8 @@ from quarantune.resolve import engines
 from quarantune.resolve.call_key import KeyedCall, keyed_to_tune
 from quarantune.resolve.compile_failures import CompileFailures, note_check
 from quarantune.resolve.tuning_job import check_outside
-from quarantune.results.compile_report import CompileReport
 from quarantune.results.progress import Progress
+from quarantune.results.report import CompileReport
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
@@ -62,7 +62,7 @@ def check_all(call: BoundCall, target: Target, *, num_workers: int | None, again
         call: the call.
         target: the device.
         num_workers: how many configs compile at a time; None follows the settings.
-        again: whether configs are compiled for which an earlier job has the verdict.
+        again: whether configs are compiled although an earlier job has the verdict on them.
     """
     check_outside(call)
     described, settings, options = keyed_to_tune(call, target), environment.current(), call.function.options

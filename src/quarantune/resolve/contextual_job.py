@@ -5,23 +5,28 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import logging
 import random
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from quarantune import cache
 from quarantune.cache import Entry
 from quarantune.host import locks
 from quarantune.measure import finals
+from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_result import call_result
-from quarantune.resolve.contextual_function import ContextualFunction, KnownAssignments, shown_together
+from quarantune.resolve.known_results import Known, KnownResults
+from quarantune.resolve.layers import space_of
 from quarantune.resolve.resolver import Resolver
+from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.resolve.tuning_job import Tuning, TuningJob
 from quarantune.results import report
-from quarantune.results.contextual_result import ContextualResult, KernelChoice, labels
 from quarantune.results.progress import Progress
-from quarantune.results.result import TuningResult
+from quarantune.results.result import ContextualResult, KernelChoice, TuningResult, labels
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
@@ -33,8 +38,10 @@ from quarantune.transport import assignment
 from quarantune.transport.assignment import DEFAULT, FIRST, KEY, OWN, Runner, Seen, Slot
 from quarantune.transport.problem import Problem
 from quarantune.values import shown
-from quarantune.values.findings import Findings, Searched
+from quarantune.values.findings import Searched
 from quarantune.values.json_object import JsonObject
+from quarantune.values.options import Options
+from quarantune.values.settings import Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
 
@@ -278,12 +285,7 @@ class ContextualJob(TuningJob):
         )
 
     def _sweep_assignments(
-        self,
-        problem: Problem,
-        texts: Sequence[str],
-        shown: Sequence[Config],
-        label: str,
-        searching: Searching | None,
+        self, problem: Problem, texts: Sequence[str], shown: Sequence[Config], label: str, searching: Searching | None
     ) -> tuple[dict[int, Trial], Swept]:
         """Runs assignments, all or those that a search asks.
 
@@ -375,15 +377,13 @@ class ContextualJob(TuningJob):
         result = call_result(self._keyed, config, findings, tuple(trials))
         return self._contextual(result, [*choices.values()], baseline_ms)
 
-    def _result_of(self, entry: Entry) -> ContextualResult:
-        config = self._tuning.known.config_of(entry, self._call, self._settings)
-        assert config is not None  # or the entry would not be usable
+    def _result_of(self, known: Known) -> ContextualResult:
         kernels = [
-            KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=float(entry["time_ms"]))
-            for slot, chosen in assignment.Assignment(str(config[KEY])).chosen.items()
+            KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=known.findings.time_ms)
+            for slot, chosen in assignment.Assignment(str(known.config[KEY])).chosen.items()
         ]
-        result = call_result(self._keyed, config, Findings.from_json(entry), from_cache=True)
-        return self._contextual(result, kernels, entry.get("baseline_ms"))
+        result = call_result(self._keyed, known.config, known.findings, from_cache=True)
+        return self._contextual(result, kernels, known.findings.baseline_ms)
 
     def _contextual(
         self, result: TuningResult, kernels: Sequence[KernelChoice], baseline_ms: float | None
@@ -391,16 +391,6 @@ class ContextualJob(TuningJob):
         fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         fields["fn"] = functools.partial(self._runner, **result.best_config)
         return ContextualResult(**fields, kernels=tuple(kernels), baseline_ms=baseline_ms)
-
-
-class ContextualResolver(Resolver):
-    """Finds the best assignment for each call of one function; its configs hold the assignment under `KEY`."""
-
-    _known_results = KnownAssignments
-
-    @locks.lazy
-    def _tuning(self) -> Tuning:
-        return Tuning(self._known, self._seeds, self._on_phase, job=ContextualJob)
 
 
 class KernelSearch:
@@ -420,3 +410,83 @@ class KernelSearch:
     def take(self, count: int) -> dict[int, Config]:
         """Returns the next configs to try, at most `count`, by index."""
         return {index: {KEY: self._texts[index]} for index in self._searching.take(count)}
+
+
+_MOST_CONFIGS = 256
+"""How many configs all kernels of a function may have, as far as waiting for another rank's result is concerned."""
+
+
+class ContextualFunction(TunedFunction):
+    """A function whose kernels are tuned; its only config holds the assignment of configs to kernels under `KEY`.
+
+    Attributes:
+        runner: calls the function under an assignment.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        name: str,
+        signature: inspect.Signature,
+        static_names: frozenset[str] | None,
+        options: Options,
+    ) -> None:
+        """Describes a function, as `TunedFunction` does; its calls show which kernels there are to tune."""
+        space = [{KEY: assignment.encode({}, others=OWN)}]
+        super().__init__(fn, space, name=name, signature=signature, static_names=static_names, options=options)
+        self.runner = Runner(fn)
+
+    most_configs = _MOST_CONFIGS
+
+
+class KnownAssignments(KnownResults):
+    """The known assignments for the calls of one function."""
+
+    def config_of(self, entry: Entry, call: BoundCall, settings: Settings, *, is_own: bool = True) -> Config | None:
+        """Returns the assignment of an entry if every kernel still has the config space that it had."""
+        try:
+            chosen = assignment.chosen_from(entry["config"]["assignment"])
+            offered = [_is_offered(str(kernel["name"]), kernel["space"]) for kernel in entry["kernels"]]
+        except (KeyError, TypeError, ValueError):
+            cache.report_once(
+                f"{self._function.name}: the cached entry does not say which config each kernel uses: it is not used"
+            )
+            return None
+        if not all(offered) or not self.versions_serve(entry, settings, is_own=is_own):
+            return None
+        return {KEY: assignment.encode(chosen, others=OWN)}
+
+    def config_from(self, encoded: JsonObject, call: BoundCall) -> Config | None:
+        """Returns the assignment that another process has encoded, or None where it is none."""
+        try:
+            chosen = assignment.Assignment(str(encoded[KEY])).chosen
+        except (KeyError, TypeError, ValueError):
+            return None
+        return {KEY: assignment.encode(chosen, others=OWN)}
+
+    def text_of(self, config: Config) -> str:
+        """Returns an assignment as messages show it."""
+        return shown.format_config(shown_together(assignment.Assignment(str(config[KEY])).chosen))
+
+
+def _is_offered(name: str, space: Any) -> bool:
+    """Returns whether a kernel still has its configs; true for one not defined yet, or that makes its configs."""
+    listed = [kernel._configs for kernel in assignment.kernels(name) if not callable(kernel._configs)]
+    return not listed or any(space_of(configs) == space for configs in listed)
+
+
+def shown_together(chosen: Mapping[Slot, Config]) -> Config:
+    """Returns the configs of some kernels as one, for messages."""
+    names = labels([slot.name for slot in chosen])
+    return {name: shown.format_config(config) for name, config in zip(names, chosen.values(), strict=True)}
+
+
+class ContextualResolver(Resolver):
+    """Finds the best assignment for each call of one function; its configs hold the assignment under `KEY`."""
+
+    _known_results = KnownAssignments
+
+    @locks.lazy
+    def _tuning(self) -> Tuning:
+        return Tuning(self._known, self._seeds, self._on_phase, job=ContextualJob)

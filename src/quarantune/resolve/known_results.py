@@ -17,7 +17,7 @@ from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.sweep.search_limits import SearchLimits
 from quarantune.values import naming, remembered, shown
 from quarantune.values import settings as environment
-from quarantune.values.findings import Findings, Searched
+from quarantune.values.findings import Findings
 from quarantune.values.json_object import JsonObject
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, TuningFailedError
@@ -78,13 +78,10 @@ class KnownResults:
         if (known := self._winners.get(keyed.key)) is not None:
             return known
         for layer in self._layers(settings):
-            entry = self._entry(layer, keyed)
-            if entry is None:
-                continue
-            config = self.config_of(entry, keyed.call, settings, is_own=layer.is_own)
-            if config is not None:
+            known = self._usable(self._entry(layer, keyed), keyed.call, settings, is_own=layer.is_own)
+            if known is not None:
                 _logger.debug("%s: found in %s", self._function.name, layer.label)
-                known = self._winners[keyed.key] = Known(config, Findings.from_json(entry))
+                self._winners[keyed.key] = known
                 return known
         return None
 
@@ -139,12 +136,12 @@ class KnownResults:
                     seeds.append(config)
         return seeds
 
-    def is_enough(self, searched: Searched, settings: Settings) -> bool:
+    def is_enough(self, known: Known, settings: Settings) -> bool:
         """Returns whether a result is as thorough as the call demands; if not, its search goes on.
 
         Only a larger budget of the kind that ended the search demands more, and only where a miss is tuned for.
         """
-        limits = SearchLimits.of(self._function.options, settings)
+        limits, searched = SearchLimits.of(self._function.options, settings), known.findings.search
         wanted = limits.budget(searched.stopped)
         is_larger = wanted is not None and searched.budget is not None and wanted > searched.budget
         return not is_larger or settings.on_miss != "tune"
@@ -203,12 +200,14 @@ class KnownResults:
         entries = store.read(name)
         return lambda key: entries.get(key.device, {}).get(key.text)
 
-    def usable_entry(self, keyed: KeyedCall, settings: Settings, *, other_than: Entry | None = None) -> Entry | None:
-        """Returns the cache entry for a call, or None where there is none that can be used, or no other."""
+    def saved(self, keyed: KeyedCall, settings: Settings, *, other_than: Entry | None = None) -> Known | None:
+        """Returns the result that the user's cache holds now, or None where there is none to use, or no other."""
         entry = open_store(settings).get(self._function.name, keyed.key.device, keyed.key.text)
-        if entry is None or entry == other_than:
-            return None
-        return entry if self.config_of(entry, keyed.call, settings) is not None else None
+        return None if entry == other_than else self._usable(entry, keyed.call, settings)
+
+    def _usable(self, entry: Entry | None, call: BoundCall, settings: Settings, *, is_own: bool = True) -> Known | None:
+        config = None if entry is None else self.config_of(entry, call, settings, is_own=is_own)
+        return None if config is None else Known(config, Findings.from_json(entry))
 
     def config_of(self, entry: Entry, call: BoundCall, settings: Settings, *, is_own: bool = True) -> Config | None:
         """Returns the config of an entry if it can be used for the config space of a call under these versions.

@@ -56,7 +56,7 @@ class Found:
 
 
 def open_layers(settings: Settings, tables: str | None) -> Iterator[Layer]:
-    """Yields the layers in the order in which they are asked, each opened when it is needed.
+    """Yields the layers in the order of look-ups, each opened when it is needed.
 
     Args:
         settings: the operator's settings, with the user's cache and the directories of `CACHE_PATH`.

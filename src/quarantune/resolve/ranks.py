@@ -89,22 +89,22 @@ class Ranks:
         """
         if (agreed := self._agreed.get(keyed.key)) is not None:
             return agreed
-        talk = _Talk(keyed, settings, coordination, tune)
+        agreement = _Agreement(keyed, settings, coordination, tune)
         had = own()
         if had is None and isolation_of(settings, keyed.problem()) is not Isolation.PROCESS:
             # The rank that tunes uses JAX itself, whose first use waits in each rank for that of all others.
             jax.local_devices()
-        member = talk.member(_deadline_s(keyed, settings))
+        member = agreement.member(_deadline_s(keyed, settings))
         rank = coordination.rank
         offer = None if had is None else _answer(had, rank, Source.CACHE)
         last = Answer(config=None, rank=rank, source=Source.NOBODY)
         if had is None and (nearest := near()) is not None:
             last = _answer(nearest, rank, Source.NEAREST)
         try:
-            answer = drive(member.settle(offer, last=last, may_tune=tune is not None), talk.perform)
+            answer = drive(member.settle(offer, last=last, may_tune=tune is not None), agreement.perform)
         finally:
-            talk.close()
-        found = talk.found
+            agreement.close()
+        found = agreement.found
         return self._remember(keyed, settings, coordination, answer, had=had, found=found)
 
     def compare(
@@ -132,12 +132,12 @@ class Ranks:
                     "%s keeps running %s, as all ranks do; its new result is for the next program", label, text
                 )
             return agreed
-        talk = _Talk(keyed, settings, coordination, None)
-        member = talk.member(0.0)
+        agreement = _Agreement(keyed, settings, coordination, None)
+        member = agreement.member(0.0)
         had, source = (own(), Source.CACHE) if found is None else (Known.of(found), Source.TUNED)
         if had is not None:
-            answer = drive(member.offer(_answer(had, coordination.rank, source)), talk.perform)
-        elif (seen := drive(member.read(), talk.perform)) is not None:
+            answer = drive(member.offer(_answer(had, coordination.rank, source)), agreement.perform)
+        elif (seen := drive(member.read(), agreement.perform)) is not None:
             answer = seen
         else:
             return None
@@ -147,14 +147,14 @@ class Ranks:
         self,
         keyed: KeyedCall,
         settings: Settings,
-        us: Coordination,
+        coordination: Coordination,
         answer: Answer,
         *,
         had: Known | None,
         found: TuningResult | None,
     ) -> Resolved:
         own = had if found is None else Known.of(found)
-        label = f"{self._name}: rank {us.rank} of {us.ranks}"
+        label = f"{self._name}: rank {coordination.rank} of {coordination.ranks}"
         if answer.config is None:
             reason = (
                 f"rank {answer.rank} had not tuned it within the deadline"
@@ -173,7 +173,7 @@ class Ranks:
                 )
             known = Known(config, Findings.from_json(answer.to_json()))
             is_ours = own is not None and own.config == config
-            who = "it" if answer.rank == us.rank else f"rank {answer.rank}"
+            who = "it" if answer.rank == coordination.rank else f"rank {answer.rank}"
             how = _HOW[answer.source]
             besides = "" if is_ours else self._besides(own, found)
             _logger.info("%s runs %s, as all ranks do: %s %s%s", label, self._known.text_of(config), who, how, besides)
@@ -189,7 +189,7 @@ class Ranks:
         return f"; its own cache has {text}" if found is None else f"; its own sweep saved {text} for the next program"
 
 
-class _Talk:
+class _Agreement:
     """Performs the steps of one agreement."""
 
     def __init__(
@@ -232,24 +232,24 @@ class _Talk:
 
     def _tuned(self) -> Answer | None:
         assert self._tune is not None
-        us = self._coordination
-        self._progress.say(f"rank {us.rank} of {us.ranks} tunes it for all")
+        coordination = self._coordination
+        self._progress.say(f"rank {coordination.rank} of {coordination.ranks} tunes it for all")
         self.found = self._tune()
-        return None if self.found is None else _answer(Known.of(self.found), us.rank, Source.TUNED)
+        return None if self.found is None else _answer(Known.of(self.found), coordination.rank, Source.TUNED)
 
     def _wait(self, step: Wait) -> None:
-        us = self._coordination
+        coordination = self._coordination
         tuner, due_s = self._next_message
         if step.tuner != tuner or step.waited_s >= due_s:
             self._next_message = step.tuner, step.waited_s + _MESSAGE_S
             whom = "another rank" if step.tuner is None else f"rank {step.tuner}"
             for_what = "have a config for it" if step.tuner is None else "tune it"
             self._progress.say(
-                f"rank {us.rank} of {us.ranks} waits for {whom} to {for_what} "
+                f"rank {coordination.rank} of {coordination.ranks} waits for {whom} to {for_what} "
                 f"({step.waited_s:.0f} s, at most {step.most_s:.0f} s)"
             )
         time.sleep(self._poll_s)
-        self._poll_s = min(1.5 * self._poll_s, max(_LONGEST_POLL_S, us.ranks * _POLL_S_PER_RANK))
+        self._poll_s = min(1.5 * self._poll_s, max(_LONGEST_POLL_S, coordination.ranks * _POLL_S_PER_RANK))
 
 
 def _topic(keyed: KeyedCall) -> str:

@@ -149,8 +149,8 @@ class Resolver:
         saved = self._known.saved_now(settings)
         described = _keyed_to_tune(call, settings)
         result = self._tuning.tune(described, settings, start_over=True, earlier=saved(described.key))
-        if (us := self._coordination(settings)) is not None:
-            self._ranks.compare(described, settings, us, own=lambda: None, found=result)
+        if (coordination := self._coordination(settings)) is not None:
+            self._ranks.compare(described, settings, coordination, own=lambda: None, found=result)
         return result
 
     def lookup(self, call: BoundCall) -> Config | None:
@@ -192,14 +192,14 @@ class Resolver:
             TuningFailedError: every config failed, now or earlier in this process.
         """
         key, known = described.key, self._known
-        us = None if described.call.is_symbolic else self._coordination(settings)
+        coordination = None if described.call.is_symbolic else self._coordination(settings)
         start_over = may_tune and known.must_tune(key, settings)
         must_end_in_sweep = may_tune and (start_over or settings.on_miss == "tune")
 
         def own() -> Known | None:
-            find = self._find if us is None else known.find
+            find = self._find if coordination is None else known.find
             found = None if start_over else find(described, settings)
-            is_enough = found is not None and (not may_tune or known.is_enough(found.findings.search, settings))
+            is_enough = found is not None and (not may_tune or known.is_enough(found, settings))
             return found if is_enough else None
 
         def near() -> Known | None:
@@ -211,9 +211,11 @@ class Resolver:
             except TuningFailedError:  # it is remembered, and another rank may be more successful
                 return None
 
-        if us is not None:
+        if coordination is not None:
             may_tune = must_end_in_sweep and known.failure(key) is None
-            return self._ranks.settle(described, settings, us, own=own, near=near, tune=tune if may_tune else None)
+            return self._ranks.settle(
+                described, settings, coordination, own=own, near=near, tune=tune if may_tune else None
+            )
         if (found := own()) is not None:
             return Resolved(known=found)
         if not start_over:
@@ -227,9 +229,11 @@ class Resolver:
 
     def _find(self, described: KeyedCall, settings: Settings) -> Known | None:
         """Returns the remembered result for a call: the one of all ranks, if there are several; never waits."""
-        if (us := self._coordination(settings)) is None:
+        if (coordination := self._coordination(settings)) is None:
             return self._known.find(described, settings)
-        agreed = self._ranks.compare(described, settings, us, own=lambda: self._known.find(described, settings))
+        agreed = self._ranks.compare(
+            described, settings, coordination, own=lambda: self._known.find(described, settings)
+        )
         return None if agreed is None else agreed.known
 
     def _lock_of(self, key: CallKey) -> threading.RLock:

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from quarantune import cache
-from quarantune.cache import CacheWriteError, Claim, Entry, Journal
+from quarantune.cache import CacheWriteError, Claim, Journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.compile_failures import CompileFailures
+from quarantune.resolve.known_results import Known
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
 from quarantune.values import versions
@@ -151,11 +152,7 @@ class SweepRecords:
         return self._suspects.once() | {index for index in found if index is not None}
 
     def known_not_to_compile(
-        self,
-        configs: Space,
-        trials: Mapping[int, Trial],
-        *,
-        start_over: bool,
+        self, configs: Space, trials: Mapping[int, Trial], *, start_over: bool
     ) -> dict[int, Trial]:
         """Returns the trials of further configs that are known not to compile, unless no other config is left.
 
@@ -179,7 +176,7 @@ class SweepRecords:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Returns a context in which it is noted that something could not be saved."""
+        """Notes where something in the block could not be saved."""
         try:
             yield
         except CacheWriteError as error:
@@ -282,10 +279,10 @@ class TuningClaim:
         directory: Path,
         stack: contextlib.ExitStack,
         *,
-        done: Callable[[], Entry | TuningFailedError | None],
-        failed: Callable[[JsonObject], Entry | TuningFailedError | None],
+        done: Callable[[], Known | TuningFailedError | None],
+        failed: Callable[[JsonObject], Known | TuningFailedError | None],
         say: Callable[[str], None],
-    ) -> Entry | None:
+    ) -> Known | None:
         """Waits until the claim is held, or until another job has answered.
 
         Args:
@@ -315,7 +312,7 @@ class TuningClaim:
                 trials = sum(1 for _ in journal.each())
                 say(f"waiting for {holder} to tune it ({waited_s:.0f} s, {trials:,} trials so far)")
 
-        answer: Entry | TuningFailedError | Claim = cache.wait(claim, done, on_wait, failed=failed)
+        answer: Known | TuningFailedError | Claim = cache.wait(claim, done, on_wait, failed=failed)
         if isinstance(answer, Claim):
             self._held = stack.enter_context(claim)
             return None

@@ -21,7 +21,7 @@ from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.call_result import call_result, entry_for
 from quarantune.resolve.compilation_seeds import CompilationSeeds
-from quarantune.resolve.known_results import KnownResults
+from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.resolve.layers import more_thorough, open_store
 from quarantune.resolve.similar import starts
 from quarantune.resolve.sweep_records import SweepRecords, TuningClaim, left_trials
@@ -60,13 +60,7 @@ class TuningJob:
     """One call that this process tunes for, or waits for while another process tunes."""
 
     def __init__(
-        self,
-        tuning: Tuning,
-        keyed: KeyedCall,
-        settings: Settings,
-        *,
-        start_over: bool,
-        earlier: Entry | None = None,
+        self, tuning: Tuning, keyed: KeyedCall, settings: Settings, *, start_over: bool, earlier: Entry | None = None
     ) -> None:
         """Sets up a job; nothing is read or started.
 
@@ -139,17 +133,17 @@ class TuningJob:
 
     # The claim
 
-    def _take_claim(self, progress: Progress, stack: contextlib.ExitStack) -> Entry | None:
-        """Makes this job the one that tunes, or returns the entry of the job that did.
+    def _take_claim(self, progress: Progress, stack: contextlib.ExitStack) -> Known | None:
+        """Makes this job the one that tunes, or returns the result of the job that did.
 
         Raises:
             TuningFailedError: every config failed in that job.
         """
         known = self._tuning.known
 
-        def done() -> Entry | None:
-            entry = known.usable_entry(self._keyed, self._settings, other_than=self._earlier) if self._follows else None
-            return entry if entry and known.is_enough(Findings.from_json(entry).search, self._settings) else None
+        def done() -> Known | None:
+            found = known.saved(self._keyed, self._settings, other_than=self._earlier) if self._follows else None
+            return found if found and known.is_enough(found, self._settings) else None
 
         if self._directory is None:
             return None
@@ -191,11 +185,7 @@ class TuningJob:
 
     def _known_not_to_compile(self) -> dict[int, Trial]:
         """Returns the trials of further configs that are known not to compile, and are not compiled again."""
-        found = self._records.known_not_to_compile(
-            self._configs,
-            self._trials,
-            start_over=self._start_over,
-        )
+        found = self._records.known_not_to_compile(self._configs, self._trials, start_over=self._start_over)
         self._not_compiling = set(found)
         if found:
             _logger.info(
@@ -304,8 +294,8 @@ class TuningJob:
         """Returns whether an earlier search was ended by a budget that is not spent by now."""
         if self._directory is None or self._search.tries_all:
             return False
-        entry = self._tuning.known.usable_entry(self._keyed, self._settings)
-        searched = Findings.from_json(entry or {}).search
+        known = self._tuning.known.saved(self._keyed, self._settings)
+        searched = Searched() if known is None else known.findings.search
         most = self._search.max_trials
         is_left = most is None or (searched.seen is not None and searched.seen < most)
         return searched.stopped in (MAX_TRIALS, TIME_BUDGET) and is_left
@@ -410,21 +400,12 @@ class TuningJob:
                 contents = {self._key.device: {self._key.text: entry}}
                 open_store(self._settings).merge(self._name, contents, prefer=more_thorough)
 
-    def _result_of(self, entry: Entry) -> TuningResult:
-        config = self._call.find(entry["config"])
-        assert config is not None  # or the entry would not be usable
-        return call_result(self._keyed, config, Findings.from_json(entry), from_cache=True)
+    def _result_of(self, known: Known) -> TuningResult:
+        return call_result(self._keyed, known.config, known.findings, from_cache=True)
 
 
 def log_winner(
-    name: str,
-    device: str,
-    best: Trial,
-    tie: Sequence[Config],
-    usable: Sequence[Trial],
-    *,
-    tried: int,
-    is_untuned: bool,
+    name: str, device: str, best: Trial, tie: Sequence[Config], usable: Sequence[Trial], *, tried: int, is_untuned: bool
 ) -> None:
     """Logs the winner of a sweep, and warns where no config won or times scattered far above the usual.
 

@@ -254,7 +254,7 @@ _LEAF = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\*""")
 
 
 class CannotRebuildError(Exception):
-    """The key does not tell enough about the arguments; the message says of which."""
+    """The key does not tell enough about an argument; the message names it."""
 
 
 def rebuilt(key: str, function: TunedFunction) -> Arguments:

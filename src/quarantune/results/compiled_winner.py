@@ -26,13 +26,7 @@ class Winner:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        config: Config,
-        compiled: Any,
-        *,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, fn: Callable[..., Any], config: Config, compiled: Any, *, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         """Binds a config to a function.
 

@@ -215,11 +215,7 @@ def _run(
                 found = len(best)
     spent_ms = 1e3 * (time.process_time() - began)
     return Run(
-        seed=seed,
-        best_ms=tuple(best),
-        evaluations=found,
-        failures=failures,
-        cpu_ms=spent_ms / max(len(best), 1),
+        seed=seed, best_ms=tuple(best), evaluations=found, failures=failures, cpu_ms=spent_ms / max(len(best), 1)
     )
 
 

@@ -245,7 +245,7 @@ def _normalised(raw: Any, where: str) -> Config:
 def _completed(
     configs: list[Config], parameters: inspect.Signature | None, fn_name: str, *, first: int = 0
 ) -> list[Config]:
-    """Returns the configs, of which the first is at some index, with the function's defaults for the keys they lack."""
+    """Returns the configs, the first of them at some index, with the function's defaults for the keys they lack."""
     examples = examples_of(configs)
     if all(len(config) == len(examples) for config in configs):
         return configs

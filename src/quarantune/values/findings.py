@@ -73,6 +73,7 @@ class Findings(Record):
         created: when it was saved, as ISO text; empty where that is not known.
         trials: how many configs ended in each outcome.
         search: how thorough the search was.
+        baseline_ms: the time with every kernel's first config, where kernels were tuned in their context.
     """
 
     IS_LENIENT = True
@@ -83,6 +84,7 @@ class Findings(Record):
     created: Annotated[str, _date] = ""
     trials: Counts = dataclasses.field(default_factory=dict)
     search: Searched = dataclasses.field(default_factory=Searched)
+    baseline_ms: Milliseconds | None = None
 
     @property
     def speedup(self) -> float | None:

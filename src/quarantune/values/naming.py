@@ -44,7 +44,7 @@ def module_of(thing: Any) -> str:
 
 
 def as_formerly(make: Callable[[], _Result]) -> _Result:
-    """Returns what a function makes of the names of earlier versions, for which `__main__` was a module as others."""
+    """Calls a function with the names of earlier versions, where `__main__` was a module as others."""
     context = contextvars.copy_context()
     context.run(_is_former.set, True)
     return context.run(make)

@@ -1,4 +1,4 @@
-"""A space of configs, known by their positions, of which no more is computed or read than is needed."""
+"""A space of configs by their positions; configs are computed or read only as far as they are needed."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Space(Sequence[Config]):
     def has_more_than(self, count: int, *, besides: Collection[int] = ()) -> bool:
         """Returns whether more than so many configs are kept, looking at no more of them than necessary.
 
-        Of a large space of which nearly all is dropped, it is assumed.
+        It is assumed of a large space whose configs are nearly all dropped.
 
         Args:
             count: the number.
@@ -418,7 +418,7 @@ class Listed:
         self._rest: Any = iter(configs)
         first = list(itertools.islice(self._rest, _FIRST))
         keys = config_space.expand(first, fn_name=fn_name, parameters=parameters)[0]
-        if isinstance(configs, (list, tuple)):  # of which any may have a key that those before it lack
+        if isinstance(configs, (list, tuple)):  # any config may have a key that those before it lack
             keys |= {key: value for config in _by_keys(configs) for key, value in config.items() if key not in keys}
         self._keys = keys
         self._classes: dict[str, type] = {}
