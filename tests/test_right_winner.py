@@ -822,8 +822,8 @@ def test_every_run_of_a_donating_config_gets_arguments_of_its_own(isolation: str
     np.testing.assert_array_equal(x, X)  # and so does the caller
 
 
-def bench_of(fn: Callable[..., Any], *args: Any, **companions: Any) -> tuple[Bench, int]:
-    packed = payload.pack_call(fn, args, {}, companions)
+def bench_of(fn: Callable[..., Any], *args: Any, **judges: Any) -> tuple[Bench, int]:
+    packed = payload.pack_call(fn, args, {}, judges)
     fd = spool.create("arrays", size_bytes=packed.call.spool_bytes)
     payload.write_arrays(packed, fd)
     options = BenchOptions(platform="cpu", warmup=2, rep=5, supply="auto", tolerance=Tolerance(0.0, 0.0, 0.0))

@@ -25,7 +25,7 @@ _DEVICE = "QUARANTUNE_SANDBOX_DEVICE"
 
 
 def sandbox_environ(platform: str, kind: str) -> dict[str, str]:
-    """Returns the environment variables from which a sandbox's processes know the device that they work for."""
+    """Returns the environment variables that tell a sandbox's processes the device that they work for."""
     return {_DEVICE: f"{platform}:{kind}"}
 
 
@@ -104,7 +104,7 @@ def devices_and_target(
 
 
 def _visibility() -> tuple[str | None, ...]:
-    """Returns the settings that decide which devices a process sees, as the key under which probes are remembered."""
+    """Returns the settings that decide which devices a process sees: the key of a probe's result."""
     variables = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
     return (_platforms(), *(os.environ.get(variable) for variable in variables))
 

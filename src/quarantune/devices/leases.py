@@ -58,7 +58,7 @@ class Lease:
         self._not_before = 0.0
         self._is_passed_over = False
         self._next_check = 0.0
-        self._last_doubt = ""
+        self._last_reason = ""
 
     def acquire(self, now: float) -> bool:
         """Takes the lease if it is free; never waits.
@@ -116,10 +116,10 @@ class Lease:
         elif now >= self._next_check:
             self._next_check = now + _CHECK_S
             holders = [_holder(name) for name in self._names("lease")]
-            doubts = [doubt for holder in holders if (doubt := holder.doubt)]
-            if doubts and (doubts[0] == self._last_doubt or any(holder.is_foreign for holder in holders)):
-                self._pass(f"{self._device.name} is held by {doubts[0]}")
-            self._last_doubt = doubts[0] if doubts else ""
+            reasons = [reason for holder in holders if (reason := holder.reason)]
+            if reasons and (reasons[0] == self._last_reason or any(holder.is_foreign for holder in holders)):
+                self._pass(f"{self._device.name} is held by {reasons[0]}")
+            self._last_reason = reasons[0] if reasons else ""
 
     def _pass(self, reason: str) -> None:
         _logger.warning("%s; measuring beside it", reason)
@@ -133,7 +133,7 @@ class Lease:
 
     def _stop_waiting(self) -> None:
         self._waits_since = None
-        self._last_doubt = ""
+        self._last_reason = ""
         _close_all(self._waiting.values())
         self._waiting.clear()
 
@@ -147,11 +147,11 @@ class _Holder:
     """The process that holds a name.
 
     Attributes:
-        doubt: a reason not to wait for it, as a description of the process; empty where there is none.
+        reason: a reason not to wait for it, as a description of the process; empty where there is none.
         is_foreign: whether it belongs to another user, so that it cannot be a tuner of this user.
     """
 
-    doubt: str = ""
+    reason: str = ""
     is_foreign: bool = False
 
 

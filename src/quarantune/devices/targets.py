@@ -90,7 +90,7 @@ class Target:
 
     @property
     def for_compiling(self) -> CompileTarget | None:
-        """Its description for a compile worker; None for the CPU, for which every process can compile."""
+        """Its description for a compile worker; None for the CPU, since every process can compile for it."""
         if self.platform == "cpu":
             return None
         return CompileTarget(

@@ -16,7 +16,7 @@ from quarantune.host import machine, proc
 FileId: TypeAlias = tuple[int, int]
 """The device and the inode of a file."""
 _NOTABLE_BYTES = 16 << 20
-"""Growth of mapped memory, or memory of forks, from which on an exact measurement is worth its milliseconds."""
+"""An exact measurement takes milliseconds; it is made if mapped memory grew, or forks hold memory, by so much."""
 _BLOCK_BYTES = 512
 _FEW_BYTES = 1 << 20
 """Resident shared memory below which the list of a process's maps is not worth the 1.5 ms that reading it takes."""

@@ -16,7 +16,7 @@ def read(file: str | Path) -> bytes:
 
 
 def text(file: str | Path) -> str:
-    """Returns the content of a file, with names from which `os.fsencode` makes the same bytes again."""
+    """Returns the content of a file, with names that `os.fsencode` turns into the same bytes again."""
     return os.fsdecode(read(file))
 
 

@@ -14,7 +14,7 @@ import jax
 _ASKING = frozenset({"default_backend", "devices", "device_count", "local_device_count"})
 """The functions of JAX that say what `get_backend` returned."""
 _PLATFORM_NAMES = {"gpu": ("cuda", "rocm")}
-"""The other names under which a platform's devices can be asked for."""
+"""The other names of a platform whose devices are asked for."""
 _KERNELS_OF_JAX = "jax.experimental.pallas.ops."
 
 

@@ -161,7 +161,7 @@ def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:
             return False
         for key, value in programs.items():
             cache.put(key, value)
-    except OSError as error:  # a full or read-only disk, of which JAX itself only warns
+    except OSError as error:  # a full or read-only disk; JAX itself only warns
         logging.getLogger("quarantune").info("JAX's compilation cache cannot be written: %s", error)
         return False
     return True

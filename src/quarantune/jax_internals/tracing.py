@@ -110,7 +110,7 @@ def origin_of(equation: Any) -> tuple[types.CodeType, int] | None:
 
 @contextlib.contextmanager
 def questions() -> Iterator[set[str]]:
-    """Yields a set to which the names of JAX's functions are added that are asked about devices while the block runs.
+    """Yields a set that collects the names of JAX's functions that are asked about devices while the block runs.
 
     Private because the public functions are those of a private module, by whose file they are known.
     """

@@ -238,7 +238,7 @@ def conclude(
     """Settles a sweep.
 
     Args:
-        trials: its trials by index, of which at least one is `ok`.
+        trials: its trials by index, at least one of them `ok`.
         final: the finalists' samples.
         default: as for `decide`.
         untuned_wins: whether the defaults may win where they are no config.
@@ -292,7 +292,7 @@ def leader_of(rounds: Mapping[int, Sequence[float]], among: Iterable[int]) -> in
 
 
 def _behind(leader: Sequence[float], other: Sequence[float]) -> float:
-    """Returns by which share one contender is slower than the leader."""
+    """Returns the share by which one contender is slower than the leader."""
     return statistics.median(_ratios(leader, other)) - 1.0
 
 
@@ -358,22 +358,6 @@ def play(
         Each contender's samples, one per round: the median of a few taken together, or the fastest of them. One that is
         clearly behind, and whose rounds take long, has fewer.
     """
-    rounds_ms = _played(contenders, floor, is_exact, budget_s, rep, clock)
-    joined = statistics.median if is_exact else min
-    return [
-        [joined(taken[first :: min(rep, len(taken))]) for first in range(min(rep, len(taken)))] for taken in rounds_ms
-    ]
-
-
-def _played(
-    contenders: Sequence[Callable[[int], Sequence[RunTime]]],
-    floor: float,
-    is_exact: bool,
-    budget_s: float,
-    rep: int,
-    clock: Callable[[], float],
-) -> list[list[float]]:
-    """Returns the rounds of each contender, for `play`."""
     warmed = [_plausible(take(1)) for take in contenders]  # the first sample is not counted, unless it is very long
     rounds: dict[int, list[float]] = {index: [] for index in range(len(contenders))}
     taken: dict[int, list[RunTime]] = {index: [] for index in rounds}
@@ -400,17 +384,22 @@ def _played(
         is_over = played >= (rep if is_long else ENOUGH * rep)
         if not is_exact and any(map(_is_disturbed, run.values())):
             if played >= ENOUGH and _is_won(run):
-                return [_fastest_rounds(taken[index]) for index in range(len(contenders))]
+                rounds = {index: _fastest_rounds(each) for index, each in taken.items()}
+                break
             folded = _folded(taken)
             is_settled = played >= _BUSY_ROUNDS and is_clear({index: folded[index] for index in racing}, floor=floor)
             if is_over or (played >= ENOUGH and (is_settled or passed_s > _BUSY_BUDGET_S)):
-                return [folded[index] for index in range(len(contenders))]
+                rounds = folded
+                break
             continue
         if played >= ENOUGH and (is_clear(marks, floor=floor) or passed_s > budget_s):
             break
         if is_over or (played >= FEW and is_clear(marks, floor=FAR - 1)):
             break
-    return [rounds[index] for index in range(len(contenders))]
+    joined = statistics.median if is_exact else min
+    return [
+        [joined(each[first :: min(rep, len(each))]) for first in range(min(rep, len(each)))] for each in rounds.values()
+    ]
 
 
 def _leaves(rounds: Mapping[int, Sequence[float]], index: int, spent_s: float) -> bool:

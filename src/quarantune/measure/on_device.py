@@ -25,7 +25,7 @@ from quarantune.values.compiling import OutputArray
 _MOST_ELEMENTS = 2**31 - 1
 """The largest 32-bit count."""
 _RUNS_NOTHING: dict[str, bool | str] = {"xla_gpu_autotune_level": "0"}
-"""Options with which XLA tries no kernels while it compiles: the clock may be timing its own beside it."""
+"""Options that keep XLA from trying kernels while it compiles, since the clock may be timing others meanwhile."""
 _NARROW = frozenset({"float32", "bfloat16", "float16"})
 
 

@@ -150,7 +150,7 @@ def chunks(*arrays: _Array, wide: Any = None) -> Iterator[tuple[Any, ...]]:
 
 
 def wide_type(*arrays: Any) -> Any:
-    """Returns the type in which floats, or complex numbers, are compared on the host."""
+    """Returns the type that floats, or complex numbers, are compared in on the host."""
     return np.result_type(*(np.result_type(array.dtype, np.float64) for array in arrays))
 
 
@@ -287,7 +287,7 @@ class Noise:
 
     @property
     def _wide(self) -> float:
-        """The unit in the last place of the type in which sums are made: float32 at least."""
+        """The unit in the last place of the type of sums: float32 at least."""
         bits = _mantissa(self._wanted.dtype)
         return 2.0 ** -max(23, min(bits, bits if self._coarsest is None else self._coarsest))
 
@@ -329,7 +329,7 @@ def _about(dtype: Any) -> Any:
 
 _DOTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot")
 _FACTORS = {"cuda": 10, "gpu": 10, "rocm": 10, "tpu": 7}
-"""The bits of the mantissas to which a platform rounds the float32 factors of dots by default: TF32 and bfloat16."""
+"""The bits that a platform leaves in the mantissas of the float32 factors of dots by default: TF32 and bfloat16."""
 
 
 def coarsest_mantissa(jaxpr: Any, platform: str | None) -> int:

@@ -37,7 +37,7 @@ _ALONE_MS = 50.0
 """A single sample shorter than this may be an interruption or a cold start, and three more cost little: on a 2-core
 machine with other work, one 0.1 ms run in sixty took over three times the median."""
 _WAITED = 0.05
-"""The largest share of a sample spent waiting for a CPU of which the rest can be believed."""
+"""A sample that waited for a CPU for a larger share of its time tells nothing of the config's own time."""
 _FEWEST_RUNS = 2
 """Runs that must agree in any case."""
 _MOST_RUNS = 200
@@ -103,7 +103,7 @@ class Noise:
     def runs_needed(self, least_ms: float, best_ms: float, cpu_ms: Sequence[float] = ()) -> int:
         """Returns how many runs must agree that a config is slow, so that hardly ever all of them are disturbed.
 
-        A config of which every run took so long may be as fast as the best one only if each of them was disturbed, by
+        A config whose runs all took so long may be as fast as the best one only if each of them was disturbed, by
         all that it took longer. The more rarely runs are disturbed nearly as much, the fewer must agree.
 
         Args:
@@ -310,14 +310,14 @@ def is_hopeless(first_ms: float, *, fastest_ms: float, fastest_first_ms: float, 
     Args:
         first_ms: the time of that run without its waits.
         fastest_ms: the time of the fastest config.
-        fastest_first_ms: the time of the fastest first run, most of which may be the cold start where it is short.
+        fastest_first_ms: the time of the fastest first run; where it is short, most of it may be the cold start.
         noise: how much other processes disturb runs here.
     """
     if noise.runs_needed(first_ms, fastest_ms) > _FEWEST_RUNS:
         return False
-    doubt = max(_COLD, (1 + STRAY) * noise.first_run)
+    cold = max(_COLD, (1 + STRAY) * noise.first_run)
     is_long = first_ms > _ALONE_MS and first_ms > CLOCKS["wall"].margin * fastest_first_ms
-    return first_ms > (doubt * fastest_ms if is_long else 2 * doubt * fastest_first_ms)
+    return first_ms > (cold * fastest_ms if is_long else 2 * cold * fastest_first_ms)
 
 
 def longest_first_run(fastest_ms: float, *, noise: Noise) -> float:

@@ -53,7 +53,7 @@ def read(fd: int) -> bytes:
 
 
 def _written_bytes(fd: int) -> int:
-    """Returns the size of a file, all of which was written; a config may give its own files any other size."""
+    """Returns the size of a file that was written as a whole; a config may give its own files any other size."""
     size_bytes = os.fstat(fd).st_size
     if size_bytes and os.lseek(fd, 0, os.SEEK_HOLE) < size_bytes:
         raise ValueError(f"the file was enlarged to {size_bytes} bytes, and not written")
@@ -124,7 +124,7 @@ def _protected_copy(fd: int) -> int:
 
 
 def create_log() -> int:
-    """Returns a descriptor of a new anonymous file to which several processes may append."""
+    """Returns a descriptor of a new anonymous file that several processes may append to."""
     fd = create("log")
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
     return fd

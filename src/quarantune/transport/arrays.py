@@ -48,7 +48,7 @@ def _put(data: np.ndarray[Any, Any], sharding: jax.sharding.Sharding | None) -> 
 
 
 def _off_alignment(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Returns the data at an address from which XLA must copy it, so that a JAX array made of it owns its buffer."""
+    """Returns the data at an address that makes XLA copy it, so that a JAX array made of it owns its buffer."""
     if data.ctypes.data % _XLA_ALIGNMENT_BYTES:
         return data
     room = np.empty(data.nbytes + _XLA_ALIGNMENT_BYTES, np.uint8)

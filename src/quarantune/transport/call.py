@@ -82,7 +82,7 @@ class Call(unpicklable.Bundle):
         args: positional arguments, with an `ArrayRef` for each array.
         kwargs: keyword arguments, likewise.
         specs: the arrays the references point to.
-        companions: functions that judge the function's output, by name.
+        judges: functions that judge the function's output, by name.
         config_values: the config values that JSON cannot restore, by their JSON texts.
         context_mesh: the mesh that the worker sets; None for none.
         program_values: the values of modules that a worker takes over; empty in the caller's process.
@@ -94,7 +94,7 @@ class Call(unpicklable.Bundle):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     specs: tuple[ArraySpec, ...]
-    companions: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    judges: dict[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     config_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     context_mesh: MeshSpec | None = None
     program_values: tuple[ProgramValue, ...] = ()
@@ -116,7 +116,7 @@ class Call(unpicklable.Bundle):
         yield f"the function {getattr(self.fn, '__qualname__', unpicklable.short(self.fn))!r}", self.fn
         yield from ((f"argument {index}", value) for index, value in enumerate(self.args))
         yield from ((f"argument {key!r}", value) for key, value in self.kwargs.items())
-        yield from ((f"the function given as {key}", value) for key, value in self.companions.items())
+        yield from ((f"the function given as {key}", value) for key, value in self.judges.items())
         yield from ((f"the config value {unpicklable.short(value)}", value) for value in self.config_values.values())
 
 

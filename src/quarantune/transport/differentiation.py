@@ -24,7 +24,7 @@ def with_gradient(jitted: Any) -> Any:
     """Returns a jitted function that returns the output of `jitted` and its gradients.
 
     These are the gradients of half the sum of the squares of the output: the output is its own cotangent, which takes
-    no time to compute and is no constant by which the compiler could simplify the backward pass.
+    no time to compute and is no constant that would let the compiler simplify the backward pass.
 
     Args:
         jitted: the jitted function. The arguments that it donates are not donated.

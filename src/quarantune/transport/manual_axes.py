@@ -112,13 +112,11 @@ def under_shard_map(call: Call) -> Call:
         return call
     jitted: Any = call.fn
     options = jax_internals.jit_options(jitted)
-    companions = dict(call.companions)
-    if "ref_fn" in companions:
-        companions["ref_fn"] = _sharded(companions["ref_fn"], call, mesh)
+    judges = dict(call.judges)
+    if "ref_fn" in judges:
+        judges["ref_fn"] = _sharded(judges["ref_fn"], call, mesh)
     # The function inside the jit, as JAX takes compiler options at the outermost jit alone.
-    return dataclasses.replace(
-        call, fn=options.rebuild(_sharded(jitted.__wrapped__, call, mesh)), companions=companions
-    )
+    return dataclasses.replace(call, fn=options.rebuild(_sharded(jitted.__wrapped__, call, mesh)), judges=judges)
 
 
 def _sharded(fn: Callable[..., Any], call: Call, mesh: MeshSpec) -> Callable[..., Any]:

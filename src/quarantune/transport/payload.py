@@ -45,7 +45,7 @@ def pack_call(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    companions: Mapping[str, Callable[..., Any]] | None = None,
+    judges: Mapping[str, Callable[..., Any]] | None = None,
     config_values: Mapping[str, Any] | None = None,
     manual_mesh: MeshSpec | None = None,
     *,
@@ -59,7 +59,7 @@ def pack_call(
         fn: the function, jitted or not.
         args: positional arguments; arrays may be concrete, tracers or `jax.ShapeDtypeStruct`.
         kwargs: keyword arguments, likewise.
-        companions: functions that judge the function's output, by name.
+        judges: functions that judge the function's output, by name.
         config_values: the config values that JSON cannot restore, by their JSON texts.
         manual_mesh: the mesh of the `shard_map` in which the worker calls the function; None for none.
         devices: how many devices a trial may have; a larger mesh that is only in the context is not sent.
@@ -82,7 +82,7 @@ def pack_call(
         args=packed_args,
         kwargs=packed_kwargs,
         specs=specs,
-        companions=dict(companions or {}),
+        judges=dict(judges or {}),
         config_values=dict(config_values or {}),
         # A manual mesh is set by the worker's own shard_map.
         context_mesh=_mesh_to_send(specs, devices if manual_mesh is None else 0),

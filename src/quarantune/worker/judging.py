@@ -132,10 +132,10 @@ class Judge:
 
     def compute_reference(self, fd: int) -> None:
         """Writes the reference's output, and its gradients where those count, for the configs to be compared with."""
-        ref_fn = self._call.companions["ref_fn"]
+        ref_fn = self._call.judges["ref_fn"]
         args, kwargs = self._arguments.fresh()
         output = jax.block_until_ready(ref_fn(*args, **kwargs))
-        if "check_fn" in self._call.companions:  # which takes the output as it is
+        if "check_fn" in self._call.judges:  # which takes the output as it is
             kept = ComparedOutput(_flat(()), tree=jax.tree.map(_fetched, output))
         else:
             checked = Checked({}, output)
@@ -160,7 +160,7 @@ class Judge:
         Returns:
             One sentence, or None where they may agree, or where JAX cannot trace the function with its defaults.
         """
-        if self._arguments.jit is None or "check_fn" in self._call.companions:
+        if self._arguments.jit is None or "check_fn" in self._call.judges:
             return None
         try:
             output = self._trace_defaults().out_info
@@ -192,8 +192,8 @@ class Judge:
             WrongResultError: the output, or a gradient, is wrong.
         """
         self.noise = None
-        check_fn = self._call.companions.get("check_fn")
-        if check_fn is not None or "ref_fn" in self._call.companions:
+        check_fn = self._call.judges.get("check_fn")
+        if check_fn is not None or "ref_fn" in self._call.judges:
             return self._judge(checked, references, check_fn, output_fd)
         if not references and output_fd is None:
             return None
