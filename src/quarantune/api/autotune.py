@@ -16,7 +16,7 @@ from quarantune.resolve import suitable
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding, differentiation, pickling
 from quarantune.transport.call import Arguments
-from quarantune.values import config_space, naming, remembered
+from quarantune.values import naming, remembered
 from quarantune.values.config_values import as_given
 from quarantune.values.options import OptionKeywords, Options, checked_options
 from quarantune.values.space import Space
@@ -103,14 +103,8 @@ class Autotuned:
         self.name = options.name or f"{naming.module_name(fn)}.{label}"
         suitable.check_jit_options(fn, self.name)
         if isinstance(listed, Space):
-            examples = listed.examples()
-            config_space.check_parameters(
-                examples,
-                parameters=self._signature,
-                static_names=frozenset(self._jit_options.static_argnames),
-                fn_name=self.name,
-            )
-            binding.check(fn, examples, name=self.name)
+            examples, signature = listed.examples(), self._signature
+            suitable.check_configs(fn, examples, name=self.name, signature=signature, need_defaults=True)
         self._configs = listed
         self._options = options
         self._array_type = jax_internals.array_type()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.transport import pickling
+from quarantune.transport import binding, pickling
+from quarantune.values import config_space
+from quarantune.values.trial import Config
 
 
 def check_is_jitted(fn: Callable[..., Any], name: str, *, for_what: str) -> None:
@@ -50,6 +53,38 @@ def check_jit_options(fn: Callable[..., Any], name: str) -> None:
         )
     if not pickling.may_travel_by_name(fn):
         options.check_can_travel(name)
+
+
+def check_configs(
+    fn: Callable[..., Any],
+    configs: Sequence[Config],
+    *,
+    name: str,
+    signature: inspect.Signature,
+    need_defaults: bool,
+) -> None:
+    """Raises where a function cannot take the keys of its configs.
+
+    Args:
+        fn: the function.
+        configs: its configs, or a few in which every value occurs.
+        name: its name in messages.
+        signature: its signature.
+        need_defaults: whether every tunable must have a default, because the function is also called without it.
+
+    Raises:
+        TypeError: a key is no parameter that can be passed by keyword, or has no default.
+        ValueError: a key is not static.
+    """
+    if not jax_internals.is_jitted(fn):
+        config_space.check_keywords(configs, parameters=signature, fn_name=name)
+        return
+    # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
+    static_names = frozenset(jax_internals.jit_options(fn).static_argnames)
+    config_space.check_parameters(
+        configs, parameters=signature, static_names=static_names, fn_name=name, need_defaults=need_defaults
+    )
+    binding.check(fn, configs, name=name)
 
 
 def check_no_references(arguments: Mapping[str, Any], name: str) -> None:

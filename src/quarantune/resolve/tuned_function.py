@@ -7,14 +7,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quarantune import cache, jax_internals
+from quarantune import cache
 from quarantune.cache import Fingerprint
 from quarantune.host import locks
 from quarantune.resolve import suitable
 from quarantune.resolve.layers import space_of
-from quarantune.transport import binding
 from quarantune.transport.problem import describe_function
-from quarantune.values import config_space, naming
+from quarantune.values import naming
 from quarantune.values.json_object import JsonObject
 from quarantune.values.options import Options
 from quarantune.values.space import Space
@@ -143,16 +142,5 @@ class TunedFunction:
 
     def check(self, configs: Sequence[Config]) -> None:
         """Raises where the function cannot take the keys of a config."""
-        if not self.is_jitted:
-            config_space.check_keywords(configs, parameters=self.signature, fn_name=self.name)
-            return
-        # Configs are passed by keyword, so parameters that jit knows as static only by position do not count.
-        static_names = frozenset(jax_internals.jit_options(self.fn).static_argnames)
-        config_space.check_parameters(
-            configs,
-            parameters=self.signature,
-            static_names=static_names,
-            fn_name=self.name,
-            need_defaults=self._need_defaults,
-        )
-        binding.check(self.fn, configs, name=self.name)
+        signature, need_defaults = self.signature, self._need_defaults
+        suitable.check_configs(self.fn, configs, name=self.name, signature=signature, need_defaults=need_defaults)

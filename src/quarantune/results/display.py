@@ -60,8 +60,16 @@ class Screen(abc.ABC):
 
     interval_s = 0.25
 
-    def __init__(self) -> None:
+    def __init__(self, stream: TextIO | None = None, *, on_stream: bool = False) -> None:
+        """Shows nothing yet.
+
+        Args:
+            stream: the stream to write to; None for stderr.
+            on_stream: whether lines go there even without a terminal.
+        """
         self.sweeps: list[Sweep] = []
+        self._stream = stream
+        self.on_stream = on_stream
         self._lock = threading.Lock()
         self._drawing = threading.RLock()
         self._stop: threading.Event | None = None
@@ -114,9 +122,12 @@ class Screen(abc.ABC):
     def end(self) -> None:  # noqa: B027  lines of a log stay
         """Removes what was drawn."""
 
-    @abc.abstractmethod
     def write_line(self, last_line: str) -> None:
-        """Writes a line that stays."""
+        """Writes a line that stays, above those that are redrawn."""
+        stream = sys.stderr if self._stream is None else self._stream
+        if stream is not None:
+            stream.write(f"{last_line}\n")
+            stream.flush()
 
 
 class _Lines(Screen):
@@ -124,24 +135,13 @@ class _Lines(Screen):
 
     interval_s = 10.0
 
-    def __init__(self, stream: TextIO | None, *, on_stream: bool) -> None:
-        super().__init__()
-        self._stream = stream
-        self._on_stream = on_stream
-
     def draw(self, sweeps: list[Sweep]) -> None:
         for sweep in sweeps:
             text = "; ".join(sweep().lines())
-            if self._on_stream:
+            if self.on_stream:
                 self.write_line(text)
             else:
                 _logger.info("%s", text)
-
-    def write_line(self, last_line: str) -> None:
-        stream = sys.stderr if self._stream is None else self._stream
-        if stream is not None:
-            stream.write(f"{last_line}\n")
-            stream.flush()
 
 
 class _Notebook(Screen):
@@ -181,9 +181,10 @@ class _Notebook(Screen):
 class Terminal(Screen):
     """Draws with rich, which is imported when the first line is drawn."""
 
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__()
-        self._stream = stream
+    def __init__(self, stream: TextIO, *, on_stream: bool = True) -> None:
+        """Draws nothing yet; the arguments as for `Screen`."""
+        super().__init__(stream, on_stream=on_stream)
+        self._terminal = stream
         self._live: Live | None = None
         # The cursor's way up is computed when the lines' number is known and written later: nothing may come between.
         self._writing = threading.RLock()
@@ -195,7 +196,7 @@ class Terminal(Screen):
             live = self._live = self._live or self._open()
             # As wide as the terminal is now; rich alone would trust `COLUMNS`, and wider lines would wrap.
             with contextlib.suppress(OSError, ValueError):
-                size = os.get_terminal_size(self._stream.fileno())
+                size = os.get_terminal_size(self._terminal.fileno())
                 if size.columns > 0:
                     live.console.width, live.console.height = size
             live.update(_rendered(views, live.console.width), refresh=True)
@@ -210,11 +211,6 @@ class Terminal(Screen):
             finally:  # the terminal may be gone
                 _release_hooks()
 
-    def write_line(self, last_line: str) -> None:
-        """Writes a line above those that are redrawn."""
-        self._stream.write(f"{last_line}\n")
-        self._stream.flush()
-
     def _open(self) -> Live:
         from rich.console import Console
         from rich.live import Live
@@ -225,10 +221,10 @@ class Terminal(Screen):
             def show_cursor(self, show: bool = True) -> bool:
                 return False
 
-        console = OpenConsole(file=_Raw(self._stream), highlight=False)  # type: ignore[arg-type]
+        console = OpenConsole(file=_Raw(self._terminal), highlight=False)  # type: ignore[arg-type]
         live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
         live.start()
-        for stream in dict.fromkeys((self._stream, sys.stderr, sys.stdout)):
+        for stream in dict.fromkeys((self._terminal, sys.stderr, sys.stdout)):
             with contextlib.suppress(AttributeError, OSError, ValueError):
                 if stream is not None and stream.isatty():
                     _hooks.append(_Hook(stream, console, self._writing))
@@ -323,25 +319,23 @@ def screen_for(shown: bool | None, stream: TextIO | None, *, may_redraw: bool) -
     if shown is False:
         return None
     target = sys.stderr if stream is None else stream
-    is_notebook = _is_notebook()
-    is_terminal = not is_notebook and may_redraw and _is_terminal(target)
-    kind = ("notebook", None) if is_notebook else ("terminal", target) if is_terminal else (f"lines {shown}", stream)
+    made: Screen
+    if _is_notebook():
+        made, stream = _Notebook(), None
+    elif may_redraw and target is not None and _is_terminal(target):
+        made, stream = Terminal(target), target
+    else:
+        made = _Lines(stream, on_stream=bool(shown))
+    kind = (type(made), stream, made.on_stream)
     with _making:
         for other in [other for other in _shared if other != kind and not _shared[other].sweeps]:
             del _shared[other]  # its stream may be closed by now
-        if kind not in _shared:
-            if is_notebook:
-                _shared[kind] = _Notebook()
-            elif is_terminal and target is not None:
-                _shared[kind] = Terminal(target)
-            else:
-                _shared[kind] = _Lines(stream, on_stream=bool(shown))
-        return _shared[kind]
+        return _shared.setdefault(kind, made)
 
 
-def _is_terminal(stream: TextIO | None) -> bool:
+def _is_terminal(stream: TextIO) -> bool:
     try:
-        return stream is not None and stream.isatty() and os.environ.get("TERM", "") != "dumb"
+        return stream.isatty() and os.environ.get("TERM", "") != "dumb"
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -21,48 +22,41 @@ _MOST_RUNNING = 8
 _FEWEST_FOR_ESTIMATE = 3
 
 
+@dataclasses.dataclass(eq=False)
 class Progress:
-    """Shows the progress of one sweep, and its end in one line; a context manager.
+    """Shows the progress of one sweep from when it is made, and its end in one line; a context manager.
 
     Events may come from any thread.
+
+    Attributes:
+        label: the tuned function, and the shapes of the call.
+        total: how many configs there are; 0 where that is not known.
+        shown: the setting `progress`: False shows nothing, True writes a line every 10 s even without a terminal.
+        name: the name in log records; empty for the label.
+        config_of: returns the config at an index.
+        default: the config that equals the function's own defaults; None where there is none.
+        has_last_line: whether a line about the end is written.
+        may_redraw: whether lines on a terminal may be replaced; not while a debugger may use it.
+        stream: the stream to write to; None for stderr.
+        clock: seconds.
     """
 
-    def __init__(
-        self,
-        label: str,
-        total: int = 0,
-        *,
-        shown: bool | None,
-        name: str = "",
-        config_of: Callable[[int], Config] | None = None,
-        default: Config | None = None,
-        has_last_line: bool = True,
-        may_redraw: bool = True,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """Starts to show a sweep.
+    label: str
+    total: int = 0
+    _: dataclasses.KW_ONLY
+    shown: dataclasses.InitVar[bool | None]
+    name: str = ""
+    config_of: Callable[[int], Config] | None = None
+    default: Config | None = None
+    has_last_line: bool = True
+    may_redraw: dataclasses.InitVar[bool] = True
+    stream: dataclasses.InitVar[TextIO | None] = None
+    clock: Callable[[], float] = time.monotonic
 
-        Args:
-            label: the tuned function, and the shapes of the call.
-            total: how many configs there are; 0 where that is not known.
-            shown: the setting `progress`: False shows nothing, True writes a line every 10 s even without a terminal.
-            name: the name in log records; empty for the label.
-            config_of: returns the config at an index.
-            default: the config that equals the function's own defaults; None where there is none.
-            has_last_line: whether a line about the end is written.
-            may_redraw: whether lines on a terminal may be replaced; not while a debugger may use it.
-            stream: the stream to write to; None for stderr.
-            clock: seconds.
-        """
-        self._label = label
-        self._name = name or label
-        self._total = total
-        self._config_of = config_of
-        self._default = default
-        self._has_last_line = has_last_line
-        self._clock = clock
-        self._started_s = clock()
+    def __post_init__(self, shown: bool | None, may_redraw: bool, stream: TextIO | None) -> None:
+        """Starts to show the sweep."""
+        self.name = self.name or self.label
+        self._started_s = self.clock()
         self._lock = threading.Lock()
         self._trials: list[Trial] = []
         self._recalled = 0
@@ -88,7 +82,7 @@ class Progress:
             is_bound: whether that is only the most that a search may ask.
             budget_s: seconds after which the search ends; None for no limit.
         """
-        self._total, self._is_bound, self._budget_s = total, is_bound, budget_s
+        self.total, self._is_bound, self._budget_s = total, is_bound, budget_s
 
     def enter(self, index: int, phase: str) -> None:
         """Notes that a config enters a phase, `READY` or `END`."""
@@ -97,14 +91,14 @@ class Progress:
             if phase == END:
                 self._running.pop(index, None)
             else:
-                self._running[index] = (phase, self._clock())
+                self._running[index] = (phase, self.clock())
 
     def step(self, trial: Trial) -> None:
         """Counts a trial that ended."""
         self._count(trial)
         took = "" if trial.time_ms is None else f" {trial.time_ms:.4g} ms"
         ended = f"{trial.outcome.value}{took} {trial.message}"
-        _logger.info("%s: %s: %s", self._name, shown.format_config(trial.config), ended)
+        _logger.info("%s: %s: %s", self.name, shown.format_config(trial.config), ended)
 
     def recall(self, trials: Sequence[Trial]) -> None:
         """Counts trials that an earlier sweep finished."""
@@ -112,7 +106,7 @@ class Progress:
             self._count(trial)
         self._recalled += len(trials)
         if trials:
-            _logger.info("%s: %d of %d configs are known already", self._name, len(trials), self._total)
+            _logger.info("%s: %d of %d configs are known already", self.name, len(trials), self.total)
 
     def note_default(self, time_ms: float | None) -> None:
         """Notes the time of the function's own defaults, where they are no config of the sweep."""
@@ -120,7 +114,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Shows a sentence about something other than a config, such as waiting for another job."""
-        _logger.info("%s: %s", self._name, text)
+        _logger.info("%s: %s", self.name, text)
         self._notice = text
 
     # The end
@@ -161,7 +155,7 @@ class Progress:
 
     def close(self) -> None:
         """Ends the display, and writes the last line."""
-        line = f"{self._label}: {self._last_line}" if self._last_line and self._has_last_line else ""
+        line = f"{self.label}: {self._last_line}" if self._last_line and self.has_last_line else ""
         if self._screen is not None:
             self._screen.remove(self.view, line)
 
@@ -170,19 +164,19 @@ class Progress:
     def view(self) -> View:
         """Returns the progress as it is now."""
         with self._lock:
-            running, trials, now = dict(self._running), list(self._trials), self._clock()
+            running, trials, now = dict(self._running), list(self._trials), self.clock()
         phases = [phase for phase, _ in running.values()]
         compiling = sum(phase in (Phase.LOAD, Phase.COMPILE) for phase in phases)
         ready = phases.count(READY)
         begun = sum(index >= 0 for index in running)  # the untuned function is none of the configs
-        waiting = 0 if self._is_bound else max(0, self._total - len(trials) - begun)
+        waiting = 0 if self._is_bound else max(0, self.total - len(trials) - begun)
         states = {"waiting": waiting, "compiling": compiling, "ready": ready}
         states["measuring"] = len(phases) - compiling - ready
         flow = ", ".join(f"{number:,} {state}" for state, number in states.items() if number)
         if self._is_bound:
-            done = f"{len(trials) + begun:,} asked of at most {self._total:,}, {len(trials):,} done"
+            done = f"{len(trials) + begun:,} asked of at most {self.total:,}, {len(trials):,} done"
         else:
-            done = f"{len(trials):,} of {self._total:,} done"
+            done = f"{len(trials):,} of {self.total:,} done"
         counts = ", ".join(f"{count:,} {outcome}" for outcome, count in count_outcomes(trials).items())
         gone_s = now - self._started_s
         more = [
@@ -193,10 +187,10 @@ class Progress:
             self._running_text(running, now),
         ]
         return View(
-            label=self._label,
+            label=self.label,
             done=len(trials),
-            total=self._total,
-            counts=f"{done}{f' ({counts})' if counts else ''}" if self._total else "",
+            total=self.total,
+            counts=f"{done}{f' ({counts})' if counts else ''}" if self.total else "",
             more=[line for line in more if line],
         )
 
@@ -204,7 +198,7 @@ class Progress:
         if self._notice:
             return f"interrupted while {self._notice}"
         done = sum(trial.outcome not in (Outcome.PRUNED, Outcome.NOT_RUN) for trial in self._trials)
-        of = f" of {self._total:,}" if self._total else ""
+        of = f" of {self.total:,}" if self.total else ""
         best, kept = self._best_text(), self._on_interrupt if done else ""
         return (
             f"interrupted after {_duration(self._gone_s())}, with {done:,}{of} configs done"
@@ -213,11 +207,11 @@ class Progress:
 
     def _before_or_after(self, done: int) -> str:
         """Returns the step of the sweep where no config runs; empty where no sweep is under way."""
-        if not self._total or self._notice:
+        if not self.total or self._notice:
             return ""
         if done == self._recalled:
             return "starting workers"
-        return "the fastest are timed once more, in turn" if done >= self._total else ""
+        return "the fastest are timed once more, in turn" if done >= self.total else ""
 
     def _running_text(self, running: dict[int, tuple[str, float]], now: float) -> str:
         """Returns the configs that run, the longest first."""
@@ -227,16 +221,16 @@ class Progress:
                 if index < 0:
                     name = "the untuned function"
                 else:
-                    name = f"config {index}" if self._config_of is None else shown.format_config(self._config_of(index))
+                    name = f"config {index}" if self.config_of is None else shown.format_config(self.config_of(index))
                 parts.append(f"{name} {_VERBS.get(Phase(phase), phase)} ({_duration(now - since)})")
         return f"now: {'; '.join(parts)}" if parts else ""
 
     def _to_go(self, gone_s: float, done: int) -> str:
         fresh = done - self._recalled
         budget = "" if self._budget_s is None else f" of at most {_duration(self._budget_s)}"
-        if fresh < _FEWEST_FOR_ESTIMATE or done >= self._total:
+        if fresh < _FEWEST_FOR_ESTIMATE or done >= self.total:
             return budget
-        left_s = gone_s / fresh * (self._total - done)
+        left_s = gone_s / fresh * (self.total - done)
         if self._budget_s is not None:
             left_s = min(left_s, max(0.0, self._budget_s - gone_s))
         return f"{budget}, about {_duration(left_s)} to go"
@@ -245,11 +239,11 @@ class Progress:
         best, default_ms = self._best, self._default_ms
         if best is None or not best.time_ms:
             return ""
-        told = Findings(best.time_ms, default_ms).text(is_default=best.config == self._default)
+        told = Findings(best.time_ms, default_ms).text(is_default=best.config == self.default)
         return f"best {shown.format_config(best.config)}, {told}"
 
     def _tried(self) -> str:
-        of = f" of {self._total:,}" if self._total > len(self._trials) and not self._is_bound else ""
+        of = f" of {self.total:,}" if self.total > len(self._trials) and not self._is_bound else ""
         return f"{len(self._trials):,}{of} config{'' if len(self._trials) == 1 else 's'}"
 
     def _failed(self) -> str:
@@ -257,7 +251,7 @@ class Progress:
         return f" ({failed:,} failed)" if failed else ""
 
     def _gone_s(self) -> float:
-        return self._clock() - self._started_s
+        return self.clock() - self._started_s
 
     def _count(self, trial: Trial) -> None:
         with self._lock:
@@ -267,7 +261,7 @@ class Progress:
                 return
             if self._best is None or trial.time_ms < (self._best.time_ms or 0.0):
                 self._best = trial
-            if self._default is not None and trial.config == self._default:
+            if self.default is not None and trial.config == self.default:
                 self._default_ms = trial.time_ms
 
 
