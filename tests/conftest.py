@@ -51,9 +51,9 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     started: list[str] = []
     run = sweep.run
 
-    def noting(problem: Any, *args: Any, **kwargs: Any) -> Any:
-        started.append(problem.name)
-        return run(problem, *args, **kwargs)
+    def noting(request: Any, *args: Any, **kwargs: Any) -> Any:
+        started.append(request.problem.name)
+        return run(request, *args, **kwargs)
 
     monkeypatch.setattr(sweep, "run", noting)
     return started
@@ -67,10 +67,10 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     started: list[list[Any]] = []
     run = sweep.run
 
-    def noting(problem: Any, configs: Any, **rest: Any) -> Any:
+    def noting(request: Any, configs: Any, **rest: Any) -> Any:
         if configs:
             started.append([config["n"] for config in configs.values()])
-        return run(problem, configs, **rest)
+        return run(request, configs, **rest)
 
     monkeypatch.setattr(sweep, "run", noting)
     return started

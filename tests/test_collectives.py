@@ -17,6 +17,7 @@ import quarantune
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import SweepRequest
 from quarantune.values.options import Options
 from quarantune.values.settings import current
 from quarantune.values.shardings import MeshSpec
@@ -33,7 +34,7 @@ from quarantune.sweep import sweep
 
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 sweeps, run = [], sweep.run
-sweep.run = lambda *args, **kwargs: (sweeps.append(args[0].name), run(*args, **kwargs))[1]
+sweep.run = lambda *args, **kwargs: (sweeps.append(args[0].problem.name), run(*args, **kwargs))[1]
 """
 run_script = functools.partial(run_on_devices, program=PRELUDE, devices=4)
 
@@ -169,7 +170,9 @@ def test_on_an_accelerator_a_collective_needs_as_many_devices_per_trial() -> Non
     words = r"summed: in shard_map it communicates over 2 devices, and devices_per_trial=1: set devices_per_trial=2"
     limits, events = SweepLimits.of(Options(), current()), SweepEvents(on_trial=never, on_tick=never)
     with pytest.raises(ValueError, match=words):
-        sweep.run(problem, {0: {}}, options=Options(), settings=current(), limits=limits, events=events)
+        sweep.run(
+            SweepRequest(problem=problem, options=Options(), settings=current(), limits=limits, events=events), {0: {}}
+        )
 
 
 def test_without_workers_a_collective_is_refused_with_advice(sweeps: list[str]) -> None:

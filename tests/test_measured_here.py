@@ -38,6 +38,7 @@ from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, choose
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.sweep.watchdog import Watchdog
 from quarantune.transport import executable_data
@@ -362,8 +363,10 @@ def holding_a_tpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[i
         )
         options = Options(ref_fn=None, compile_timeout=60)
         limits, events = SweepLimits.of(options, current()), SweepEvents(on_trial=trials.__setitem__)
-        swept = sweep.run(problem, configs, options=options, settings=current(), limits=limits, events=events, **more)
-        return trials, swept
+        request = SweepRequest(
+            problem=problem, options=options, settings=current(), limits=limits, events=events, **more
+        )
+        return trials, sweep.run(request, configs)
 
     return run
 

@@ -37,7 +37,7 @@ from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.sandbox import spool, template
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.sweep import sweep, sweep_inputs
-from quarantune.sweep.events import SweepEvents
+from quarantune.sweep.request import SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.transport import inputs, payload, program_text
 from quarantune.values.tolerance import Tolerance
@@ -863,13 +863,16 @@ def test_a_big_argument_is_in_memory_once_for_any_number_of_configs(monkeypatch:
     resident: list[int] = []
     run = sweep.run
 
-    def watching(*args: Any, events: SweepEvents, **kwargs: Any) -> Any:
+    def watching(request: SweepRequest, *args: Any, **kwargs: Any) -> Any:
+        events = request.events
+
         def tick() -> None:
             held.append(_held_in_nameless_files())
             resident.append(process.memory_info().rss)
             events.on_tick()
 
-        return run(*args, events=dataclasses.replace(events, on_tick=tick), **kwargs)
+        watched = dataclasses.replace(request, events=dataclasses.replace(events, on_tick=tick))
+        return run(watched, *args, **kwargs)
 
     monkeypatch.setattr(sweep, "run", watching)
     before = process.memory_info().rss

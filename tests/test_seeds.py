@@ -34,9 +34,9 @@ def sweeps(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
     started: list[list[Any]] = []
     run = sweep.run
 
-    def noting(problem: sweep.Problem, configs: Any, **rest: Any) -> Any:
+    def noting(request: sweep.SweepRequest, configs: Any, **rest: Any) -> Any:
         started.append(list(configs.values()))
-        return run(problem, configs, **rest)
+        return run(request, configs, **rest)
 
     monkeypatch.setattr(sweep, "run", noting)
     return started

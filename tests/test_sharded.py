@@ -16,6 +16,7 @@ from quarantune.devices.leases import Lease
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import SweepRequest
 from quarantune.transport import inputs
 from quarantune.values.options import Options
 from quarantune.values.settings import current
@@ -391,7 +392,9 @@ def test_arguments_on_more_devices_than_a_trial_has_stop_the_sweep_early() -> No
 
     limits, events = SweepLimits.of(Options(), current()), SweepEvents(on_trial=never, on_tick=never)
     with pytest.raises(ValueError, match=r"wide: .* over 2 devices, and devices_per_trial=1: set devices_per_trial=2"):
-        sweep.run(problem, {0: {}}, options=Options(), settings=current(), limits=limits, events=events)
+        sweep.run(
+            SweepRequest(problem=problem, options=Options(), settings=current(), limits=limits, events=events), {0: {}}
+        )
 
 
 # --- the option ---------------------------------------------------------------------------------------------

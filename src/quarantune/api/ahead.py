@@ -21,6 +21,7 @@ from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import SweepRequest
 from quarantune.values import settings as environment
 from quarantune.values.json_object import JsonObject
 from quarantune.values.texts import did_you_mean
@@ -101,15 +102,15 @@ def run_alone(tuned: Autotuned | AutoTuner, args: tuple[Any, ...], kwargs: Mappi
         is_here = settings.isolation == Isolation.NONE.value
         aside: Any = contextlib.nullcontext() if is_here else contextlib.redirect_stdout(io.StringIO())
         with aside:
-            swept = sweep.run(
-                keyed_to_tune(call).problem(),
-                {0: call.configs[0]},
+            request = SweepRequest(
+                problem=keyed_to_tune(call).problem(),
                 options=options,
                 settings=settings,
                 limits=SweepLimits.of(options, settings),
                 events=SweepEvents(on_trial=trials.__setitem__),
                 has_final=False,
             )
+            swept = sweep.run(request, {0: call.configs[0]})
         trial = trials[0]
         # The file begins with the config and the message.
         files = Path(logs).glob("*/*-0000.log")

@@ -10,21 +10,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from quarantune.devices.targets import Target
 from quarantune.engine import parcel, shards
 from quarantune.engine.replies import End
 from quarantune.engine.shards import Shard, Shards
 from quarantune.measure import finals
 from quarantune.measure.finals import Final
-from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Proof
+from quarantune.scheduler.plan import NOTHING_MORE, Proof
 from quarantune.sweep.events import SweepEvents
-from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.proof import comparison
+from quarantune.sweep.request import SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.transport.problem import Problem
-from quarantune.values.options import Options
-from quarantune.values.settings import Settings
-from quarantune.values.space import Space
 from quarantune.values.trial import END, UNTUNED, Config, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -35,34 +31,18 @@ _TRIES = 2
 
 def run(
     executor: Executor,
-    problem: Problem,
+    request: SweepRequest,
     configs: Mapping[int, Config],
     *,
-    options: Options,
-    settings: Settings,
-    limits: SweepLimits,
-    events: SweepEvents,
-    troubled: Collection[int] = (),
     known: Mapping[int, Trial] | None = None,
-    target: Target | None = None,
-    space: Space | None = None,
-    source: ConfigSource = NOTHING_MORE,
 ) -> Swept:
     """Runs every config to its outcome on the machines of an engine, then times the fastest together on one of them.
 
     Args:
         executor: the engine.
-        problem: as for `sweep.run`, like all other arguments.
+        request: as for `sweep.run`, like all other arguments.
         configs: the configs by index.
-        options: the author's options.
-        settings: the operator's settings.
-        limits: the limits that the two set together.
-        events: receives the progress of the sweep.
-        troubled: indices of configs that hung or crashed before.
         known: the trials of an earlier sweep by index.
-        target: the device for which it is only found out which configs compile.
-        space: all configs that may be tried.
-        source: gives further configs.
 
     Returns:
         The findings beside the trials.
@@ -72,27 +52,29 @@ def run(
         EngineError: the engine, or its machines, cannot run the sweep.
     """
     whole = executor.check() if isinstance(executor, WholeSweeps) else None
-    possible = list(configs.values()) if space is None else space.examples()
-    packed, call = parcel.pack(problem, possible, options=options, settings=settings, limits=limits, target=target)
+    problem, limits, source, is_check = request.problem, request.limits, request.source, request.target is not None
+    packed, call = parcel.pack(request, request.possible(configs))
     measured = dict(known or {})
-    relay = _Relay(events, measured, whole)
+    relay = _Relay(request.events, measured, whole)
     given = Shards(
         executor if whole is None else whole.executor,
         packed,
         dict(configs) | {index: trial.config for index, trial in measured.items()},
         name=problem.name,
         deadline_s=lambda count: limits.compile_timeout_s + limits.longest_sweep_s(count),
-        troubled=[index for index in configs if index in troubled],
-        is_check=target is not None,
-        proof=Proof(comparison(problem, call, options, is_check=target is not None)),
+        troubled=[index for index in configs if index in request.troubled],
+        is_check=is_check,
+        proof=Proof(comparison(problem, call, request.options, is_check=is_check)),
         on_tick=relay.on_tick,
         on_phase=relay.on_phase,
     )
     with contextlib.closing(given):
-        is_alone = source.is_closed and target is None and not any(map(is_usable, measured.values()))
-        first = _first_shards([*configs], troubled, is_whole=is_alone and whole is not None, may_be_whole=is_alone)
+        is_alone = source.is_closed and not is_check and not any(map(is_usable, measured.values()))
+        first = _first_shards(
+            [*configs], request.troubled, is_whole=is_alone and whole is not None, may_be_whole=is_alone
+        )
         ends = given.run(first, relay.on_trial, source)
-        return Swept() if target is not None else _finish(given, problem, measured, first, ends)
+        return Swept() if is_check else _finish(given, problem, measured, first, ends)
 
 
 def _finish(

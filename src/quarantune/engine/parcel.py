@@ -14,13 +14,12 @@ from quarantune import jax_internals
 from quarantune.devices.targets import Target
 from quarantune.sandbox import spool
 from quarantune.sweep import sweep, sweep_inputs
-from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import SweepRequest
 from quarantune.transport import payload
 from quarantune.transport.call import Call, PackedCall
 from quarantune.transport.problem import Problem
 from quarantune.values.config_values import encode
 from quarantune.values.options import Options
-from quarantune.values.settings import Settings
 from quarantune.values.trial import Config
 
 _THREADS = ("OMP", "MKL", "OPENBLAS", "BLIS", "NUMEXPR")
@@ -61,28 +60,17 @@ def stand_in(*args: Any, **kwargs: Any) -> None:
 _jitted_stand_in = jax.jit(stand_in)
 
 
-def pack(
-    problem: Problem,
-    configs: Sequence[Config],
-    *,
-    options: Options,
-    settings: Settings,
-    limits: SweepLimits,
-    target: Target | None,
-) -> tuple[bytes, Call]:
-    """Returns a call packed for `unpack`, and as it is in this process.
+def pack(request: SweepRequest, configs: Sequence[Config]) -> tuple[bytes, Call]:
+    """Returns the call of a sweep packed for `unpack`, and as it is in this process.
 
     Args:
-        problem: the call.
+        request: the sweep.
         configs: configs with all values that the configs of the space have.
-        options: the author's options.
-        settings: the operator's settings.
-        limits: the limits that the two set together.
-        target: as `Parcel.target`.
 
     Raises:
         TypeError: a part of the call cannot be pickled.
     """
+    problem, options, settings, limits = request.problem, request.options, request.settings, request.limits
     packed = sweep.pack(problem, configs, options, with_values=sweep_inputs.are_given(options.supply))
     values = _values_of(packed)
     untuned = None if problem.untuned is None else encode(problem.untuned)
@@ -106,7 +94,7 @@ def pack(
             "disable_cache": True,  # only the submitter writes
         },
         threads={name: os.environ.get(name) for name in (f"{library}_NUM_THREADS" for library in _THREADS)},
-        target=target,
+        target=request.target,
     )
     return pickle.dumps(parcel), packed.call
 

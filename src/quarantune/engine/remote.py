@@ -22,6 +22,7 @@ from quarantune.sandbox import template
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.values import settings as environment
 from quarantune.values import versions
@@ -151,9 +152,8 @@ class _Shard:
         with environment.settings(**parcel.settings):
             settings = environment.current()
         target = None if parcel.target is None else targets.usable(parcel.target)
-        return sweep.run(
-            parcel.problem,
-            configs,
+        request = SweepRequest(
+            problem=parcel.problem,
             options=parcel.options,
             settings=settings,
             limits=SweepLimits.of(parcel.options, settings),
@@ -165,9 +165,9 @@ class _Shard:
             ),
             troubled=self._task["troubled"],
             target=target,
-            packed=parcel.packed,
             has_final=self._task["is_whole"],
         )
+        return sweep.run(request, configs, packed=parcel.packed)
 
     def _tell(self, index: int, trial: Trial) -> None:
         if trial.outcome is Outcome.ERROR and trial.phase is Phase.LOAD:

@@ -17,6 +17,7 @@ from quarantune.results.report import CompileReport
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import SweepRequest
 from quarantune.values import settings as environment
 from quarantune.values.config_values import text_of
 from quarantune.values.trial import Config, Trial, pruned_trial
@@ -43,15 +44,15 @@ def compile_all(call: BoundCall, *, num_workers: int | None) -> list[tuple[Trial
     configs = {index: call.configs[index] for index in call.configs.listed()}
     trials: dict[int, Trial] = {}
     with _compiling(described, settings, limits, "", configs, trials) as events:
-        swept = sweep.run(
-            described.problem(),
-            configs,
+        request = SweepRequest(
+            problem=described.problem(),
             options=options,
             settings=settings,
             limits=limits,
             events=events,
             compile_only=True,
         )
+        swept = sweep.run(request, configs)
     return [(trials[index], swept.executables.get(index)) for index in range(len(call.configs))]
 
 
@@ -74,15 +75,15 @@ def check_all(call: BoundCall, target: Target, *, num_workers: int | None, again
     trials |= {index: dataclasses.replace(trial, config=left.pop(index)) for index, trial in found.items()}
     with _compiling(described, settings, limits, f" for {target.name}", left, trials) as events:
         if left:
-            engines.runner(settings)(
-                described.problem(),
-                left,
+            request = SweepRequest(
+                problem=described.problem(),
                 options=options,
                 settings=settings,
                 limits=limits,
                 events=events,
                 target=target,
             )
+            engines.runner(settings)(request, left)
     ordered = tuple(trials[index] for index in range(len(call.configs)))
     return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text, known=len(found))
 

@@ -31,6 +31,7 @@ from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
+from quarantune.sweep.request import SweepRequest
 from quarantune.sweep.search_limits import EXHAUSTED, SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.sweep.swept import Swept
@@ -322,9 +323,8 @@ class ContextualJob(TuningJob):
             progress.step(trials[index])
 
         with contextlib.closing(progress):
-            swept = sweep.run(
-                problem,
-                configs,
+            request = SweepRequest(
+                problem=problem,
                 options=self._options,
                 settings=self._settings,
                 limits=self._limits.compiling_as_it_runs(),
@@ -332,6 +332,7 @@ class ContextualJob(TuningJob):
                 space=Space(possible),
                 source=source,
             )
+            swept = sweep.run(request, configs)
         return trials, swept
 
     def _slots(self, problem: Problem, swept: Swept, winner: int, text: str, runner: Runner) -> dict[Slot, Seen]:

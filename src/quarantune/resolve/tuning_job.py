@@ -32,6 +32,7 @@ from quarantune.scheduler.plan import NOTHING_MORE
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
 from quarantune.sweep.limits import SweepLimits
+from quarantune.sweep.request import SweepRequest
 from quarantune.sweep.search_limits import EXHAUSTED, MAX_TRIALS, TIME_BUDGET, SearchLimits
 from quarantune.sweep.searching import Searching
 from quarantune.sweep.swept import Swept
@@ -261,9 +262,8 @@ class TuningJob:
         problem = self._keyed.problem()
         if self._call.default_index in self._not_compiling:
             problem = dataclasses.replace(problem, untuned=None)  # the defaults are not compiled again either
-        return engines.runner(self._settings)(
-            problem,
-            configs,
+        request = SweepRequest(
+            problem=problem,
             options=self._options,
             settings=self._settings,
             limits=self._limits,
@@ -275,10 +275,10 @@ class TuningJob:
                 on_default=progress.note_default,
             ),
             troubled=last,
-            known=self._trials,
             space=None if source is None else self._configs,
             source=source or NOTHING_MORE,
         )
+        return engines.runner(self._settings)(request, configs, known=self._trials)
 
     @property
     def _directory(self) -> Path | None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
 import jax
 
 from quarantune.devices.targets import Target
 from quarantune.sandbox.messages import BenchOptions
-from quarantune.scheduler.plan import ConfigSource, Proof
+from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Proof
 from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.limits import SweepLimits
 from quarantune.transport.problem import Problem
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
-from quarantune.values.trial import Trial
+from quarantune.values.space import Space
+from quarantune.values.trial import Config, Trial
 
 Finish: TypeAlias = Callable[[int, Trial, str], None]
 """Receives the index of a config, its trial and its output, once the trial is over."""
@@ -24,7 +25,7 @@ Finish: TypeAlias = Callable[[int, Trial, str], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SweepRequest:
-    """A sweep as its routes see it.
+    """One sweep: the call, and the conditions under which its configs run.
 
     Attributes:
         problem: the call.
@@ -33,9 +34,11 @@ class SweepRequest:
         limits: the limits that the two set together.
         events: receives the progress of the sweep.
         troubled: the indices of configs that hung or crashed before, and come last.
-        compile_only: whether configs are only compiled.
-        target: the device for which it is only found out which configs compile; None where they are for running here.
-        source: gives configs in addition to those that are known from the start.
+        compile_only: whether configs are only compiled, and their executables returned; so they are with a `target`.
+        target: the device for which it is only found out which configs compile, and which need not exist here; None
+            where configs are for running here.
+        space: all configs that may be tried, where `source` gives more than those that are known from the start.
+        source: gives configs in addition to these while the sweep runs.
         has_final: whether the fastest configs are compared once more at the end.
         proof: compares the program of one config with the caller's.
     """
@@ -45,12 +48,17 @@ class SweepRequest:
     settings: Settings
     limits: SweepLimits
     events: SweepEvents
-    troubled: Collection[int]
-    compile_only: bool
-    target: Target | None
-    source: ConfigSource
+    troubled: Collection[int] = ()
+    compile_only: bool = False
+    target: Target | None = None
+    space: Space | None = None
+    source: ConfigSource = NOTHING_MORE
     has_final: bool = True
     proof: Proof = dataclasses.field(default_factory=Proof)
+
+    def possible(self, configs: Mapping[int, Config]) -> list[Config]:
+        """Returns configs with all values that the configs of the sweep have."""
+        return list(configs.values()) if self.space is None else self.space.examples()
 
 
 def worker_options(platform: str | None, options: Options) -> BenchOptions:

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,16 +20,13 @@ import jax
 from quarantune import jax_internals
 from quarantune.cache.keys import safe_name
 from quarantune.devices import device, discovery, targets
-from quarantune.devices.targets import Target
 from quarantune.host import caller
 from quarantune.host.shared_files import Directory
 from quarantune.host.stops import Stops
 from quarantune.sandbox import shortages, spawning, spool, template, wire
-from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource, Proof
+from quarantune.scheduler.plan import Proof
 from quarantune.sweep import sweep_inputs
-from quarantune.sweep.events import SweepEvents
 from quarantune.sweep.isolation import Isolation, isolation_of
-from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.proof import comparison
 from quarantune.sweep.request import Finish, SweepRequest
 from quarantune.sweep.swept import Swept
@@ -40,7 +37,6 @@ from quarantune.values import codec, config_values, shown
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
-from quarantune.values.space import Space
 from quarantune.values.trial import END, UNTUNED, Config, Trial
 from quarantune.worker import program_values
 
@@ -66,39 +62,20 @@ _sweep_numbers = itertools.count(1)
 
 
 def run(
-    problem: Problem,
+    request: SweepRequest,
     configs: Mapping[int, Config],
     *,
-    options: Options,
-    settings: Settings,
-    limits: SweepLimits,
-    events: SweepEvents,
-    troubled: Collection[int] = (),
     known: Mapping[int, Trial] | None = None,
-    compile_only: bool = False,
-    target: Target | None = None,
-    space: Space | None = None,
-    source: ConfigSource = NOTHING_MORE,
     packed: PackedCall | None = None,
-    has_final: bool = True,
 ) -> Swept:
     """Runs every config to its outcome, then times the fastest once more, in alternation.
 
     Args:
-        problem: the call.
+        request: the call, and the conditions under which its configs run.
         configs: the configs by index, in the order to try them.
-        options: the author's options.
-        settings: the operator's settings.
-        limits: the limits that the two set together.
-        events: receives the progress of the sweep.
-        troubled: indices of configs that hung or crashed before, and come last.
         known: the trials of an earlier sweep by index; their configs do not run again, but may be finalists.
-        compile_only: whether configs are only compiled, and their executables returned.
-        target: the device for which it is only found out which configs compile; it need not exist here.
-        space: all configs that may be tried, where `source` gives more than `configs`.
-        source: gives further configs while the sweep runs; the first ones are in `configs`.
-        packed: the call, where another machine has packed it; the function and the arguments of `problem` do not count.
-        has_final: whether the fastest configs are timed once more.
+        packed: the call, where another machine has packed it; the function and the arguments of the request's problem
+            do not count.
 
     Returns:
         The findings beside the trials.
@@ -108,21 +85,10 @@ def run(
         ValueError: the settings name a device that does not exist.
         SandboxError: the sandbox itself failed.
     """
-    request = SweepRequest(
-        problem=problem,
-        options=options,
-        settings=settings,
-        limits=limits,
-        events=events,
-        troubled=troubled,
-        compile_only=compile_only or target is not None,
-        target=target,
-        source=source,
-        has_final=has_final,
-    )
-    possible = list(configs.values()) if space is None else space.examples()
+    request = dataclasses.replace(request, compile_only=request.compile_only or request.target is not None)
+    possible = request.possible(configs)
     if packed is None:
-        packed = pack(problem, possible, options)
+        packed = pack(request.problem, possible, request.options)
     return _run(request, packed, dict(configs), dict(known or {}), possible)
 
 
