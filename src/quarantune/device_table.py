@@ -32,10 +32,12 @@ class DevicePeaks:
         gbps: memory bandwidth in 10^9 bytes per second.
         tflops: matrix arithmetic in 10^12 operations per second, without sparsity, by dtype; `float8` for every 8-bit
             float, and for `float32` on NVIDIA the TF32 rate, as JAX's default precision multiplies with it.
+        ghz: the clock of a TPU in 10^9 cycles per second; None where it is not known.
     """
 
     gbps: float
     tflops: Mapping[str, float]
+    ghz: float | None = None
 
 
 class _Row(NamedTuple):
@@ -111,9 +113,12 @@ _RTX_4090 = _tflops(165.2, float32=82.6, float8=330.3, int8=660.6)
 _CDNA3_TFLOPS = _tflops(1307.4, float64=163.4, float32=163.4, float8=2614.9, int8=2614.9)
 _MI300X = DevicePeaks(gbps=5300.0, tflops=_CDNA3_TFLOPS)
 # Google's Cloud TPU documentation, "System architecture" of each version, per chip: from v4 on, JAX's device is a chip.
-_TPU_V5E = DevicePeaks(gbps=819.0, tflops={"bfloat16": 197.0, "int8": 393.0})
-_TPU_V5P = DevicePeaks(gbps=2765.0, tflops={"bfloat16": 459.0})
-_TPU_V6E = DevicePeaks(gbps=1638.0, tflops={"bfloat16": 918.0, "int8": 1836.0})
+# The clocks are these rates divided by two operations for each cell of the matrix units: 8 units of 128 x 128 on a v4
+# and v5p, 4 on a v5e, and as many cells as 16 of them on a v6e.
+_TPU_V4 = DevicePeaks(gbps=1200.0, tflops={"bfloat16": 275.0, "int8": 275.0}, ghz=1.05)
+_TPU_V5E = DevicePeaks(gbps=819.0, tflops={"bfloat16": 197.0, "int8": 393.0}, ghz=1.5)
+_TPU_V5P = DevicePeaks(gbps=2765.0, tflops={"bfloat16": 459.0}, ghz=1.75)
+_TPU_V6E = DevicePeaks(gbps=1638.0, tflops={"bfloat16": 918.0, "int8": 1836.0}, ghz=1.75)
 
 _TABLE: Mapping[str, _Row] = {
     "Tesla T4": _Row(_TURING),
@@ -140,7 +145,7 @@ _TABLE: Mapping[str, _Row] = {
     "AMD Instinct MI300X": _Row(_CDNA3_LIMITS, _MI300X),
     "AMD Instinct MI300X OAM": _Row(_CDNA3_LIMITS, _MI300X),
     "AMD Instinct MI325X": _Row(_CDNA3_LIMITS, DevicePeaks(gbps=6000.0, tflops=_CDNA3_TFLOPS)),
-    "TPU v4": _Row(_TPU_V4_LIMITS, DevicePeaks(gbps=1200.0, tflops={"bfloat16": 275.0, "int8": 275.0})),
+    "TPU v4": _Row(_TPU_V4_LIMITS, _TPU_V4),
     "TPU v5 lite": _Row(_TPU_V5E_LIMITS, _TPU_V5E),
     "TPU v5e": _Row(_TPU_V5E_LIMITS, _TPU_V5E),
     "TPU v5": _Row(_TPU_V5P_LIMITS, _TPU_V5P),

@@ -36,6 +36,7 @@ def compile_check(
     compile_timeout: float | None = None,
     memory_limit: int | str | None = None,
     again: bool = False,
+    estimate: bool = False,
     **kwargs: Any,
 ) -> CompileReport:
     """Compiles every config of a jitted function for a device that need not be here, and runs none of them.
@@ -56,6 +57,7 @@ def compile_check(
             free memory.
         again: whether to compile configs, too, on which an earlier check has the verdict for the same code, device and
             versions.
+        estimate: whether the compiler for TPUs is asked, too, how many cycles each config takes.
         **kwargs: the call's keyword arguments.
 
     Returns:
@@ -63,7 +65,7 @@ def compile_check(
 
     Raises:
         TypeError: `fn` is not jitted, or something of the call cannot be sent to a worker.
-        ValueError: the target is not known, or the configs or an option are not valid.
+        ValueError: the target is not known, or no TPU and `estimate` is set, or the configs or an option are not valid.
         ImportError: the compiler for the target is not installed.
 
     Example:
@@ -80,6 +82,9 @@ def compile_check(
     )
     # The machines of an engine need the compiler, and not this one.
     found = targets.usable(target) if environment.current().executor is None else targets.find(target)
+    if estimate and found.platform != "tpu":
+        raise ValueError(f"estimate=True asks the compiler for TPUs, and {found.name} is none: leave it out")
+    found = dataclasses.replace(found, estimates=estimate)
     call = BoundCall(TunedFunction.of(fn, configs, options, compiled_by="compile_check"), args, kwargs)
     return compiling.check_all(call, found, num_workers=num_workers, again=again)
 

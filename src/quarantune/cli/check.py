@@ -37,6 +37,7 @@ def check(options: argparse.Namespace, out: Output) -> int:
                 compile_timeout=options.compile_timeout,
                 memory_limit=options.memory_limit,
                 again=options.again,
+                estimate=options.estimate,
                 **call.kwargs,
             )
         described = calls.describe(call, function.signature)
@@ -59,7 +60,7 @@ def _record(report: CompileReport, call: str) -> JsonObject:
         "ok": report.ok,
         "known": report.known,
         "outcomes": count_outcomes(report.trials),
-        "trials": [_trial(trial) for trial in report.trials],
+        "trials": [_trial(trial) | {"estimated_ms": report.estimated_ms(trial)} for trial in report.trials],
     }
 
 

@@ -213,6 +213,7 @@ COMMANDS: Mapping[str, Command] = {
             _value("--target NAME", "the device; `quarantune targets` lists them", required=True),
             _flag("--all", "exit with 1 unless every config compiles"),
             _flag("--again", "compile what earlier checks have compiled, too"),
+            _flag("--estimate", "ask the compiler for TPUs how many cycles each config takes, and sort by that"),
             _value("--compile-timeout S", "seconds for compiling one config", type=_SECONDS),
             _value("--memory-limit SIZE", "host memory for compiling one config, as 8GB"),
             _value("--jobs N", "how many configs compile at a time", type=_COUNT),

@@ -72,6 +72,7 @@ class Target:
         num_cores: the number of its cores, as JAX counts them; None where it is not known.
         origin: where its description comes from.
         is_here: whether this machine has one.
+        estimates: whether its compiler is asked, too, how many cycles a program takes.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Target:
     num_cores: int | None = None
     origin: str = ""
     is_here: bool = False
+    estimates: bool = False
 
     @property
     def device(self) -> Device:
@@ -99,6 +101,7 @@ class Target:
             device_kind=self.device_kind,
             num_cores=self.num_cores,
             topology=self.topology,
+            estimates=self.estimates,
         )
 
 

@@ -71,7 +71,11 @@ def check_all(call: BoundCall, target: Target, *, num_workers: int | None, again
     limits = SweepLimits.of(options, settings, num_workers=num_workers)
     known = {} if again or settings.disable_cache else _verdicts(described, settings, limits).verdicts()
     left = {index: call.configs[index] for index in call.configs.listed() if index not in trials}
-    found = {index: known[text] for index, config in left.items() if (text := text_of(config)) in known}
+    found = {
+        index: trial
+        for index, config in left.items()
+        if (trial := known.get(text_of(config))) is not None and _is_answer(trial, target)
+    }
     trials |= {index: dataclasses.replace(trial, config=left.pop(index)) for index, trial in found.items()}
     with _compiling(described, settings, limits, f" for {target.name}", left, trials) as events:
         if left:
@@ -86,6 +90,12 @@ def check_all(call: BoundCall, target: Target, *, num_workers: int | None, again
             engines.runner(settings)(request, left)
     ordered = tuple(trials[index] for index in range(len(call.configs)))
     return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text, known=len(found))
+
+
+def _is_answer(trial: Trial, target: Target) -> bool:
+    """Returns whether a known trial has all that a check for a target asks."""
+    figures = trial.figures
+    return not target.estimates or figures is None or bool(figures.estimate or figures.no_estimate)
 
 
 def _verdicts(described: KeyedCall, settings: Settings, limits: SweepLimits) -> CompileFailures:

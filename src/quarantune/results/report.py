@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from quarantune.device_table import peaks_of
 from quarantune.measure import finals
 from quarantune.values.compiling import CompilerFigures
 from quarantune.values.config_values import encode, text_of
@@ -457,6 +459,9 @@ _OVERFLOWS = (
 """The complaints of compilers about memory on the chip, with the amounts that were needed and there."""
 _LARGE_BYTES = 4 << 20
 """Amounts in bytes are told in MiB from here on, and else in KiB."""
+_HONESTLY = (
+    "Estimated by the compiler from its static schedule and the bytes to move, for comparing configs; nothing ran."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -488,6 +493,28 @@ class CompileReport:
         """The configs that compile, in their order."""
         return tuple(trial.config for trial in self.trials if trial.outcome is Outcome.OK)
 
+    def estimated_ms(self, trial: Trial) -> float | None:
+        """Returns the time of a config in milliseconds as the compiler estimates it; None where that is not known.
+
+        It is the larger one of two: that of the cycles at the target's clock, as if all operations ran one after
+        another, and that in which main memory moves what the program reads and writes.
+        """
+        figures, peaks = trial.figures or CompilerFigures(), peaks_of(self.target.device_kind)
+        if figures.estimate is None or peaks is None or peaks.ghz is None:
+            return None
+        moved = max(figures.estimate.moved_bytes or 0, (figures.argument_bytes or 0) + (figures.output_bytes or 0))
+        return max(figures.estimate.cycles / peaks.ghz, moved / peaks.gbps) / 1e6
+
+    @property
+    def ranked(self) -> tuple[Trial, ...]:
+        """The trials by their estimated cycles, fewest first; then those without an estimate, in their order."""
+
+        def rank(trial: Trial) -> tuple[float, float]:
+            estimate = trial.figures.estimate if trial.figures else None
+            return self.estimated_ms(trial) or math.inf, math.inf if estimate is None else estimate.cycles
+
+        return tuple(sorted(self.trials, key=rank))
+
     @property
     def failures(self) -> dict[str, int]:
         """How many configs failed with each outcome that occurred."""
@@ -506,17 +533,43 @@ class CompileReport:
     def table(self, *, width: int | None = None) -> str:
         """Returns a table of the configs: outcome, compile time, the compiler's figures, and reason for a failure.
 
+        Where cycles were asked for, the config with the fewest is first.
+
         Args:
             width: columns; None for those of the terminal, 120 where there is none.
         """
-        columns = list(_columns(self.trials))
-        text = table(self._briefly(), width=width, figures=dict(columns))
+        estimates, columns = dict(self._estimates()), dict(_columns(self.trials))
+        text = table(self._briefly(), width=width, figures=estimates | columns)
+        if estimates:
+            text += f"\n{_HONESTLY}"
         if self.known:
             text += f"\n{self.known} of {len(self.trials)} known from earlier checks or sweeps, and not compiled again"
         return text
 
     def _briefly(self) -> tuple[Trial, ...]:
-        return tuple(dataclasses.replace(trial, message=briefly(trial.message)) for trial in self.trials)
+        return tuple(
+            dataclasses.replace(trial, message=briefly(trial.message) or _why_no_estimate(trial))
+            for trial in self.ranked
+        )
+
+    def _estimates(self) -> Iterator[tuple[str, Callable[[Trial], str]]]:
+        """Yields the columns of estimates, where there are any."""
+        if any(trial.figures and trial.figures.estimate for trial in self.trials):
+            if any(self.estimated_ms(trial) is not None for trial in self.trials):
+                yield "est. ms", lambda trial: _number(self.estimated_ms(trial))
+            yield "Mcycles", lambda trial: _number(_cycles(trial, 1e6))
+
+
+def _why_no_estimate(trial: Trial) -> str:
+    return f"no estimate: {trial.figures.no_estimate}" if trial.figures and trial.figures.no_estimate else ""
+
+
+def _cycles(trial: Trial, unit: float) -> float | None:
+    return trial.figures.estimate.cycles / unit if trial.figures and trial.figures.estimate else None
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
 
 
 def briefly(message: str) -> str:
@@ -554,7 +607,7 @@ def _columns(trials: tuple[Trial, ...]) -> Iterator[tuple[str, Callable[[Trial],
     def column(name: str, unit: float) -> Callable[[Trial], str]:
         def cell(trial: Trial) -> str:
             value = getattr(trial.figures, name, None)
-            return "" if value is None else f"{value / unit:.4g}"
+            return _number(None if value is None else value / unit)
 
         return cell
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +19,8 @@ from quarantune.sandbox import spool
 
 _DIRECTORY = "/dev/shm"
 _MOST_BYTES = 1 << 20
+_noted_in: list[int] = []
+"""The files for the names that this process makes: its own and, since its template may be killed, the template's."""
 
 
 @contextlib.contextmanager
@@ -29,12 +34,36 @@ def file() -> Iterator[int]:
         raise
 
 
+@contextlib.contextmanager
+def directory() -> Iterator[str]:
+    """Yields a new directory in memory for small files, which is gone after the block, and however the worker ends.
+
+    Raises:
+        OSError: the system has no room for it.
+    """
+    path = tempfile.mkdtemp(prefix="quarantune-", dir=_DIRECTORY)
+    try:
+        _note(path, os.stat(path))
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _note(path: str, about: os.stat_result) -> None:
+    for fd in _noted_in:
+        with contextlib.suppress(OSError, ValueError):  # the config may have closed the file
+            os.write(fd, b"%d %d %b\0" % (about.st_dev, about.st_ino, os.fsencode(os.path.basename(path))))
+
+
 def note_in(fd: int) -> None:
     """Has this process, and its forks, note the shared memory of `multiprocessing` that they make.
 
     Args:
         fd: the file, which stays open.
     """
+    _noted_in.append(fd)
+    if len(_noted_in) > 1:
+        return  # a fork of a process that notes them
     try:
         module: Any = importlib.import_module("_posixshmem")
     except ImportError:
@@ -44,9 +73,7 @@ def note_in(fd: int) -> None:
     def shm_open(path: str, flags: int, **how: Any) -> int:
         opened: int = real(path, flags, **how)
         if flags & os.O_EXCL:  # it was not there before
-            with contextlib.suppress(OSError, ValueError):  # the config may have closed the file
-                about = os.fstat(opened)
-                os.write(fd, b"%d %d %b\0" % (about.st_dev, about.st_ino, os.fsencode(path)))
+            _note(path, os.fstat(opened))
         return opened
 
     module.shm_open = shm_open
@@ -61,5 +88,5 @@ def remove(fd: int) -> None:
             path = os.path.join(os.fsencode(_DIRECTORY), name.lstrip(b"/"))
             about = os.lstat(path)
             if (about.st_dev, about.st_ino) == (int(device), int(inode)):  # not what another process made since
-                os.unlink(path)
+                shutil.rmtree(path) if stat.S_ISDIR(about.st_mode) else os.unlink(path)
     os.close(fd)

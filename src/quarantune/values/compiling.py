@@ -19,6 +19,7 @@ class CompileTarget:
         device_kind: JAX's name of the device.
         num_cores: the number of its cores; None where JAX does not know it.
         topology: the name of a TPU's topology; empty for other devices.
+        estimates: whether the compiler is asked, too, how many cycles a program takes.
     """
 
     platform: str
@@ -26,6 +27,7 @@ class CompileTarget:
     device_kind: str
     num_cores: int | None
     topology: str = ""
+    estimates: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,21 @@ _Estimate: TypeAlias = Annotated[float, within(0, math.inf)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CycleEstimate(Record):
+    """What the TPU compiler expects a program to cost, by its static schedule.
+
+    Attributes:
+        cycles: clock cycles of one core, of all operations one after another.
+        kernel_cycles: of these, those of Pallas kernels; None where the program has none.
+        moved_bytes: what the kernels' pipelines read and write in main memory.
+    """
+
+    cycles: _Estimate
+    kernel_cycles: _Estimate | None = None
+    moved_bytes: _Estimate = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CompilerFigures(Record):
     """The compiler's figures about one program; None for those that it does not state.
 
@@ -76,6 +93,8 @@ class CompilerFigures(Record):
         vmem_bytes: the most VMEM that a kernel of the program uses, on a TPU.
         flops: floating-point operations of one call, by the compiler's estimate.
         moved_bytes: bytes that one call reads and writes in device memory, by the compiler's estimate.
+        estimate: what it expects the program to cost; None where that was not asked, or is not to be had.
+        no_estimate: why there is none, where it was asked for.
     """
 
     argument_bytes: _Bytes | None = None
@@ -85,3 +104,5 @@ class CompilerFigures(Record):
     vmem_bytes: _Bytes | None = None
     flops: _Estimate | None = None
     moved_bytes: _Estimate | None = None
+    estimate: CycleEstimate | None = None
+    no_estimate: str = ""

@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -194,6 +194,20 @@ class Bench:
         cache_entries = {} if self._options.time_grad else cache.programs
         coarsest = rounding.coarsest_mantissa(traced.jaxpr.jaxpr, self._options.platform)
         return Program(config, compiled, time.perf_counter() - start, cache_entries, calls_back, coarsest=coarsest)
+
+    @contextlib.contextmanager
+    def traced_for(self, config: Config, target: CompileTarget, *, is_check: bool) -> Iterator[tuple[Any, Any]]:
+        """Yields the traced program of a config and the sharding of its arguments; the block lowers for the target.
+
+        Args:
+            config: the config.
+            target: the device, which need not be here.
+            is_check: whether nobody will run it.
+        """
+        with abstract_device(target, is_check=is_check) as sharding:
+            args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
+            jitted, keywords = binding.applied(self._jitted, restore(config, self._call.config_values))
+            yield jitted.trace(*args, **kwargs, **keywords), sharding
 
     def save(self, program: Program, fd: int, *, as_data: bool = False) -> None:
         """Writes a program where another worker can load it.
@@ -438,10 +452,7 @@ class Bench:
     def _compile_deviceless(
         self, config: Config, target: CompileTarget, announce: Announce, show: Callable[[Any], None], *, is_check: bool
     ) -> tuple[Any, str | None, int]:
-        with abstract_device(target, is_check=is_check) as sharding:
-            args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
-            jitted, keywords = binding.applied(self._jitted, config)
-            traced = jitted.trace(*args, **kwargs, **keywords)
+        with self.traced_for(config, target, is_check=is_check) as (traced, _):
             show(traced.jaxpr)
             if not is_check and (reason := why_device_is_needed(traced.jaxpr.jaxpr, target.platform)):
                 raise NeedsDeviceError(reason)

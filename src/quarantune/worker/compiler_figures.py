@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from quarantune.values.compiling import CompilerFigures
+from quarantune.values.compiling import CompilerFigures, CycleEstimate
+from quarantune.worker.estimates import NoEstimateError
 
 _USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _VMEM = re.compile(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"')
@@ -18,11 +19,12 @@ _COST = re.compile(r'"(flops|bytes_accessed)":\s*"?(\d+)')
 _LARGEST = 1 << 62
 
 
-def read_figures(compiled: Any) -> CompilerFigures:
+def read_figures(compiled: Any, estimate: CycleEstimate | NoEstimateError | None = None) -> CompilerFigures:
     """Returns the compiler's figures about a program; a compiler that states none raises no error here.
 
     Args:
         compiled: a `jax.stages.Compiled`.
+        estimate: what it expects the program to cost, or why that is not known; None where nobody asked.
     """
     memory, costs = _answer(compiled.memory_analysis), _answer(compiled.cost_analysis)
     costs, text = costs if isinstance(costs, dict) else {}, _answer(compiled.as_text) or ""
@@ -37,6 +39,8 @@ def read_figures(compiled: Any) -> CompilerFigures:
         vmem_bytes=max(used, default=None),
         flops=_cost(costs, "flops", estimates, "flops") if has_costs else None,
         moved_bytes=_cost(costs, "bytes accessed", estimates, "bytes_accessed") if has_costs else None,
+        estimate=None if isinstance(estimate, NoEstimateError) else estimate,
+        no_estimate=str(estimate) if isinstance(estimate, NoEstimateError) else "",
     )
 
 

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
     from quarantune.host.waits import RunTime
     from quarantune.transport.call import Call
-    from quarantune.values.compiling import CompilerFigures
+    from quarantune.values.compiling import CompilerFigures, CycleEstimate
     from quarantune.worker.bench import Bench, Program
+    from quarantune.worker.estimates import NoEstimateError
 
 # A template imports this module, so that no worker has to.
 codec.prepare(*messages.TASKS, messages.BenchOptions, CompileTarget)
@@ -202,6 +203,7 @@ class Worker:
             raise RuntimeError("an earlier config has changed JAX's settings in this worker")
         self._trace_context = jax_internals.trace_context()()
         self.program = None  # that of an earlier config, with its memory
+        estimate = self._estimate(bench, task)
         self.program = bench.compile(
             dict(task.config),
             target=task.target,
@@ -215,7 +217,7 @@ class Worker:
         if fds:
             with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
                 bench.save(self.program, fds[0], as_data=task.as_data)
-        figures = read_figures(self.program.call) if task.is_check else None
+        figures = read_figures(self.program.call, estimate) if task.is_check else None
         yield self.compiled(self.program, figures)
 
     def compiled(self, program: Program, figures: CompilerFigures | None = None) -> Reply:
@@ -223,6 +225,14 @@ class Worker:
         return messages.Compiled(
             **self._heading(), compile_s=program.compile_s, modules=self.new_modules(), figures=figures
         )
+
+    def _estimate(self, bench: Bench, task: messages.Compile) -> CycleEstimate | NoEstimateError | None:
+        from quarantune.worker import estimates
+
+        if task.target is None or not task.target.estimates:
+            return None
+        # Before this process loads libtpu, since it forks.
+        return estimates.estimate(bench, dict(task.config), task.target)
 
     def _show(self, began_s: float, jaxpr: Any) -> None:
         """Tells a traced program, unless it is too large, or took so long that the caller should not trace it, too."""

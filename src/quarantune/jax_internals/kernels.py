@@ -1,0 +1,131 @@
+"""Pallas kernels inside a traced program: their grids, what they move, and the same program with smaller grids."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from quarantune.jax_internals.tracing import equations
+
+_KERNEL = "pallas_call"
+_Params: TypeAlias = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The grid of one Pallas kernel of a program.
+
+    Attributes:
+        steps: how many steps it has along the axes that may be made smaller: those declared `parallel`, and those on
+            which every output depends.
+        moved_bytes: what its pipeline reads and writes in the device's main memory: a block whenever its index changes.
+        unknown: why nobody can say before it runs how many steps or turns of a loop there are; empty if one can.
+    """
+
+    steps: int
+    moved_bytes: float
+    unknown: str = ""
+
+
+def grids(jaxpr: Any) -> list[Grid]:
+    """Returns the grid of each Pallas kernel in a jaxpr, in the order in which `with_smaller_grids` numbers them."""
+    return [_grid(equation.params) for equation in equations(jaxpr, closed={_KERNEL}) if _is_kernel(equation)]
+
+
+def with_smaller_grids(closed: Any, most_steps: int) -> tuple[Any, list[int]]:
+    """Returns a program whose kernels run only the first steps of their grids, to be compiled and never to be run.
+
+    Private because JAX has no public way to a grid once it is traced.
+
+    Args:
+        closed: the program, a closed jaxpr.
+        most_steps: the most steps along the axes of each kernel that may be made smaller.
+
+    Returns:
+        The program, whose kernels are called `kernel_0`, `kernel_1`, ..., and how many of these steps each has.
+    """
+    steps: list[int] = []
+
+    def smaller(params: _Params) -> _Params:
+        mapping, left = params["grid_mapping"], most_steps
+        grid = list(mapping.grid)
+        for axis in reversed(_free_axes(params)):
+            grid[axis] = min(grid[axis], max(1, left))
+            left //= grid[axis]
+        steps.append(math.prod(grid[axis] for axis in _free_axes(params)))
+        return {**params, "grid_mapping": dataclasses.replace(mapping, grid=tuple(grid))}
+
+    def named(equation: Any) -> Any:
+        made = equation.replace(params=smaller(equation.params))
+        # The compiler names an operation after the innermost scope of its source.
+        source, scope = equation.source_info, f"kernel_{len(steps) - 1}"
+        return made.replace(source_info=source.replace(name_stack=source.name_stack.extend(scope)))
+
+    return closed.replace(jaxpr=_replaced(closed.jaxpr, named)), steps
+
+
+def _is_kernel(equation: Any) -> bool:
+    return bool(equation.primitive.name == _KERNEL)
+
+
+def _replaced(jaxpr: Any, named: Callable[[Any], Any]) -> Any:
+    """Returns a jaxpr with other equations for its kernels, visited in the order of `equations`."""
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and any(hasattr(getattr(item, "jaxpr", item), "eqns") for item in value):
+            return type(value)(map(replaced, value))
+        if hasattr(getattr(value, "jaxpr", None), "eqns"):
+            return value.replace(jaxpr=_replaced(value.jaxpr, named))
+        return _replaced(value, named) if hasattr(value, "eqns") else value
+
+    return jaxpr.replace(
+        eqns=[
+            named(equation)
+            if _is_kernel(equation)
+            else equation.replace(params={name: replaced(value) for name, value in equation.params.items()})
+            for equation in jaxpr.eqns
+        ]
+    )
+
+
+def _grid(params: _Params) -> Grid:
+    mapping = params["grid_mapping"]
+    if not all(isinstance(size, int) for size in mapping.grid):
+        return Grid(1, 0.0, "its grid depends on data")
+    if any(equation.primitive.name == "while" for equation in equations(params["jaxpr"])):
+        return Grid(1, 0.0, "it has a loop whose end depends on data")
+    moved = sum(_moved_bytes(mapping.grid, block) for block in mapping.block_mappings)
+    return Grid(math.prod(mapping.grid[axis] for axis in _free_axes(params)), moved)
+
+
+def _free_axes(params: _Params) -> list[int]:
+    """Returns the axes of a kernel's grid along which one step costs as much as any other."""
+    mapping = params["grid_mapping"]
+    declared = getattr(params["compiler_params"], "dimension_semantics", None) or ()
+    parallel = {axis for axis, semantics in enumerate(declared) if "parallel" in str(semantics).lower()}
+    outputs = mapping.block_mappings[len(mapping.block_mappings) - mapping.num_outputs :]
+    used = [_axes_of(block, len(mapping.grid)) for block in outputs]
+    return sorted(parallel | (set.intersection(*used) if used else set()))
+
+
+def _axes_of(block: Any, axes: int) -> set[int]:
+    """Returns the axes of the grid on which a block's index depends."""
+    jaxpr = getattr(block.index_map_jaxpr, "jaxpr", block.index_map_jaxpr)
+    reached = {variable for variable in jaxpr.outvars if not hasattr(variable, "val")}
+    for equation in reversed(jaxpr.eqns):
+        if reached.intersection(equation.outvars):
+            reached.update(variable for variable in equation.invars if not hasattr(variable, "val"))
+    return {axis for axis, variable in enumerate(jaxpr.invars[:axes]) if variable in reached}
+
+
+def _moved_bytes(grid: tuple[int, ...], block: Any) -> float:
+    """Returns what the pipeline moves of one argument: its block whenever the index of the block changes."""
+    array = block.array_aval
+    if str(getattr(block.block_aval, "memory_space", "")).lower() in ("any", "hbm"):  # the kernel moves it itself
+        return float(math.prod(array.shape) * array.dtype.itemsize)
+    used = [axis for axis in _axes_of(block, len(grid)) if grid[axis] > 1]
+    # The last axis runs fastest: the index changes at each step of the last axis that it depends on.
+    changes = math.prod(grid[: max(used) + 1]) if used else 1
+    return float(changes * math.prod(block.block_aval.shape) * array.dtype.itemsize)

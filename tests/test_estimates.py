@@ -1,0 +1,289 @@
+"""Cycle estimates of the TPU compiler: what libtpu writes is read as data, and the rest of a grid is extrapolated."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+import quarantune
+from quarantune.jax_internals import kernels
+from quarantune.sandbox import shared_names
+from quarantune.values.codec import DamageError
+from quarantune.worker import estimates
+from quarantune.worker.estimates import NoEstimateError
+
+needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the `tpu` extra")
+compiles = [pytest.mark.target, pytest.mark.timeout(300), pytest.mark.usefixtures("two_slots")]
+
+
+def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@functools.partial(jax.jit, static_argnames=["bm", "bk", "bn"])
+def matmul(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128) -> Any:
+    from jax.experimental.pallas import tpu as pltpu
+
+    def body(x_ref: Any, y_ref: Any, o_ref: Any, total: Any) -> None:
+        @pl.when(pl.program_id(2) == 0)
+        def clear() -> None:
+            total[...] = jnp.zeros_like(total)
+
+        total[...] += jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32)
+
+        @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+        def store() -> None:
+            o_ref[...] = total[...].astype(o_ref.dtype)
+
+    (m, k), n = x.shape, y.shape[1]
+    return pl.pallas_call(
+        body,
+        grid=(m // bm, n // bn, k // bk),
+        in_specs=[
+            pl.BlockSpec((bm, bk), lambda i, j, k: (i, k)),
+            pl.BlockSpec((bk, bn), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec((bm, bn), lambda i, j, k: (i, j)),
+        scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)],
+        out_shape=struct(m, n, dtype=x.dtype),
+    )(x, y)
+
+
+# --- grids ----------------------------------------------------------------------------------------------------
+
+
+def test_a_grid_tells_its_steps_and_what_its_pipeline_moves() -> None:
+    jaxpr = matmul.trace(struct(1024, 512), struct(512, 1024)).jaxpr
+    blocks = 128 * 128 * 2
+    (grid,) = kernels.grids(jaxpr)
+    # Both inputs change their block at each of the 8 * 8 * 4 steps, and the output after the last along k.
+    assert (grid.steps, grid.moved_bytes, grid.unknown) == (64, (2 * 256 + 64) * blocks, "")
+
+
+def test_a_smaller_grid_keeps_what_steps_depend_on_each_other_for() -> None:
+    jaxpr = matmul.trace(struct(1024, 512), struct(512, 1024)).jaxpr
+    smaller, steps = kernels.with_smaller_grids(jaxpr, 16)
+    (kernel,) = [each for each in kernels.equations(smaller) if each.primitive.name == "pallas_call"]
+    assert kernel.params["grid_mapping"].grid == (2, 8, 4)
+    assert steps == [16]
+    assert kernels.grids(jaxpr)[0].steps == 64  # the program itself is as it was
+
+
+def test_kernels_inside_other_functions_are_found_in_one_order() -> None:
+    @jax.jit
+    def program(x: Any) -> Any:
+        return jax.lax.cond(x[0, 0] > 0, lambda: matmul(x, x), lambda: matmul(x, x, bm=256))
+
+    jaxpr = program.trace(struct(512, 512)).jaxpr
+    assert [grid.steps for grid in kernels.grids(jaxpr)] == [8, 16]
+    assert kernels.with_smaller_grids(jaxpr, 1000)[1] == [8, 16]
+
+
+@pytest.mark.parametrize("turns", [3, "data"])
+def test_a_loop_in_a_kernel_whose_end_is_data_is_named(turns: Any) -> None:
+    def body(x_ref: Any, o_ref: Any) -> None:
+        end = turns if turns == 3 else x_ref[0, 0].astype(jnp.int32)
+        o_ref[...] = jax.lax.fori_loop(0, end, lambda i, total: total + 1.0, x_ref[...])
+
+    call = pl.pallas_call(body, out_shape=struct(8, 128, dtype=jnp.float32))
+    (grid,) = kernels.grids(jax.jit(call).trace(struct(8, 128, dtype=jnp.float32)).jaxpr)
+    assert grid.unknown == ("" if turns == 3 else "it has a loop whose end depends on data")
+
+
+# --- what libtpu writes -----------------------------------------------------------------------------------------
+
+WRITTEN = 'hlo_op_estimate {\n  hlo_op_name: "copy.1"\n  estimated_cycles: 31280\n  num_equivalent_hlos: 2\n}\n'
+
+
+def test_the_cycles_of_an_operation_count_for_all_that_are_like_it() -> None:
+    assert estimates._parsed(WRITTEN) == {"copy.1": 62560.0}
+    assert estimates._parsed(WRITTEN + WRITTEN.replace("copy.1", "add")) == {"copy.1": 62560.0, "add": 62560.0}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        WRITTEN[:40],
+        WRITTEN + "{",
+        "\0" * 100,
+        WRITTEN.replace("31280", "-1"),
+        WRITTEN.replace("31280", "9" * 400),
+        WRITTEN.replace("31280", "nan"),
+        WRITTEN.replace('"copy.1"', '""'),
+        WRITTEN.replace("  estimated_cycles: 31280\n", ""),
+        "<html>",
+    ],
+)
+def test_torn_or_hostile_estimates_are_refused(text: str) -> None:
+    with pytest.raises(DamageError, match="estimate is not one"):
+        estimates._parsed(text)
+
+
+PROGRAM = """
+%body.1 (arg: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %fusion.2 = f32[8]{0} fusion(%p), kind=kLoop, calls=%fused.3
+}
+%fused.3 (p: f32[8]) -> f32[8] {
+  ROOT %add.4 = f32[8]{0} add(%p, %p)
+}
+%cond.5 (arg: (s32[], f32[8])) -> pred[] {
+  %constant.6 = s32[]{:T(128)} constant(10)
+}
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %copy.7 = f32[8]{0} copy(%x)
+  ROOT %while = (s32[], f32[8]{0}) while(%t), condition=%cond.5, body=%body.1
+}
+"""
+
+
+def test_what_is_in_a_loop_counts_for_each_turn() -> None:
+    turns = estimates._turns(PROGRAM)
+    assert (turns["copy.7"], turns["fusion.2"], turns["add.4"]) == (1.0, 10.0, 10.0)
+
+
+def test_a_loop_without_a_constant_end_has_no_estimate() -> None:
+    with pytest.raises(NoEstimateError, match="a loop whose end depends on data"):
+        estimates._turns(PROGRAM.replace("constant(10)", "parameter(0)"))
+
+
+def test_further_steps_cost_what_the_last_ones_did() -> None:
+    points = [
+        estimates._Point((2,), {"kernel_0.1": 300.0, "copy": 7.0}, True),
+        estimates._Point((4,), {"kernel_0.1": 500.0, "copy": 7.0}, True),
+    ]
+    found = estimates._extrapolated(points, [100], 5.0)
+    assert (found.kernel_cycles, found.cycles, found.moved_bytes) == (500 + 96 * 100, 507 + 96 * 100, 5.0)
+    (alone,) = points[:1]
+    assert estimates._extrapolated([alone], [100], 5.0).kernel_cycles == 300 * 50
+
+
+def test_the_directory_of_a_worker_that_is_killed_goes_with_its_names(tmp_path: Path) -> None:
+    fd = os.open(tmp_path / "names", os.O_RDWR | os.O_CREAT)
+    code = textwrap.dedent(
+        f"""
+        import os, time
+        from quarantune.sandbox import shared_names
+        shared_names.note_in({fd})
+        with shared_names.directory() as path:
+            open(path + "/file", "w").close()
+            print(path, flush=True)
+            os.kill(os.getpid(), 9)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code], pass_fds=[fd], capture_output=True, text=True, check=False)
+    path = Path(done.stdout.strip())
+    assert done.returncode == -signal.SIGKILL
+    assert path.is_dir()
+    shared_names.remove(fd)
+    assert not path.exists()
+
+
+# --- the real compiler ------------------------------------------------------------------------------------------
+
+
+@needs_libtpu
+class TestRealCompiler:
+    pytestmark = compiles
+
+    def test_configs_are_ranked_by_the_compilers_cycles(self) -> None:
+        x = struct(1024, 1024)
+        space = [{"bm": 128, "bk": 128, "bn": 128}, {"bm": 512, "bk": 512, "bn": 512}, {"bm": 8, "bk": 8, "bn": 8}]
+        before = set(os.listdir("/dev/shm"))
+        report = quarantune.compile_check(matmul, space, x, x, target="v5e", estimate=True)
+        assert [trial.config["bm"] for trial in report.ranked] == [512, 128, 8]
+        slow, fast, failed = report.trials
+        assert failed.outcome.is_failure
+        # 4.3 times by the compiler's whole simulation, which takes 382,780 cycles for the small blocks.
+        assert slow.figures is not None
+        assert slow.figures.estimate is not None
+        assert slow.figures.estimate.cycles == pytest.approx(382_780, rel=0.05)
+        assert slow.figures.estimate.kernel_cycles == slow.figures.estimate.cycles
+        assert report.estimated_ms(slow) == pytest.approx(0.2552, rel=0.05)
+        assert (report.estimated_ms(fast) or 1) < (report.estimated_ms(slow) or 0) / 3
+        assert "est. ms" in report.table()
+        assert "nothing ran" in report.table()
+        assert set(os.listdir("/dev/shm")) <= before
+        again = quarantune.compile_check(matmul, space, x, x, target="v5e", estimate=True)
+        assert again.known == 3
+        assert [report.estimated_ms(trial) for trial in again.trials] == [*map(report.estimated_ms, report.trials)]
+
+    def test_an_abort_of_the_compiler_costs_the_estimate_and_not_the_verdict(self) -> None:
+        x = struct(256, 256)
+        report = quarantune.compile_check(matmul, {"bm": [128]}, x, x, target="v4", estimate=True)
+        assert report.ok
+        assert report.trials[0].figures is not None
+        assert "SIGABRT" in report.trials[0].figures.no_estimate
+        assert "no estimate: " in report.table()
+
+    def test_an_abort_after_the_estimate_was_written_costs_nothing(self) -> None:
+        x = struct(512, 512)
+        report = quarantune.compile_check(matmul, {"bm": [128, 256]}, x, x, target="7x", estimate=True)
+        small, large = (trial.figures.estimate for trial in report.trials if trial.figures)
+        assert small is not None
+        assert large is not None
+        assert 0 < large.cycles < small.cycles
+
+    def test_loops_of_plain_jax_count_by_their_trips(self) -> None:
+        @functools.partial(jax.jit, static_argnames=["turns"])
+        def program(x: Any, turns: int = 1) -> Any:
+            return jax.lax.scan(lambda c, _: (jnp.tanh(c @ x), None), x, length=turns)[0]
+
+        @functools.partial(jax.jit, static_argnames=["step"])
+        def until(x: Any, step: int = 1) -> Any:
+            return jax.lax.while_loop(lambda c: c.sum() < 100, lambda c: c + step, x)
+
+        x = struct(512, 512, dtype=jnp.float32)
+        report = quarantune.compile_check(program, {"turns": [10, 40]}, x, target="v5e", estimate=True)
+        few, many = (
+            trial.figures.estimate.cycles for trial in report.trials if trial.figures and trial.figures.estimate
+        )
+        assert 3 < many / few < 4.1
+        unknown = quarantune.compile_check(until, {"step": [1]}, x, target="v5e", estimate=True)
+        assert unknown.trials[0].figures is not None
+        assert unknown.trials[0].figures.no_estimate == "it has a loop whose end depends on data"
+
+    def test_a_killed_caller_leaves_no_directory(self, tmp_path: Path) -> None:
+        (tmp_path / "program.py").write_text(
+            textwrap.dedent(
+                """
+                import jax, quarantune
+                from test_estimates import matmul, struct
+                x = struct(2048, 2048)
+                space = {"bm": [128, 256, 512], "bn": [128, 256, 512], "bk": [128, 256, 512]}
+                quarantune.compile_check(matmul, space, x, x, target="v5e", estimate=True)
+                """
+            )
+        )
+        before = set(os.listdir("/dev/shm"))
+        environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        caller = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, env=environ)
+        deadline = time.monotonic() + 120
+        while not (set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert caller.poll() is None
+        caller.kill()
+        caller.wait()
+        while set(os.listdir("/dev/shm")) - before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_estimates_for_a_gpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quarantune.devices import targets
+
+    monkeypatch.setattr(targets, "usable", targets.find)
+    with pytest.raises(ValueError, match="NVIDIA H100 is none: leave it out"):
+        quarantune.compile_check(matmul, {"bm": [128]}, struct(256, 256), target="h100", estimate=True)
