@@ -52,28 +52,23 @@ def run(
         EngineError: the engine, or its machines, cannot run the sweep.
     """
     whole = executor.check() if isinstance(executor, WholeSweeps) else None
-    problem, limits, source, is_check = request.problem, request.limits, request.source, request.target is not None
+    problem, source, is_check = request.problem, request.source, request.target is not None
     packed, call = parcel.pack(request, request.possible(configs))
     measured = dict(known or {})
-    relay = _Relay(request.events, measured, whole)
+    proof = Proof(comparison(problem, call, request.options, is_check=is_check))
+    request = dataclasses.replace(request, proof=proof, events=_relayed(request.events, measured, whole))
     given = Shards(
         executor if whole is None else whole.executor,
         packed,
         dict(configs) | {index: trial.config for index, trial in measured.items()},
-        name=problem.name,
-        deadline_s=lambda count: limits.compile_timeout_s + limits.longest_sweep_s(count),
-        troubled=[index for index in configs if index in request.troubled],
-        is_check=is_check,
-        proof=Proof(comparison(problem, call, request.options, is_check=is_check)),
-        on_tick=relay.on_tick,
-        on_phase=relay.on_phase,
+        request,
     )
     with contextlib.closing(given):
         is_alone = source.is_closed and not is_check and not any(map(is_usable, measured.values()))
         first = _first_shards(
             [*configs], request.troubled, is_whole=is_alone and whole is not None, may_be_whole=is_alone
         )
-        ends = given.run(first, relay.on_trial, source)
+        ends = given.run(first, request.events.on_trial, source)
         return Swept() if is_check else _finish(given, problem, measured, first, ends)
 
 
@@ -99,30 +94,24 @@ def _first_shards(
     return shards.partition(indices, [index for index in indices if index in troubled])
 
 
-class _Relay:
-    """Passes the events of shards on, and collects their trials."""
+def _relayed(events: SweepEvents, measured: dict[int, Trial], whole: WholeSweeps | None) -> SweepEvents:
+    """Returns events of shards that are passed on, and their trials added to `measured`."""
 
-    def __init__(self, events: SweepEvents, measured: dict[int, Trial], whole: WholeSweeps | None) -> None:
-        self._events = events
-        self._measured = measured
-        self._whole = whole
+    def on_trial(index: int, trial: Trial) -> None:
+        measured[index] = trial
+        events.on_trial(index, trial)
+        events.on_phase(index, END)
 
-    def on_trial(self, index: int, trial: Trial) -> None:
-        """Takes a trial."""
-        self._measured[index] = trial
-        self._events.on_trial(index, trial)
-        self._events.on_phase(index, END)
+    def on_phase(index: int, phase: str) -> None:
+        if phase != END and index not in measured:  # finalists run again
+            events.on_phase(index, phase)
 
-    def on_phase(self, index: int, phase: str) -> None:
-        """Takes the phase that a config enters; finalists run again."""
-        if phase != END and index not in self._measured:
-            self._events.on_phase(index, phase)
+    def on_tick() -> None:
+        if whole is not None:
+            whole.check()
+        events.on_tick()
 
-    def on_tick(self) -> None:
-        """Looks after whatever sends no events."""
-        if self._whole is not None:
-            self._whole.check()
-        self._events.on_tick()
+    return SweepEvents(on_trial=on_trial, on_tick=on_tick, on_phase=on_phase)
 
 
 def _lacks(ended: tuple[Shard, End], trials: Mapping[int, Trial]) -> bool:

@@ -18,7 +18,8 @@ from quarantune.engine import remote, replies
 from quarantune.engine.contact import MOST_UNKNOWN, Contacts, Gone
 from quarantune.engine.replies import End, Ended, Entered, Lowered
 from quarantune.host import machine
-from quarantune.scheduler.plan import ConfigSource, Proof
+from quarantune.scheduler.plan import ConfigSource
+from quarantune.sweep.request import SweepRequest
 from quarantune.values.codec import DamageError
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
@@ -46,43 +47,20 @@ _GRACE_S = 30.0
 class Shards:
     """Runs shards on an executor until every config has its trial."""
 
-    def __init__(
-        self,
-        executor: Executor,
-        parcel: bytes,
-        configs: Mapping[int, Config],
-        *,
-        name: str,
-        deadline_s: Callable[[int], float],
-        troubled: Sequence[int],
-        is_check: bool,
-        proof: Proof,
-        on_tick: Callable[[], None],
-        on_phase: Callable[[int, str], None],
-    ) -> None:
+    def __init__(self, executor: Executor, parcel: bytes, configs: Mapping[int, Config], request: SweepRequest) -> None:
         """Begins to listen for shards; none is submitted.
 
         Args:
             executor: the engine.
             parcel: the call, packed.
             configs: the configs by index.
-            name: the function's name.
-            deadline_s: returns the longest time in seconds that a sweep of so many configs can take.
-            troubled: the configs that hung or crashed before.
-            is_check: whether configs are only compiled.
-            proof: compares the program of one config with the caller's.
-            on_tick: called many times a second.
-            on_phase: receives the phases of configs.
+            request: the sweep; its proof compares the program of one config with the caller's.
         """
         self._executor = executor
         self._parcel = parcel
         self._configs = dict(configs)
-        self._name = name
-        self._deadline_s = deadline_s
-        self._troubled = set(troubled)
-        self._is_check = is_check
-        self._proof = proof
-        self._on_tick, self._on_phase = on_tick, on_phase
+        self._request = request
+        self._name = request.problem.name
         self._versions = remote.versions_here()
         self._pending: collections.deque[Shard] = collections.deque()
         self._shards: dict[int, Shard] = {}
@@ -135,9 +113,14 @@ class Shards:
                     self._hear(shard, event.message)
             self._collect()
             self._look_at_the_clock()
-            self._on_tick()
+            self._request.events.on_tick()
             if reason := self._source.reason_to_stop():
                 self._give_up(reason)
+
+    def _deadline_s(self, count: int) -> float:
+        """Returns the longest time in seconds that a sweep of so many configs can take."""
+        limits = self._request.limits
+        return limits.compile_timeout_s + limits.longest_sweep_s(count)
 
     def close(self) -> None:
         """Has all shards stop."""
@@ -194,7 +177,7 @@ class Shards:
             "shard": shard.number,
             "parcel": self._parcel,
             "configs": [[index, encode(self._configs[index])] for index in shard.indices],
-            "troubled": [index for index in shard.indices if index in self._troubled],
+            "troubled": [index for index in shard.indices if index in self._request.troubled],
             "is_whole": shard.is_whole,
             "refusals": shard.refusals,
             "deadline_s": self._deadline_s(len(shard.indices)),
@@ -221,9 +204,9 @@ class Shards:
                     shard.is_accepted = True
                     if index in shard.indices:
                         (shard.running.discard if phase == READY else shard.running.add)(index)
-                        self._on_phase(index, phase)
+                        self._request.events.on_phase(index, phase)
                 case Lowered(program=(config, lines)):
-                    self._proof.show(config, lines)
+                    self._request.proof.show(config, lines)
                 case Ended() as ended:
                     self._note(shard, ended)
         except DamageError as error:
@@ -232,7 +215,7 @@ class Shards:
 
     def _note(self, shard: Shard, ended: Ended) -> None:
         """Takes the trial of a config, unless it has one."""
-        trial = ended.read(self._configs, is_check=self._is_check)
+        trial = ended.read(self._configs, is_check=self._request.target is not None)
         self._took_part_at = time.monotonic()
         if ended.index in shard.indices:
             self._end(shard, ended.index, trial)

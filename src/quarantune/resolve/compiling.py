@@ -87,7 +87,7 @@ def check_all(call: BoundCall, target: Target, *, num_workers: int | None, again
                 events=events,
                 target=target,
             )
-            engines.runner(settings)(request, left)
+            engines.run(request, left)
     ordered = tuple(trials[index] for index in range(len(call.configs)))
     return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text, known=len(found))
 

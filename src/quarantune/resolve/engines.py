@@ -5,17 +5,18 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from typing import TYPE_CHECKING, Any
 
 from quarantune.host import locks
 from quarantune.sweep.isolation import AUTO, Isolation
 from quarantune.values.settings import Settings
-from quarantune.values.trial import EngineError
+from quarantune.values.trial import Config, EngineError, Trial
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target
+    from quarantune.sweep.request import SweepRequest
     from quarantune.sweep.swept import Swept
 
 _MOST_ASKED = 6
@@ -27,16 +28,17 @@ _devices: weakref.WeakKeyDictionary[Executor, Target] = weakref.WeakKeyDictionar
 _lock = locks.new()
 
 
-def runner(settings: Settings) -> Callable[..., Swept]:
-    """Returns the function that runs a sweep: `sweep.run`, or the like on the machines of an engine.
+def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[int, Trial] | None = None) -> Swept:
+    """Runs a sweep, as `sweep.run` does, on this machine or on those of an engine.
 
     Raises:
         ValueError: there is an engine, and the settings want trials in this process.
     """
+    settings = request.settings
     if settings.executor is None:
         from quarantune.sweep import sweep  # which cached calls do not need
 
-        return sweep.run
+        return sweep.run(request, configs, known=known)
     if settings.isolation not in (AUTO, Isolation.PROCESS.value):
         raise ValueError(
             f"QUARANTUNE_ISOLATION={settings.isolation} runs configs in this process, and executor= on other machines: "
@@ -44,7 +46,7 @@ def runner(settings: Settings) -> Callable[..., Swept]:
         )
     from quarantune.engine import distributed
 
-    return functools.partial(distributed.run, settings.executor)
+    return distributed.run(settings.executor, request, configs, known=known)
 
 
 def device(settings: Settings) -> Target | None:

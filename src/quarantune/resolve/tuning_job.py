@@ -278,7 +278,7 @@ class TuningJob:
             space=None if source is None else self._configs,
             source=source or NOTHING_MORE,
         )
-        return engines.runner(self._settings)(request, configs, known=self._trials)
+        return engines.run(request, configs, known=self._trials)
 
     @property
     def _directory(self) -> Path | None:
@@ -335,9 +335,7 @@ class TuningJob:
         self._trials = {index: trial for index, trial in settled.items() if index != UNTUNED}
         trials = self._all_trials()
         best, tie = settled[verdict.winner], tuple(settled[index].config for index in verdict.tie)
-        log_winner(
-            self._name, self._key.device, best, tie, usable, tried=len(trials), is_untuned=verdict.winner == UNTUNED
-        )
+        self._log_winner(best, tie, usable, tried=len(trials), is_untuned=verdict.winner == UNTUNED)
         finalists = tuple(settled[index] for index in swept.final.rounds_ms)
         defaults = settled.get(finals.default_among(settled, default))
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
@@ -366,6 +364,32 @@ class TuningJob:
             executable=executable,
             noise=swept.noise,
         )
+
+    def _log_winner(
+        self, best: Trial, tie: Sequence[Config], usable: Sequence[Trial], *, tried: int, is_untuned: bool
+    ) -> None:
+        """Logs the winner of a sweep, and warns where no config won or times scattered far above the usual."""
+        if is_untuned:
+            shown_best = shown.format_config(best.config)
+            _logger.warning(
+                "%s: its own defaults (%s) beat all %d configs: calls run with them", self._name, shown_best, tried
+            )
+        _logger.info(
+            "%s: best of %d is %s: %.4g ms%s",
+            self._name,
+            tried,
+            shown.format_config(best.config),
+            best.time_ms,
+            f", level with {' and '.join(map(shown.format_config, tie))}" if tie else "",
+        )
+        scatter = statistics.median(model.spread(trial.samples_ms) for trial in usable)
+        if scatter > model.CLOCKS[best.clock or "wall"].busy:
+            _logger.warning(
+                "%s: the samples scatter by %.0f%%, far above the usual: %s was busy or its clock throttled",
+                self._name,
+                100 * scatter,
+                self._key.device,
+            )
 
     def _keep_best(self, kind: type[BaseException] | None, *_: object) -> None:
         """Has the calls of this process use the best config so far, if its user interrupted the sweep."""
@@ -402,41 +426,6 @@ class TuningJob:
 
     def _result_of(self, known: Known) -> TuningResult:
         return call_result(self._keyed, known.config, known.findings, from_cache=True)
-
-
-def log_winner(
-    name: str, device: str, best: Trial, tie: Sequence[Config], usable: Sequence[Trial], *, tried: int, is_untuned: bool
-) -> None:
-    """Logs the winner of a sweep, and warns where no config won or times scattered far above the usual.
-
-    Args:
-        name: the function's.
-        device: the device's.
-        best: the winner's trial.
-        tie: the configs that are as fast.
-        usable: the trials of all configs that were measured.
-        tried: the number of all configs.
-        is_untuned: whether the winner is no config, but the function's own defaults.
-    """
-    if is_untuned:
-        shown_best = shown.format_config(best.config)
-        _logger.warning("%s: its own defaults (%s) beat all %d configs: calls run with them", name, shown_best, tried)
-    _logger.info(
-        "%s: best of %d is %s: %.4g ms%s",
-        name,
-        tried,
-        shown.format_config(best.config),
-        best.time_ms,
-        f", level with {' and '.join(map(shown.format_config, tie))}" if tie else "",
-    )
-    scatter = statistics.median(model.spread(trial.samples_ms) for trial in usable)
-    if scatter > model.CLOCKS[best.clock or "wall"].busy:
-        _logger.warning(
-            "%s: the samples scatter by %.0f%%, far above the usual: %s was busy or its clock throttled",
-            name,
-            100 * scatter,
-            device,
-        )
 
 
 def callers_error(
