@@ -40,7 +40,7 @@ from quarantune.sweep.isolation import Isolation, choose
 from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepRequest
 from quarantune.sweep.swept import Swept
-from quarantune.sweep.watchdog import Watchdog
+from quarantune.sweep.watchdog import Watched
 from quarantune.transport import executable_data
 from quarantune.transport.problem import Problem
 from quarantune.values.options import Options
@@ -81,12 +81,11 @@ def test_a_watchdog_reports_work_that_is_overdue_and_again() -> None:
         if len(reports) == 2:
             twice.set()
 
-    watchdog, threads = Watchdog(), threading.active_count()
-    with watchdog.watching(100.0, report) as short:
+    threads = threading.active_count()
+    with Watched(100.0, report) as short:
         pass
-    with watchdog.watching(0.1, report) as watched:
+    with Watched(0.1, report) as watched:
         assert twice.wait(60)
-    watchdog.close()
     assert (short.is_overdue, watched.is_overdue) == (False, True)
     assert 0.1 <= reports[0] < reports[1]
     assert reports[1] >= 0.2

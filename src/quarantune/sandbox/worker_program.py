@@ -70,8 +70,8 @@ def run(options: WorkerOptions, call: object | None) -> NoReturn:
         options: describes the worker.
         call: the payload as the template has loaded it; None where the worker must load it itself.
     """
-    program = load()
     contain.contain_worker(parent=options.parent_pid, log_fd=options.log_fd, names_fd=options.names_fd)
+    program = load()
     gc.enable()
     program.main(Connection(socket.socket(fileno=options.connection_fd)), options, call)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 
+from quarantune.host import machine
 from quarantune.sandbox import shortages
+from quarantune.sandbox.events import describe_status, was_killed
 from quarantune.scheduler.routes import RouteSteps
 from quarantune.scheduler.run import Run
+from quarantune.scheduler.verdicts import forgive, shortage
 from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker, WorkerState
 from quarantune.values.trial import Outcome
 
@@ -25,8 +28,41 @@ class Endings:
     def __init__(self, run: Run, route: RouteSteps) -> None:
         self._run = run
         self._route = route
+        self._oom_kills = machine.oom_kills()
 
-    def conclude(self, worker: Worker, verdict: Verdict) -> None:
+    def on_exit(self, worker: Worker, status: int | None) -> None:
+        """Concludes from the end of a worker's process, whose status is as for `Ended`."""
+        worker.keep_peak()
+        if worker.was_spare and not worker.began:
+            self._route.on_spare_exit(worker)
+            if worker.verdict is None:
+                forgive(worker)
+                worker.verdict = Verdict(Outcome.LOST, "the process died before it began")
+        self._conclude(worker, worker.verdict or self._judge(worker, status))
+
+    def _judge(self, worker: Worker, status: int | None) -> Verdict:
+        """Returns the verdict on a worker, and kills another one that took the memory it died for.
+
+        Args:
+            worker: the worker.
+            status: its exit code, or minus the signal that ended it; None where its template died with it.
+        """
+        if status is None:
+            return Verdict(Outcome.LOST, "it could not be started, or the process that started it died")
+        kills = machine.oom_kills()
+        if status != -9 or kills <= self._oom_kills:
+            forgive(worker)
+            is_first = worker.job is None or not worker.job.was_lost or worker.state is WorkerState.PARKED
+            outcome = Outcome.LOST if was_killed(status) and is_first else Outcome.CRASHED
+            return Verdict(outcome, f"the process {describe_status(status)} without a result")
+        self._oom_kills = kills
+        if (culprit := self._run.memory.larger_than(worker)) is not None:
+            reason = "the kernel ran out of memory, killed another config's process"
+            self._run.workers.kill_with_verdict(culprit, shortage(culprit, reason))
+            return Verdict(Outcome.LOST, "the kernel killed the process for want of memory that another one held")
+        return Verdict(Outcome.OOM, "the kernel's out-of-memory killer took the process")
+
+    def _conclude(self, worker: Worker, verdict: Verdict) -> None:
         """Settles the job of a worker that has ended, or blames its device, and forgets the worker."""
         run, device = self._run, worker.device
         if verdict.outcome in _EXPLICABLE and shortages.lacks_processes(

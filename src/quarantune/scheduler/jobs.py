@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quarantune.scheduler.plan import ConfigSource, Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.reference import Reference
@@ -64,16 +64,6 @@ class SamePrograms:
 
 
 _LOG_TAIL_CHARS = 2000
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timing:
-    """The times of one config; attributes as those of `Trial`, `cpu_ms` as its `own_ms`."""
-
-    time_ms: float
-    samples_ms: tuple[float, ...]
-    cpu_ms: float
-    clock: str
 
 
 class Jobs:
@@ -205,9 +195,9 @@ class Jobs:
         worker: Worker | None,
         verdict: Verdict,
         phase: Phase | None,
-        timing: Timing | None = None,
+        **times: Any,
     ) -> None:
-        """Ends a job, and with it all that wait for its outcome."""
+        """Ends a job, and with it all that wait for its outcome; `times` are fields of its trial."""
         outcome = verdict.outcome
         log = "" if worker is None else self._log_of(worker)
         trial = Trial(
@@ -215,16 +205,13 @@ class Jobs:
             outcome=outcome,
             phase=phase,
             message=with_diagnostic(verdict.message, log),
-            time_ms=None if timing is None else timing.time_ms,
-            samples_ms=() if timing is None else timing.samples_ms,
-            own_ms=None if timing is None else timing.cpu_ms,
-            clock="" if timing is None else timing.clock,
             compile_s=job.compile_s,
             figures=job.figures,
             peak_memory_bytes=job.peak_bytes or None,
             log_tail=_informative_part(log),
             route=job.route or self._plan.route,
             device="" if worker is None or worker.device is None else worker.device.device.name,
+            **times,
         )
         job.close_executable()
         if (outcome, phase) == (Outcome.ERROR, Phase.COMPILE):

@@ -28,8 +28,8 @@ from quarantune.scheduler.routes import steps_of
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.scarcity import Scarcity
 from quarantune.scheduler.side_tasks import ReferenceTask, SideTasks
-from quarantune.scheduler.verdicts import Exits, MemoryWatch, forgive, overdue
-from quarantune.scheduler.workers import DeviceState, SandboxLike, Verdict, Worker, Workers
+from quarantune.scheduler.verdicts import MemoryWatch, overdue
+from quarantune.scheduler.workers import DeviceState, SandboxLike, Verdict, Workers
 from quarantune.values.trial import Config, Outcome, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -96,7 +96,6 @@ class Scheduler:
         self._confirmation = Confirmation(run)
         self._bursts = Bursts(run, self._route)
         self._replies = Replies(run, self._route)
-        self._exits = Exits(workers, run.memory)
         self._endings = Endings(run, self._route)
         self._reference_task = ReferenceTask(run)
         self._side_tasks = SideTasks(run, self._stops, self._step)
@@ -218,16 +217,7 @@ class Scheduler:
                 verdict = Verdict(Outcome.CRASHED, f"it damaged its own connection: {event.reason}")
                 self._run.workers.kill_with_verdict(worker, verdict)
             case Ended():
-                self._on_exit(worker, event.status)
-
-    def _on_exit(self, worker: Worker, status: int | None) -> None:
-        worker.keep_peak()
-        if worker.was_spare and not worker.began:
-            self._route.on_spare_exit(worker)
-            if worker.verdict is None:
-                forgive(worker)
-                worker.verdict = Verdict(Outcome.LOST, "the process died before it began")
-        self._endings.conclude(worker, worker.verdict or self._exits.judge(worker, status))
+                self._endings.on_exit(worker, event.status)
 
     def _until_next_deadline(self) -> float:
         now = self._clock()

@@ -22,7 +22,6 @@ from quarantune.sandbox.messages import (
     Stopped,
     Traced,
 )
-from quarantune.scheduler.jobs import Timing
 from quarantune.scheduler.routes import RouteSteps
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.verdicts import (
@@ -163,10 +162,16 @@ class Replies:
         # Other slow configs may be in the final, if they were disturbed.
         if is_default or not (reply.is_slow and reply.clock == "device"):
             race.keep_executable(job, 0.0 if is_default else cpu_ms)
-        timing = Timing(
-            time_ms=statistics.median(samples_ms), samples_ms=tuple(samples_ms), cpu_ms=cpu_ms, clock=reply.clock
+        run.jobs.finish(
+            job,
+            worker,
+            verdict,
+            Phase.MEASURE,
+            time_ms=statistics.median(samples_ms),
+            samples_ms=tuple(samples_ms),
+            own_ms=cpu_ms,
+            clock=reply.clock,
         )
-        run.jobs.finish(job, worker, verdict, Phase.MEASURE, timing)
         device.measuring = None
         self._route.after_measuring(worker, device)
 

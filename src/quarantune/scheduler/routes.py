@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable
 
 from quarantune.sandbox import spool
@@ -19,7 +18,6 @@ from quarantune.sandbox.messages import (
     Stopped,
     Warm,
 )
-from quarantune.scheduler.jobs import Timing
 from quarantune.scheduler.plan import KILL_DEADLINE_S, MEMORY_SHARE
 from quarantune.scheduler.run import Run
 from quarantune.scheduler.verdicts import checked_duration, checked_ms
@@ -153,46 +151,50 @@ class RouteSteps:
         worker.deadline = NEVER
         return True
 
-    def _compile_task(self, job: Job) -> Compile:
-        """Returns the task that compiles a job, whose memory limit is set here where it runs alone."""
-        plan = self._run.plan
+    def _compile(
+        self,
+        job: Job,
+        worker: Worker | None,
+        device: DeviceState | None,
+        *,
+        saves: bool,
+        last: bool = False,
+        must_save: bool = False,
+    ) -> None:
+        """Has a job compiled by a worker, or by a new one.
+
+        Args:
+            job: the job; its memory limit is set here where it runs alone.
+            worker: the worker; None for a new one.
+            device: the device that a new worker may use; None for none.
+            saves: whether the executable is left in a file, unless it is for a check.
+            last: whether the worker ends after it.
+            must_save: whether a program that cannot be saved is a failure.
+        """
+        run, plan = self._run, self._run.plan
         if job.is_alone and plan.may_exceed_alone:
-            alone_bytes = int(MEMORY_SHARE * self._run.available_memory())
-            job.limit_bytes = max(plan.memory_limit_bytes, alone_bytes)
-        return Compile(
+            job.limit_bytes = max(plan.memory_limit_bytes, int(MEMORY_SHARE * run.available_memory()))
+        job.close_executable()
+        job.first_run, job.held_s, job.was_disturbed = None, 0.0, False
+        if saves and not plan.is_check:
+            job.executable_fd = spool.create("executable")
+        task = Compile(
             trial=job.index,
             config=encode(job.config),
             options=plan.options,
             target=plan.target,
+            last=last,
+            must_save=must_save and not plan.is_check,
+            as_data=saves and (plan.compile_only or plan.measures_here),
             is_check=plan.is_check,
             shows_program=plan.proof.wants(job.index),
         )
-
-    def _start_compiling(self, job: Job, task: Compile, device: DeviceState | None, worker: Worker | None) -> None:
-        """Gives a worker, or a new one, the task to compile a job, and the job's file where it has one."""
-        job.first_run, job.held_s, job.was_disturbed = None, 0.0, False
         fds = [job.executable_fd] if job.executable_fd >= 0 else []
         if worker is None:
-            self._run.workers.start(task, WorkerState.COMPILING, job=job, device=device, fds=fds)
-            return
-        worker.take(job, self._run.workers.startup_deadline())
-        self._run.workers.send_next(worker, task, fds)  # it reads the task as soon as it is ready
-
-    def _save_compiled(
-        self, job: Job, device: DeviceState | None, worker: Worker | None, *, last: bool, must_save: bool
-    ) -> None:
-        """Has a job compiled by a worker that leaves the executable, unless it is for a check, in a file."""
-        plan = self._run.plan
-        job.close_executable()
-        if not plan.is_check:
-            job.executable_fd = spool.create("executable")
-        task = dataclasses.replace(
-            self._compile_task(job),
-            last=last,
-            must_save=must_save and not plan.is_check,
-            as_data=plan.compile_only or plan.measures_here,
-        )
-        self._start_compiling(job, task, device, worker)
+            run.workers.start(task, WorkerState.COMPILING, job=job, device=device, fds=fds)
+        else:
+            worker.take(job, run.workers.startup_deadline())
+            run.workers.send_next(worker, task, fds)  # it reads the task as soon as it is ready
 
     def _assign(
         self, device: DeviceState, worker: Worker, *, load: bool, pause: bool, last: bool, may_stop: bool
@@ -262,9 +264,9 @@ class RouteSteps:
 
     def _end_as_slow(self, worker: Worker, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
         if (job := worker.job) is not None:
-            timing = Timing(time_ms=run_ms, samples_ms=(run_ms,), cpu_ms=cpu_ms, clock="wall")
             worker.keep_peak()
-            self._run.jobs.finish(job, worker, Verdict(Outcome.SLOW, message), phase, timing)
+            times = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": cpu_ms, "clock": "wall"}
+            self._run.jobs.finish(job, worker, Verdict(Outcome.SLOW, message), phase, **times)
             worker.job = None
 
 
@@ -285,13 +287,8 @@ class CombinedRoute(RouteSteps):
 
     def start_compiling(self, job: Job) -> None:
         """Has a job compiled by a worker that is done with others, by the spare one, or by a new one."""
-        run = self._run
-        worker = self.reusable(job) or self._first_in(WorkerState.SPARE)
-        if run.plan.compile_only and worker is None:
-            self._save_compiled(job, run.least_used_device(), None, last=True, must_save=False)
-        else:
-            job.close_executable()  # of an earlier try
-            self._start_compiling(job, self._compile_task(job), run.least_used_device(), worker)
+        worker, saves = self.reusable(job) or self._first_in(WorkerState.SPARE), self._run.plan.compile_only
+        self._compile(job, worker, self._run.least_used_device(), saves=saves, last=saves)
 
     def awaits_others(self) -> bool:
         """Whether a worker that is done with a config may yet get another one while none is pending."""
@@ -406,8 +403,9 @@ class SplitRoute(RouteSteps):
 
     def start_compiling(self, job: Job) -> None:
         """Has a job compiled by a worker without a device: by one that has compiled others, or by a new one."""
-        worker, most = self.reusable(job), self._run.plan.compiles_per_worker
-        self._save_compiled(job, None, worker, last=(worker.used if worker else 0) + 1 >= most, must_save=True)
+        worker = self.reusable(job)
+        last = (worker.used if worker else 0) + 1 >= self._run.plan.compiles_per_worker
+        self._compile(job, worker, None, saves=True, last=last, must_save=True)
 
     def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
         """Tells the standby workers, while they take their device, which outputs they will compare."""
@@ -544,11 +542,10 @@ class MeasuredHere(SplitRoute):
 
     def start_compiling(self, job: Job) -> None:
         """Has a job compiled by a worker: without a device, or by a new one with it where the program needs that."""
-        run = self._run
-        if run.plan.route is Route.APART:
+        if self._run.plan.route is Route.APART:
             super().start_compiling(job)
         else:
-            self._save_compiled(job, run.least_used_device(), None, last=True, must_save=False)
+            self._compile(job, None, self._run.least_used_device(), saves=True, last=True)
 
     def on_lowered(self, outputs: tuple[OutputArray, ...]) -> None:
         """Does nothing: this process has compiled the comparison of outputs since the first config."""

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 
 from quarantune.host import machine, memory
-from quarantune.sandbox.events import describe_status, was_killed
 from quarantune.sandbox.messages import Failed, Raised
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.reference import Reference
@@ -200,37 +199,6 @@ def with_diagnostic(message: str, log: str) -> str:
     """Returns a compiler's message, with the diagnostic from the log where it says only that something failed."""
     found = _DIAGNOSTIC.search(log) if message.endswith(_UNTOLD) else None
     return f"{message}: {found[1]}" if found else message
-
-
-class Exits:
-    """Judges processes that ended by themselves: one that ends without a result did not succeed."""
-
-    def __init__(self, workers: Workers, memory: MemoryWatch) -> None:
-        self._workers = workers
-        self._memory = memory
-        self._oom_kills = machine.oom_kills()
-
-    def judge(self, worker: Worker, status: int | None) -> Verdict:
-        """Returns the verdict on a worker, and kills another one that took the memory it died for.
-
-        Args:
-            worker: the worker.
-            status: its exit code, or minus the signal that ended it; None where its template died with it.
-        """
-        if status is None:
-            return Verdict(Outcome.LOST, "it could not be started, or the process that started it died")
-        kills = machine.oom_kills()
-        if status != -9 or kills <= self._oom_kills:
-            forgive(worker)
-            is_first = worker.job is None or not worker.job.was_lost or worker.state is WorkerState.PARKED
-            outcome = Outcome.LOST if was_killed(status) and is_first else Outcome.CRASHED
-            return Verdict(outcome, f"the process {describe_status(status)} without a result")
-        self._oom_kills = kills
-        if (culprit := self._memory.larger_than(worker)) is not None:
-            reason = "the kernel ran out of memory, killed another config's process"
-            self._workers.kill_with_verdict(culprit, shortage(culprit, reason))
-            return Verdict(Outcome.LOST, "the kernel killed the process for want of memory that another one held")
-        return Verdict(Outcome.OOM, "the kernel's out-of-memory killer took the process")
 
 
 def checked_duration(duration: float) -> float:

@@ -16,8 +16,7 @@ import logging
 import math
 import os
 import re
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -32,7 +31,7 @@ from quarantune.sandbox.events import Ended, Event, Said
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.pool import Sandbox
 from quarantune.sweep.request import SweepRequest, worker_options
-from quarantune.sweep.watchdog import Watchdog, Watched
+from quarantune.sweep.watchdog import Watched
 from quarantune.transport.call import Call
 from quarantune.values import codec
 from quarantune.values.config_values import restore
@@ -166,7 +165,6 @@ class ThisProcess(Sandbox):
         self._here: dict[int, _Here] = {}
         self._numbers = itertools.count(-1, -1)
         self._ended: list[Event] = []
-        self._watchdog = Watchdog()
         self._spent_s = collections.defaultdict[int | None, float](float)
         self._has_compiled = False
 
@@ -228,7 +226,6 @@ class ThisProcess(Sandbox):
         self._drop_bench()
         self.begun.clear()
         self.fastest.clear()
-        self._watchdog.close()
         super().close()
 
     def bench(self) -> Bench:
@@ -251,15 +248,22 @@ class ThisProcess(Sandbox):
     def _step(self, worker: _Here) -> list[Event]:
         """Does a step of a worker's task; what it does after its deadline does not count."""
         task, index, phase = worker.task, worker.task.trial, worker.phase
-        limit_s, label = self._limit(task, phase)
         config = task.config if isinstance(task, (messages.Compile, messages.Measure)) else {}
+        limit_s, label = self._limit(task, phase)
         doing = "compiling" if phase is Phase.COMPILE else "checking and measuring"
 
-        def on_overdue() -> None:
+        def report(taken_s: float) -> None:
+            _logger.warning(
+                "%s: %s has run for %.1f s in this process, which cannot end it; the limit is %.1f s. If it never "
+                "ends, end this process; where results are saved, the next sweep leaves it out",
+                self._request.problem.name,
+                label,
+                taken_s,
+                limit_s,
+            )
             self.note(index, config, Outcome.TIMEOUT, f"{doing} took longer than {limit_s:g} s", phase)
 
-        began = time.monotonic()
-        with self._on_device(), self._watching(limit_s - self._spent_s[index], label, on_overdue) as watched:
+        with self._on_device(), Watched(limit_s - self._spent_s[index], report) as watched:
             if worker.begins:
                 self.note(index, config, Outcome.LOST, _BEGINS, phase)
             try:
@@ -272,31 +276,29 @@ class ThisProcess(Sandbox):
             except BaseException:  # KeyboardInterrupt is for the caller
                 self.note(index, config, Outcome.NOT_RUN, "the sweep was interrupted")
                 raise
-        taken_s = time.monotonic() - began if math.isinf(limit_s) else watched.taken_s
-        self._stops.worked(taken_s)
-        self._spent_s[index] += taken_s if index is not None else 0.0
+        self._stops.worked(watched.taken_s)
         said, worker.said = worker.said, []
         if watched.is_overdue:
             self._drop_tasks(worker)  # its deadline comes next
             return []
+        self._spent_s[index] += 0.0 if index is None else watched.taken_s
         for reply in said:
-            match reply:
-                case messages.Compiled():
-                    self._spent_s[index] = 0.0
-                case messages.Checked():
-                    self.begun[index] = worker.program
-                    self.note(index, config, Outcome.NOT_RUN, "it waits for its further runs")
-                case messages.Measured() | messages.Failed():
-                    if isinstance(reply, messages.Measured) and worker.program.compile_s:
-                        self._keep(index, reply.cpu_ms, worker.program)
-                    self.note(index, config, Outcome.NOT_RUN, "it waits for the outputs of others")
+            self._on_reply(worker, reply, config)
         return [Said(worker.number, codec.encode(reply)) for reply in said]
 
-    def _keep(self, index: int | None, cpu_ms: float, program: Program) -> None:
-        """Keeps a program that was compiled here for the final, if it may get there."""
-        self.fastest[index] = (cpu_ms, program)
-        if len(self.fastest) > finals.MOST_FINALISTS:
-            del self.fastest[max(self.fastest, key=lambda index: self.fastest[index][0])]
+    def _on_reply(self, worker: _Here, reply: Reply, config: messages.EncodedConfig) -> None:
+        index = reply.trial
+        if isinstance(reply, messages.Compiled):
+            self._spent_s[index] = 0.0
+        elif isinstance(reply, messages.Checked):
+            self.begun[index] = worker.program
+            self.note(index, config, Outcome.NOT_RUN, "it waits for its further runs")
+        elif isinstance(reply, (messages.Measured, messages.Failed)):
+            self.note(index, config, Outcome.NOT_RUN, "it waits for the outputs of others")
+        if isinstance(reply, messages.Measured) and worker.program.compile_s:  # it cannot be loaded once more
+            self.fastest[index] = (reply.cpu_ms, worker.program)
+            if len(self.fastest) > finals.MOST_FINALISTS:
+                del self.fastest[max(self.fastest, key=lambda index: self.fastest[index][0])]
 
     def _limit(self, task: Task, phase: Phase) -> tuple[float, str]:
         """Returns the seconds that a task may take, and its name in reports; without workers, there is no limit."""
@@ -313,25 +315,6 @@ class ThisProcess(Sandbox):
             case messages.Compare(entries=entries):
                 return len(entries) * each_s, "the comparison of the fastest configs"
         return math.inf, ""
-
-    @contextlib.contextmanager
-    def _watching(self, limit_s: float, label: str, on_overdue: Callable[[], None]) -> Iterator[Watched]:
-        """Watches a step, and reports when it hangs."""
-
-        def report(taken_s: float) -> None:
-            _logger.warning(
-                "%s: %s has run for %.1f s in this process, which cannot end it; the limit is %.1f s. If it never "
-                "ends, end this process; where results are saved, the next sweep leaves it out",
-                self._request.problem.name,
-                label,
-                taken_s,
-                limit_s,
-            )
-            on_overdue()
-
-        watching = self._watchdog.watching(limit_s, report)
-        with contextlib.nullcontext(Watched(limit_s, report)) if math.isinf(limit_s) else watching as watched:
-            yield watched
 
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -12,25 +12,32 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
 
+from quarantune import jax_internals
+from quarantune.host.waits import RunTime
+from quarantune.measure import sampling
 from quarantune.sandbox import messages, spool, wire
 from quarantune.sandbox.messages import Reply, Task
 from quarantune.sandbox.template_messages import WorkerOptions
 from quarantune.sandbox.wire import Connection
+from quarantune.transport import payload
+from quarantune.transport.call import Call
+from quarantune.transport.program_lines import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import Frame
-from quarantune.values.compiling import CompileTarget
+from quarantune.values.compiling import CompilerFigures, CompileTarget, CycleEstimate
 from quarantune.values.trial import Phase
+from quarantune.worker import deviceless, program_values
+from quarantune.worker.bench import Bench, Program
+from quarantune.worker.compiler_figures import read_figures
 from quarantune.worker.error_report import describe_error, readable, shortened
+from quarantune.worker.failures import NeedsDeviceError, WrongResultError, outcome_of, place_of
+from quarantune.worker.first_run import FirstRunLimit
+from quarantune.worker.probe import probe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
-
-    from quarantune.host.waits import RunTime
-    from quarantune.transport.call import Call
-    from quarantune.values.compiling import CompilerFigures, CycleEstimate
-    from quarantune.worker.bench import Bench, Program
     from quarantune.worker.estimates import NoEstimateError
 
 # A template imports this module, so that no worker has to.
@@ -120,14 +127,10 @@ class Worker:
 
     def _is_as_it_was(self) -> bool:
         """Returns whether JAX's settings are as they were before a config was compiled here, if one was."""
-        from quarantune import jax_internals
-
         return not self._trace_context or self._trace_context == jax_internals.trace_context()()
 
     def do(self, task: Task, fds: list[int]) -> Iterator[Reply]:
         """Does a task, step by step; yields its replies, before the step that each announces."""
-        from quarantune.worker.probe import probe
-
         self._trial = task.trial
         if isinstance(task, messages.Probe):
             found = probe(task.platforms)
@@ -162,8 +165,6 @@ class Worker:
 
     def bench_for(self, task: messages.BenchTask) -> Generator[Reply, None, Bench]:
         """Returns the worker's bench, made when the first task needs it."""
-        from quarantune.worker.bench import Bench
-
         if self._bench is not None:
             return cast("Bench", self._bench)
         if (call := self._call) is None:
@@ -173,8 +174,6 @@ class Worker:
 
     def _load_call(self, task: messages.BenchTask) -> Call:
         """Loads the payload; for a device that is not this worker's own, with the answers of that device."""
-        from quarantune.worker import deviceless
-        from quarantune.worker.failures import NeedsDeviceError
 
         def load() -> Call:
             # Values that modules made of a target's answers are not those of the caller, which has another device.
@@ -192,10 +191,6 @@ class Worker:
             return load()  # in a check, there is no other worker that could import it
 
     def _compile(self, bench: Bench, task: messages.Compile, fds: list[int]) -> Iterator[Reply]:
-        from quarantune import jax_internals
-        from quarantune.worker.compiler_figures import read_figures
-        from quarantune.worker.failures import NeedsDeviceError
-
         if task.must_save:
             self._yield_cpu()
         yield self.entered(Phase.COMPILE)
@@ -227,7 +222,7 @@ class Worker:
         )
 
     def _estimate(self, bench: Bench, task: messages.Compile) -> CycleEstimate | NoEstimateError | None:
-        from quarantune.worker import estimates
+        from quarantune.worker import estimates  # which imports what few workers need
 
         if task.target is None or not task.target.estimates:
             return None
@@ -236,8 +231,6 @@ class Worker:
 
     def _show(self, began_s: float, jaxpr: Any) -> None:
         """Tells a traced program, unless it is too large, or took so long that the caller should not trace it, too."""
-        from quarantune.transport.program_lines import ProgramLines
-
         with contextlib.suppress(Exception):  # the config may be fine all the same
             is_quick = time.thread_time() - began_s < _LONGEST_PROVEN_S
             if is_quick and len(lines := ProgramLines(jaxpr).counts) <= _MOST_LINES:
@@ -251,8 +244,6 @@ class Worker:
                 os.nice(_NICENESS)
 
     def _measure(self, bench: Bench, task: messages.Measure, fds: list[int]) -> Iterator[Reply]:
-        from quarantune.measure import sampling
-
         if task.load:
             self.program = yield from self.load(bench, task.config, fds[0])
         program, agreement = self.program, None
@@ -285,8 +276,6 @@ class Worker:
         )
 
     def _check(self, bench: Bench, program: Program, task: messages.Measure, fds: list[int]) -> messages.Agreement:
-        from quarantune.worker.first_run import FirstRunLimit
-
         limit = None
         if task.stop_ms is not None and bench.times_first_run(program):
             limit = FirstRunLimit(task.stop_ms, self._report_stop)
@@ -308,8 +297,6 @@ class Worker:
 
         A plain function leaves at most a report of the programs that it has run.
         """
-        from quarantune.worker.failures import NeedsDeviceError
-
         try:
             os.ftruncate(fd, 0)  # of an earlier measurement of the same program
             os.lseek(fd, 0, os.SEEK_SET)
@@ -321,8 +308,6 @@ class Worker:
 
     def load(self, bench: Bench, config: messages.EncodedConfig, fd: int) -> Generator[Reply, None, Program]:
         """Loads a program; one that calls into tables that only tracing fills must be compiled where it runs."""
-        from quarantune.worker.failures import NeedsDeviceError, outcome_of
-
         yield self.entered(Phase.LOAD)
         try:
             return bench.load(dict(config), fd)
@@ -336,8 +321,6 @@ class Worker:
         return bench.compile(dict(entry.config), target=None)
 
     def _compare(self, bench: Bench, task: messages.Compare, fds: list[int]) -> Iterator[Reply]:
-        from quarantune.worker.failures import NeedsDeviceError
-
         yield self.entered(Phase.COMPILE)
         saved, programs = iter(fds), []
         for entry in task.entries:
@@ -357,8 +340,6 @@ class Worker:
 
     def failure(self, error: BaseException, *, goes_on: bool = False) -> messages.Failed:
         """Returns the reply about an exception that ended the task."""
-        from quarantune.worker.failures import WrongResultError, outcome_of, place_of
-
         about = describe_error(error)
         is_wrong = isinstance(error, WrongResultError)
         return messages.Failed(
@@ -394,9 +375,6 @@ class Worker:
 
 def warm_up(task: Frame) -> None:
     """Loads JAX's plugins in a template, and makes there what compiling for a device takes, once for all workers."""
-    from quarantune import jax_internals
-    from quarantune.worker import deviceless
-
     target = codec.decode(task, CompileTarget)
     jax_internals.load_plugins()
     deviceless.topology(target)
@@ -408,9 +386,6 @@ def load_call(payload_fd: int, cwd: str | None, is_other: Callable[[], bool] = l
     Values that the caller's program has set in these modules are set here, too, unless `is_other` says of the modules,
     once they are imported, that their values are those of another device.
     """
-    from quarantune.transport import payload
-    from quarantune.worker import program_values
-
     if cwd is not None:
         os.chdir(cwd)
     call = payload.unpack_call(spool.read(payload_fd))
