@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.transport.call import Arguments
+from quarantune.transport.call import Arguments, with_leaves
 from quarantune.transport.problem import as_structs, describe_call, describe_function, is_array, named
 from quarantune.values.json_object import JsonObject
 from quarantune.values.scoped_stack import ScopedStack
@@ -193,16 +193,10 @@ def _in_place_of(call: Arguments, values: Mapping[str, Any], signature: inspect.
 
 
 def _without_weak_types(call: Arguments) -> Arguments:
-    args, kwargs = as_structs(*call)
+    def is_struct(leaf: Any) -> bool:
+        return isinstance(leaf, jax.ShapeDtypeStruct)
 
-    def strong(leaf: Any) -> Any:
-        return leaf.update(weak_type=False) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
-
-    def fill(value: Any) -> Any:
-        has_struct = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(value))
-        return jax.tree.map(strong, value) if has_struct else value
-
-    return tuple(map(fill, args)), {name: fill(value) for name, value in kwargs.items()}
+    return with_leaves(*as_structs(*call), is_struct, lambda leaf: leaf.update(weak_type=False))
 
 
 def _as_weak_as(given: Any, wanted: Any) -> Any:

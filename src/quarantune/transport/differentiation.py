@@ -14,6 +14,7 @@ import numpy as np
 
 from quarantune import jax_internals
 from quarantune.transport import binding
+from quarantune.transport.problem import as_structs
 
 _WEIGHT_SEED = 20_011
 _WEIGHT_TILE_ELEMENTS = 1_000_003
@@ -86,12 +87,7 @@ def explain_failure(
     if not any(map(jax_internals.is_differentiated, jax.tree.leaves((args, dict(kwargs))))):
         return
 
-    def struct(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.core.Tracer):
-            return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=bool(getattr(leaf, "weak_type", False)))
-
-    structs, named = jax.tree.map(struct, (args, dict(kwargs)))
+    structs, named = as_structs(args, kwargs)
     trained = with_gradient(jitted)
     keywords, _ = binding.split(jitted, dict(config))
     with jax_internals.outside_of_traces():

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from quarantune import jax_internals
 from quarantune.transport.arrays import dtype_from_name, is_key_dtype, restore_array
-from quarantune.transport.call import Arguments, ArrayRef, ArraySpec, Call
+from quarantune.transport.call import Arguments, ArrayRef, ArraySpec, Call, with_leaves
 from quarantune.values.shardings import MeshSpec
 
 KINDS = ("auto", "integer", "uniform", "normal", "randn", "zeros", "ones")
@@ -231,12 +231,7 @@ def _view(spool: mmap.mmap | None, spec: ArraySpec) -> np.ndarray[Any, Any]:
 
 
 def _replace_refs(call: Call, make_array: Callable[[ArraySpec], Any]) -> Arguments:
-    def replace(leaf: Any) -> Any:
-        return make_array(call.specs[leaf.index]) if isinstance(leaf, ArrayRef) else leaf
+    def is_reference(leaf: Any) -> bool:
+        return isinstance(leaf, ArrayRef)
 
-    def fill(value: Any) -> Any:
-        if not any(isinstance(leaf, ArrayRef) for leaf in jax.tree_util.tree_leaves(value)):
-            return value
-        return jax.tree_util.tree_map(replace, value)
-
-    return tuple(fill(value) for value in call.args), {name: fill(value) for name, value in call.kwargs.items()}
+    return with_leaves(call.args, call.kwargs, is_reference, lambda leaf: make_array(call.specs[leaf.index]))

@@ -22,7 +22,7 @@ from quarantune.host import origins
 from quarantune.host.shared_files import write_all
 from quarantune.jax_internals import state
 from quarantune.transport.arrays import concrete_data, dtype_from_name, is_key_dtype, next_start
-from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall
+from quarantune.transport.call import ArrayRef, ArraySpec, Call, PackedCall, with_leaves
 from quarantune.transport.pickling import dumps, loads
 from quarantune.transport.state import ProgramValue
 from quarantune.values import naming
@@ -72,8 +72,7 @@ def pack_call(
         ValueError: an argument was deleted, or donated to an earlier call.
     """
     packer = _ArrayPacker(_Values.of(fn, with_values=with_values))
-    packed_args = tuple(packer.pack(value) for value in args)
-    packed_kwargs = {name: packer.pack(value) for name, value in kwargs.items()}
+    packed_args, packed_kwargs = with_leaves(args, kwargs, _is_spooled, packer.reference)
     specs = tuple(packer.specs)
     if manual_mesh is not None:
         specs = _as_shards(specs, packer.varying, manual_mesh)
@@ -179,7 +178,7 @@ class _Values(enum.Enum):
 
 
 class _ArrayPacker:
-    """Numbers the arrays of a call and lays them out in the spool."""
+    """Numbers the arrays of a call and lays them out in the spool; puts a reference in the place of each."""
 
     def __init__(self, values: _Values) -> None:
         self._values = values
@@ -189,14 +188,7 @@ class _ArrayPacker:
         self.varying: list[frozenset[str]] = []
         self.spool_bytes = 0
 
-    def pack(self, value: Any) -> Any:
-        """Returns one argument with a reference for each array in it."""
-        leaves = jax.tree_util.tree_leaves(value)
-        if not any(_is_spooled(leaf) for leaf in leaves):
-            return value  # unchanged, so that an object that is compared by identity stays itself
-        return jax.tree_util.tree_map(lambda leaf: self._reference(leaf) if _is_spooled(leaf) else leaf, value)
-
-    def _reference(self, array: Any) -> ArrayRef:
+    def reference(self, array: Any) -> ArrayRef:
         includes = self._values.include(array)
         spec = _describe(array, index=len(self.specs), offset=next_start(self.spool_bytes), with_value=includes)
         self.specs.append(spec)

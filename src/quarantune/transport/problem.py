@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from quarantune import jax_internals
-from quarantune.transport.call import Arguments
+from quarantune.transport.call import Arguments, with_leaves
 from quarantune.values import describe
 from quarantune.values.config_values import is_tagged, tagged
 from quarantune.values.json_object import JsonObject
@@ -218,19 +218,12 @@ def as_structs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
         args: positional arguments.
         kwargs: keyword arguments.
     """
-    return tuple(map(_structs, args)), {name: _structs(value) for name, value in kwargs.items()}
 
+    def struct(array: Any) -> jax.ShapeDtypeStruct:
+        is_weak = bool(getattr(array, "weak_type", False))
+        return jax.ShapeDtypeStruct(array.shape, describe.canonical_dtype(array.dtype), weak_type=is_weak)
 
-def _structs(value: Any) -> Any:
-    if not any(is_array(leaf) for leaf in jax.tree_util.tree_leaves(value)):
-        return value
-    return jax.tree_util.tree_map(lambda leaf: _struct(leaf) if is_array(leaf) else leaf, value)
-
-
-def _struct(array: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(
-        array.shape, describe.canonical_dtype(array.dtype), weak_type=bool(getattr(array, "weak_type", False))
-    )
+    return with_leaves(args, kwargs, is_array, struct)
 
 
 # --- dynamic arguments --------------------------------------------------------------------------------------
