@@ -47,14 +47,12 @@ _MESSAGE_S = 5.0
 class Ranks:
     """The agreements of this rank with the others, for the calls of one function."""
 
-    def __init__(self, name: str, known: KnownResults) -> None:
+    def __init__(self, known: KnownResults) -> None:
         """Has agreed on nothing yet.
 
         Args:
-            name: the function's name in the cache.
             known: the known results of the function.
         """
-        self._name = name
         self._known = known
         self._client: Any = None
         self._agreed: dict[CallKey, Resolved] = {}
@@ -89,23 +87,7 @@ class Ranks:
         """
         if (agreed := self._agreed.get(keyed.key)) is not None:
             return agreed
-        agreement = _Agreement(keyed, settings, coordination, tune)
-        had = own()
-        if had is None and isolation_of(settings, keyed.problem()) is not Isolation.PROCESS:
-            # The rank that tunes uses JAX itself, whose first use waits in each rank for that of all others.
-            jax.local_devices()
-        member = agreement.member(_deadline_s(keyed, settings))
-        rank = coordination.rank
-        offer = None if had is None else _answer(had, rank, Source.CACHE)
-        last = Answer(config=None, rank=rank, source=Source.NOBODY)
-        if had is None and (nearest := near()) is not None:
-            last = _answer(nearest, rank, Source.NEAREST)
-        try:
-            answer = drive(member.settle(offer, last=last, may_tune=tune is not None), agreement.perform)
-        finally:
-            agreement.close()
-        found = agreement.found
-        return self._remember(keyed, settings, coordination, answer, had=had, found=found)
+        return self._kept(keyed, _Agreement(self._known, keyed, settings, coordination, tune).settle(own(), near))
 
     def compare(
         self,
@@ -127,96 +109,111 @@ class Ranks:
         if (agreed := self._agreed.get(keyed.key)) is not None:
             if found is not None and (agreed.known is None or agreed.known.config != found.best_config):
                 text = "the defaults" if agreed.known is None else self._known.text_of(agreed.known.config)
-                label = f"{self._name}: rank {coordination.rank} of {coordination.ranks}"
+                label = _label(keyed, coordination)
                 _logger.info(
                     "%s keeps running %s, as all ranks do; its new result is for the next program", label, text
                 )
             return agreed
-        agreement = _Agreement(keyed, settings, coordination, None)
-        member = agreement.member(0.0)
-        had, source = (own(), Source.CACHE) if found is None else (Known.of(found), Source.TUNED)
-        if had is not None:
-            answer = drive(member.offer(_answer(had, coordination.rank, source)), agreement.perform)
-        elif (seen := drive(member.read(), agreement.perform)) is not None:
-            answer = seen
-        else:
-            return None
-        return self._remember(keyed, settings, coordination, answer, had=had, found=found)
+        outcome = _Agreement(self._known, keyed, settings, coordination).offer(own, found)
+        return None if outcome is None else self._kept(keyed, outcome)
 
-    def _remember(
+    def _kept(self, keyed: KeyedCall, agreed: Resolved) -> Resolved:
+        self._agreed.setdefault(keyed.key, dataclasses.replace(agreed, tuned=None))  # which holds an executable
+        return agreed
+
+
+class _Agreement:
+    """One agreement on one call."""
+
+    def __init__(
         self,
+        known: KnownResults,
         keyed: KeyedCall,
         settings: Settings,
         coordination: Coordination,
-        answer: Answer,
-        *,
-        had: Known | None,
-        found: TuningResult | None,
-    ) -> Resolved:
-        own = had if found is None else Known.of(found)
-        label = f"{self._name}: rank {coordination.rank} of {coordination.ranks}"
+        tune: Callable[[], TuningResult | None] | None = None,
+    ) -> None:
+        self._known = known
+        self._keyed = keyed
+        self._settings = settings
+        self._coordination = coordination
+        self._tune = tune
+        self._progress = Progress(keyed.label, name=keyed.call.name, shown=settings.progress, has_last_line=False)
+        self._poll_s = _FIRST_POLL_S
+        self._next_message: tuple[int | None, float] = (None, 0.0)
+        self._own: Known | None = None
+        self._found: TuningResult | None = None
+        self._label = _label(keyed, coordination)
+        self._who = self._label.rpartition(": ")[2]
+
+    def settle(self, own: Known | None, near: Callable[[], Known | None]) -> Resolved:
+        """Returns the outcome; the arguments are as for `Ranks.settle`."""
+        self._own, rank = own, self._coordination.rank
+        if own is None and isolation_of(self._settings, self._keyed.problem()) is not Isolation.PROCESS:
+            # The rank that tunes uses JAX itself, whose first use waits in each rank for that of all others.
+            jax.local_devices()
+        member = self._member(_deadline_s(self._keyed, self._settings))
+        offer = None if own is None else _answer(own, rank, Source.CACHE)
+        last = Answer(config=None, rank=rank, source=Source.NOBODY)
+        if own is None and (nearest := near()) is not None:
+            last = _answer(nearest, rank, Source.NEAREST)
+        try:
+            return self._outcome(drive(member.settle(offer, last=last, may_tune=self._tune is not None), self._perform))
+        finally:
+            self._progress.close()
+
+    def offer(self, own: Callable[[], Known | None], found: TuningResult | None) -> Resolved | None:
+        """Returns the outcome, None where there is none; the arguments are as for `Ranks.compare`."""
+        member, self._found = self._member(0.0), found
+        self._own, source = (own(), Source.CACHE) if found is None else (Known.of(found), Source.TUNED)
+        if self._own is None:
+            answer = drive(member.read(), self._perform)
+        else:
+            answer = drive(member.offer(_answer(self._own, self._coordination.rank, source)), self._perform)
+        return None if answer is None else self._outcome(answer)
+
+    def _outcome(self, answer: Answer) -> Resolved:
         if answer.config is None:
             reason = (
                 f"rank {answer.rank} had not tuned it within the deadline"
                 if answer.source is Source.LATE
                 else "no rank had a config or could find one"
             )
-            log = _logger.warning if settings.on_miss == "tune" else _logger.info
-            log("%s runs the defaults, as all ranks do: %s%s", label, reason, self._besides(own, found))
-            agreed = Resolved(known=None, reason=reason)
-        else:
-            config = self._known.config_from(answer.config, keyed.call)
-            if config is None:
-                raise RuntimeError(
-                    f"{label}: all ranks run {answer.config!r}, which rank {answer.rank} offers and this rank cannot "
-                    f"use: start all ranks with the same code and versions"
-                )
-            known = Known(config, Findings.from_json(answer.to_json()))
-            is_ours = own is not None and own.config == config
-            who = "it" if answer.rank == coordination.rank else f"rank {answer.rank}"
-            how = _HOW[answer.source]
-            besides = "" if is_ours else self._besides(own, found)
-            _logger.info("%s runs %s, as all ranks do: %s %s%s", label, self._known.text_of(config), who, how, besides)
-            is_nearest = answer.source is Source.NEAREST
-            agreed = Resolved(known=known, is_nearest=is_nearest, tuned=found if is_ours else None)
-        self._agreed.setdefault(keyed.key, dataclasses.replace(agreed, tuned=None))  # which holds an executable
-        return agreed
+            log = _logger.warning if self._settings.on_miss == "tune" else _logger.info
+            log("%s runs the defaults, as all ranks do: %s%s", self._label, reason, self._besides())
+            return Resolved(known=None, reason=reason)
+        config = self._known.config_from(answer.config, self._keyed.call)
+        if config is None:
+            raise RuntimeError(
+                f"{self._label}: all ranks run {answer.config!r}, which rank {answer.rank} offers and this rank cannot "
+                f"use: start all ranks with the same code and versions"
+            )
+        is_ours = self._own is not None and self._own.config == config
+        who = "it" if answer.rank == self._coordination.rank else f"rank {answer.rank}"
+        told = f"{who} {_HOW[answer.source]}{'' if is_ours else self._besides()}"
+        _logger.info("%s runs %s, as all ranks do: %s", self._label, self._known.text_of(config), told)
+        return Resolved(
+            known=Known(config, Findings.from_json(answer.to_json())),
+            is_nearest=answer.source is Source.NEAREST,
+            tuned=self._found if is_ours else None,
+        )
 
-    def _besides(self, own: Known | None, found: TuningResult | None) -> str:
-        if own is None:
+    def _besides(self) -> str:
+        if self._own is None:
             return ""
-        text = self._known.text_of(own.config)
-        return f"; its own cache has {text}" if found is None else f"; its own sweep saved {text} for the next program"
+        text = self._known.text_of(self._own.config)
+        if self._found is None:
+            return f"; its own cache has {text}"
+        return f"; its own sweep saved {text} for the next program"
 
+    # The steps
 
-class _Agreement:
-    """Performs the steps of one agreement."""
-
-    def __init__(
-        self,
-        keyed: KeyedCall,
-        settings: Settings,
-        coordination: Coordination,
-        tune: Callable[[], TuningResult | None] | None,
-    ) -> None:
-        self._keyed = keyed
-        self._coordination = coordination
-        self._tune = tune
-        self._progress = Progress(keyed.label, name=keyed.call.name, shown=settings.progress, has_last_line=False)
-        self._poll_s = _FIRST_POLL_S
-        self._next_message: tuple[int | None, float] = (None, 0.0)
-        self.found: TuningResult | None = None
-
-    def member(self, deadline_s: float) -> Member:
+    def _member(self, deadline_s: float) -> Member:
         """Returns this rank's part in the agreement."""
         rank, ranks = self._coordination.rank, self._coordination.ranks
         return Member(_topic(self._keyed), rank=rank, ranks=ranks, deadline_s=deadline_s, clock=time.monotonic)
 
-    def close(self) -> None:
-        """Ends the line of progress."""
-        self._progress.close()
-
-    def perform(self, step: Read | Write | Count | Tune | Wait) -> Any:
+    def _perform(self, step: Read | Write | Count | Tune | Wait) -> Any:
         """Performs one step, and returns its result."""
         match step:
             case Read(key):
@@ -232,24 +229,27 @@ class _Agreement:
 
     def _tuned(self) -> Answer | None:
         assert self._tune is not None
-        coordination = self._coordination
-        self._progress.say(f"rank {coordination.rank} of {coordination.ranks} tunes it for all")
-        self.found = self._tune()
-        return None if self.found is None else _answer(Known.of(self.found), coordination.rank, Source.TUNED)
+        self._progress.say(f"{self._who} tunes it for all")
+        if (found := self._tune()) is None:
+            return None
+        self._found, self._own = found, Known.of(found)
+        return _answer(self._own, self._coordination.rank, Source.TUNED)
 
     def _wait(self, step: Wait) -> None:
-        coordination = self._coordination
         tuner, due_s = self._next_message
         if step.tuner != tuner or step.waited_s >= due_s:
             self._next_message = step.tuner, step.waited_s + _MESSAGE_S
             whom = "another rank" if step.tuner is None else f"rank {step.tuner}"
             for_what = "have a config for it" if step.tuner is None else "tune it"
             self._progress.say(
-                f"rank {coordination.rank} of {coordination.ranks} waits for {whom} to {for_what} "
-                f"({step.waited_s:.0f} s, at most {step.most_s:.0f} s)"
+                f"{self._who} waits for {whom} to {for_what} ({step.waited_s:.0f} s, at most {step.most_s:.0f} s)"
             )
         time.sleep(self._poll_s)
-        self._poll_s = min(1.5 * self._poll_s, max(_LONGEST_POLL_S, coordination.ranks * _POLL_S_PER_RANK))
+        self._poll_s = min(1.5 * self._poll_s, max(_LONGEST_POLL_S, self._coordination.ranks * _POLL_S_PER_RANK))
+
+
+def _label(keyed: KeyedCall, coordination: Coordination) -> str:
+    return f"{keyed.call.name}: rank {coordination.rank} of {coordination.ranks}"
 
 
 def _topic(keyed: KeyedCall) -> str:

@@ -73,7 +73,7 @@ class Resolver:
     def _ranks(self) -> Ranks:
         from quarantune.resolve.ranks import Ranks  # which programs of one process do not need
 
-        return Ranks(self.function.name, self._known)
+        return Ranks(self._known)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> BoundCall:
         """Returns a call of the function, bound to be resolved."""
