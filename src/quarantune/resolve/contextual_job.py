@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import logging
 import random
 import tempfile
@@ -26,7 +25,7 @@ from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.resolve.tuning_job import Tuning, TuningJob
 from quarantune.results import report
 from quarantune.results.progress import Progress
-from quarantune.results.result import ContextualResult, KernelChoice, TuningResult, labels
+from quarantune.results.result import ContextualResult, KernelChoice, labels
 from quarantune.scheduler.plan import NOTHING_MORE, ConfigSource
 from quarantune.sweep import sweep
 from quarantune.sweep.events import SweepEvents
@@ -41,7 +40,6 @@ from quarantune.transport.problem import Problem
 from quarantune.values import shown
 from quarantune.values.findings import Searched
 from quarantune.values.json_object import JsonObject
-from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.space import Space
 from quarantune.values.trial import Config, Outcome, SandboxError, Trial, TuningFailedError
@@ -66,23 +64,24 @@ class _Step:
 
     Attributes:
         trials: the trials of all assignments, in order.
-        winner: the index of the best.
-        tie: the indices of those that are as fast.
+        winner: the index of the best assignment.
+        best: its trial.
+        tie: the configs that are as fast.
         slots: the kernels that were called under the best assignment.
         searched: how thorough it was.
     """
 
     trials: tuple[Trial, ...]
     winner: int
-    tie: tuple[int, ...]
+    best: Trial
+    tie: tuple[Config, ...]
     slots: dict[Slot, Seen]
     searched: Searched
 
     @property
     def time_ms(self) -> float:
-        time_ms = self.trials[self.winner].time_ms
-        assert time_ms is not None
-        return time_ms
+        assert self.best.time_ms is not None
+        return self.best.time_ms
 
 
 class ContextualJob(TuningJob):
@@ -144,10 +143,13 @@ class ContextualJob(TuningJob):
             )
             step = self._tune_kernel(slot, slots[slot], chosen, others, share)
             searched.append(step.searched)
-            best = step.trials[step.winner]
-            tie = tuple(step.trials[index].config for index in step.tie)
             choices[slot] = KernelChoice(
-                name=slot.name, key=slot.key, config=best.config, time_ms=step.time_ms, trials=step.trials, tie=tie
+                name=slot.name,
+                key=slot.key,
+                config=step.best.config,
+                time_ms=step.time_ms,
+                trials=step.trials,
+                tie=step.tie,
             )
             first = {other: seen.configs[0] for other, seen in slots.items() if seen.configs} if others == FIRST else {}
             tries += [(first | chosen | {slot: trial.config}, trial) for trial in step.trials]
@@ -227,7 +229,7 @@ class ContextualJob(TuningJob):
         """Tries the configs of one kernel, all or those that a search asks."""
         texts = [assignment.encode({**chosen, slot: config}, others=others) for config in seen.configs]
         step = self._try(texts, seen.configs, slot.name, share=share.resolved(Space({"config": range(len(texts))})))
-        best = shown.format_config(step.trials[step.winner].config)
+        best = shown.format_config(step.best.config)
         _logger.info("%s: %s is best with %s: %.4g ms", self._name, slot.name, best, step.time_ms)
         return step
 
@@ -272,11 +274,11 @@ class ContextualJob(TuningJob):
             raise TuningFailedError(report.failure_message(label, ordered), trials=ordered, key=self._key.text)
         settled, verdict = finals.conclude(trials, swept.final, default=0)
         slots = self._slots(problem, swept, verdict.winner, texts[verdict.winner], runner)
-        places = {index: place for place, index in enumerate(sorted(settled))}
         return _Step(
-            tuple(settled[index] for index in places),
-            places[verdict.winner],
-            tuple(places[index] for index in verdict.tie),
+            tuple(settled[index] for index in sorted(settled)),
+            verdict.winner,
+            settled[verdict.winner],
+            tuple(settled[index].config for index in verdict.tie),
             slots,
             Searched(
                 EXHAUSTED if searching is None else searching.stopped,
@@ -363,35 +365,29 @@ class ContextualJob(TuningJob):
         ]
         chosen = {slot: choice.config for slot, choice in choices.items()}
         config: Config = {KEY: assignment.encode(chosen, others=OWN)}
-        findings = self._findings(time_ms, trials)
-        if self._directory is not None:
-            kernels = [
-                {**slot._asdict(), "config": choice.config, "time_ms": choice.time_ms, "space": space}
-                for (slot, choice), space in zip(choices.items(), spaces, strict=True)
-            ]
-            entry = self._entry(config, findings) | {
-                "config": {"assignment": assignment.nested(chosen)},
-                "kernels": kernels,
-                "baseline_ms": baseline_ms,
-            }
-            self._save(entry)
-        result = call_result(self._keyed, config, findings, tuple(trials))
-        return self._contextual(result, [*choices.values()], baseline_ms)
+        findings = dataclasses.replace(self._findings(time_ms, trials), baseline_ms=baseline_ms)
+        kernels = [
+            {**slot._asdict(), "config": choice.config, "time_ms": choice.time_ms, "space": space}
+            for (slot, choice), space in zip(choices.items(), spaces, strict=True)
+        ]
+        parts = {"config": {"assignment": assignment.nested(chosen)}, "kernels": kernels, "baseline_ms": baseline_ms}
+        self._save(self._entry(config, findings) | parts)
+        return self._contextual(Known(config, findings), [*choices.values()], tuple(trials), from_cache=False)
 
     def _result_of(self, known: Known) -> ContextualResult:
         kernels = [
             KernelChoice(name=slot.name, key=slot.key, config=chosen, time_ms=known.findings.time_ms)
             for slot, chosen in assignment.Assignment(str(known.config[KEY])).chosen.items()
         ]
-        result = call_result(self._keyed, known.config, known.findings, from_cache=True)
-        return self._contextual(result, kernels, known.findings.baseline_ms)
+        return self._contextual(known, kernels)
 
     def _contextual(
-        self, result: TuningResult, kernels: Sequence[KernelChoice], baseline_ms: float | None
+        self, known: Known, kernels: Sequence[KernelChoice], trials: tuple[Trial, ...] = (), *, from_cache: bool = True
     ) -> ContextualResult:
+        result = call_result(self._keyed, known.config, known.findings, trials, from_cache=from_cache)
         fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
         fields["fn"] = functools.partial(self._runner, **result.best_config)
-        return ContextualResult(**fields, kernels=tuple(kernels), baseline_ms=baseline_ms)
+        return ContextualResult(**fields, kernels=tuple(kernels), baseline_ms=known.findings.baseline_ms)
 
 
 class KernelSearch:
@@ -424,21 +420,12 @@ class ContextualFunction(TunedFunction):
         runner: calls the function under an assignment.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        *,
-        name: str,
-        signature: inspect.Signature,
-        static_names: frozenset[str] | None,
-        options: Options,
-    ) -> None:
-        """Describes a function, as `TunedFunction` does; its calls show which kernels there are to tune."""
-        space = [{KEY: assignment.encode({}, others=OWN)}]
-        super().__init__(fn, space, name=name, signature=signature, static_names=static_names, options=options)
-        self.runner = Runner(fn)
-
     most_configs = _MOST_CONFIGS
+
+    def __init__(self, fn: Callable[..., Any], **about: Any) -> None:
+        """Describes a function, as `TunedFunction` does; its calls show which kernels there are to tune."""
+        super().__init__(fn, [{KEY: assignment.encode({}, others=OWN)}], **about)
+        self.runner = Runner(fn)
 
 
 class KnownAssignments(KnownResults):
