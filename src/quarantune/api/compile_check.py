@@ -157,7 +157,6 @@ def _listed(
     configs: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], label: str, signature: inspect.Signature
 ) -> list[Config]:
     """Returns the configs for a call in order, with repeated ones."""
-    if not callable(configs):
-        return config_space.expand(configs, fn_name=label, parameters=signature, keep_repeated=True)
-    structs = as_structs(args, kwargs)
-    return config_space.expand_callable(configs, *structs, fn_name=label, parameters=signature, keep_repeated=True)
+    if callable(configs):
+        configs = config_space.called(configs, *as_structs(args, kwargs), fn_name=label)
+    return config_space.expand(configs, fn_name=label, parameters=signature, keep_repeated=True)

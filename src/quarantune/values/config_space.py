@@ -75,7 +75,19 @@ def expand(
             f"{fn_name}: configs is {configs!r}; give a list of dicts such as [{{'BM': 32}}, {{'BM': 64}}], "
             "a dict of lists such as {'BM': [32, 64]}, or a function that returns one of them."
         )
-    checked = _completed(_validate(_listed(configs, fn_name), fn_name=fn_name), parameters, fn_name)
+    listed = list(itertools.islice(configs, MOST_CONFIGS + 1))
+    if len(listed) > MOST_CONFIGS:
+        raise ValueError(
+            f"{fn_name}: there are more than {MOST_CONFIGS:,} configs; a generator has to end, as with "
+            "itertools.islice(..., 100)."
+        )
+    checked = [_normalised(raw, f"{fn_name}: configs[{index}]") for index, raw in enumerate(listed)]
+    if not any(checked):
+        problem = "the configs have no keys" if checked else "configs is empty"
+        raise ValueError(
+            f"{fn_name}: {problem}; there is nothing to choose from: give at least one, as in [{{'BM': 32}}]."
+        )
+    checked = _completed(checked, parameters, fn_name)
     check_classes(checked, fn_name, {})
     return checked if keep_repeated else distinct(checked)
 
@@ -86,33 +98,6 @@ def distinct(configs: Iterable[Config]) -> list[Config]:
     for config in configs:
         unique.setdefault(text_of(config), config)
     return list(unique.values())
-
-
-def expand_callable(
-    configs_fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    fn_name: str,
-    parameters: inspect.Signature | None = None,
-    keep_repeated: bool = False,
-) -> list[Config]:
-    """Returns the configs that a user's function makes for one call.
-
-    Args:
-        configs_fn: returns or yields dicts, or returns a dict of lists.
-        args: the call's positional arguments, arrays as `jax.ShapeDtypeStruct`.
-        kwargs: its keyword arguments, likewise.
-        fn_name: the function being tuned, for error messages.
-        parameters: as for `expand`.
-        keep_repeated: whether to keep a config as often as it was made.
-
-    Raises:
-        TypeError: its result is no config space.
-        ValueError: it made no config, or configs whose keys differ.
-    """
-    made = called(configs_fn, args, kwargs, fn_name=fn_name)
-    return expand(made, fn_name=fn_name, parameters=parameters, keep_repeated=keep_repeated)
 
 
 def called(configs_fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, fn_name: str) -> Any:
@@ -210,30 +195,6 @@ def _combinations(lists: Mapping[str, Any], fn_name: str) -> list[dict[str, Any]
             "or give a function that makes the configs of one call."
         )
     return [dict(zip(lists, values, strict=True)) for values in itertools.product(*lists.values())]
-
-
-def _listed(configs: Iterable[Any], source: str) -> list[Any]:
-    """Returns the configs as a list, because a generator can be walked once only."""
-    listed = list(itertools.islice(configs, MOST_CONFIGS + 1))
-    if len(listed) > MOST_CONFIGS:
-        raise ValueError(
-            f"{source}: there are more than {MOST_CONFIGS:,} configs; a generator has to end, as with "
-            "itertools.islice(..., 100)."
-        )
-    return listed
-
-
-def _validate(configs: Iterable[Mapping[str, Any]], *, fn_name: str) -> list[Config]:
-    """Returns the configs normalised."""
-    checked: list[Config] = []
-    for index, raw in enumerate(configs):
-        checked.append(_normalised(raw, f"{fn_name}: configs[{index}]"))
-    if not any(checked):
-        problem = "the configs have no keys" if checked else "configs is empty"
-        raise ValueError(
-            f"{fn_name}: {problem}; there is nothing to choose from: give at least one, as in [{{'BM': 32}}]."
-        )
-    return checked
 
 
 def _normalised(raw: Any, where: str) -> Config:
