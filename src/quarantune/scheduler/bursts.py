@@ -50,7 +50,7 @@ class Bursts:
     def _make_way(self) -> None:
         """Ends workers that wait for the defaults where these must run alone; their configs are compiled again."""
         jobs = self._run.jobs
-        for worker in self._run.workers.parked() if jobs.pending[0].is_alone else ():
+        for worker in self._run.workers.in_state(WorkerState.PARKED) if jobs.pending[0].is_alone else ():
             if worker.job is not None:
                 jobs.release_same_program(worker.job)
                 jobs.pending.append(worker.job)
@@ -93,7 +93,7 @@ class Bursts:
         if not run.plan.exclusive:
             # Many configs compile in the time that a worker takes to initialise its device, or `ref_fn` to run; no slot
             # idles until then, nor while those configs are measured.
-            is_early = run.reference.is_coming or not run.workers.any_may_measure()
+            is_early = run.reference.is_coming or not run.workers.in_state(WorkerState.IDLE, WorkerState.MEASURING)
             parked = max(parked, (2 if is_early else 1) * run.plan.slots)
         room = parked - self._route.waiting() - (compiling if run.plan.exclusive else 0)
         if room <= 0 or (run.plan.exclusive and (run.workers.measuring() or not self.has_room())):
@@ -137,7 +137,10 @@ class Bursts:
     def _suspect_waits(self) -> bool:
         """Whether such a config waits, compiled, until nothing else runs."""
         run = self._run
-        waiting = [*itertools.islice(run.jobs.ready, 1), *(worker.job for worker in run.workers.parked())]
+        waiting = [
+            *itertools.islice(run.jobs.ready, 1),
+            *(worker.job for worker in run.workers.in_state(WorkerState.PARKED)),
+        ]
         return any(job is not None and job.was_lost and run.jobs.may_be_compared(job) for job in waiting)
 
     def _runs_alone(self) -> bool:

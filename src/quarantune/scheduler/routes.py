@@ -130,12 +130,11 @@ class RouteSteps:
         is_next = self.reusable(pending[0]) is not None if pending else self.awaits_others()
         if is_next and run.scarcity.most > 1:
             return
-        for worker in run.workers:
-            if worker.state is WorkerState.BETWEEN:
-                run.workers.retire(worker)
+        for worker in run.workers.in_state(WorkerState.BETWEEN):
+            run.workers.retire(worker)
 
     def _first_in(self, state: WorkerState) -> Worker | None:
-        return next((worker for worker in self._run.workers if worker.state is state), None)
+        return next(iter(self._run.workers.in_state(state)), None)
 
     def _may_go_on(self, worker: Worker) -> bool:
         """Takes its job from a worker; returns whether it may go on with another one.
@@ -279,7 +278,7 @@ class CombinedRoute(RouteSteps):
 
     def waiting(self) -> int:
         """Returns how many configs wait, compiled, for a device."""
-        return len(self._run.workers.parked())
+        return len(self._run.workers.in_state(WorkerState.PARKED))
 
     def may_begin(self, job: Job) -> bool:
         """Whether there is a worker for a job, or one may be started."""
@@ -368,7 +367,7 @@ class CombinedRoute(RouteSteps):
         run = self._run
         parked = [
             worker
-            for worker in run.workers.parked()
+            for worker in run.workers.in_state(WorkerState.PARKED)
             if worker.device is device and run.jobs.may_be_compared(worker.job)
         ]
         for worker in sorted(parked, key=lambda worker: worker.job.first_ms if worker.job else 0.0):

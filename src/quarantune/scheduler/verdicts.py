@@ -114,7 +114,7 @@ class MemoryWatch:
         if is_all:
             self._next_waiting_look = now + _WAITING_LOOK_S
         waiting = [worker for worker in watched if worker.state in _WAITING]
-        return [worker for worker in waiting if is_all or worker.weighed_in is not worker.state]
+        return [worker for worker in waiting if is_all or worker.weighed_as is not worker.state]
 
     def _weigh(self, workers: Sequence[Worker], baseline: int, *, exactly: bool = False) -> None:
         """Records the memory that the process tree of each worker holds now."""
@@ -127,7 +127,7 @@ class MemoryWatch:
                 foreign=self._foreign_files,
                 exactly=exactly,
             )
-            worker.weighed_in = worker.state
+            worker.weighed_as = worker.state
             worker.peak_bytes = max(worker.peak_bytes, worker.used_bytes)
 
     def _foreign_files(self) -> set[memory.FileId]:

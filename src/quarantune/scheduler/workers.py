@@ -189,7 +189,7 @@ class Worker:
         used: how many configs it has had before.
         peak_bytes: the most memory that it held.
         used_bytes: the memory that it holds.
-        weighed_in: its state when its memory was last measured.
+        weighed_as: its state when its memory was last measured.
         memory_meter: measures the memory of its processes.
         descendants: process ids below its own.
         offered: the number of outputs that its own was to be compared with.
@@ -217,7 +217,7 @@ class Worker:
     used: int = 0
     peak_bytes: int = 0
     used_bytes: int = 0
-    weighed_in: WorkerState | None = None
+    weighed_as: WorkerState | None = None
     memory_meter: memory.MemoryMeter = dataclasses.field(default_factory=memory.MemoryMeter)
     descendants: list[int] = dataclasses.field(default_factory=list)
     offered: int = 0
@@ -324,9 +324,9 @@ class Workers:
         """Returns the jobs that workers have."""
         return [worker.job for worker in self._by_number.values() if worker.job is not None]
 
-    def parked(self) -> list[Worker]:
-        """Returns the workers that have compiled and wait for their device."""
-        return [worker for worker in self._by_number.values() if worker.state is WorkerState.PARKED]
+    def in_state(self, *states: WorkerState) -> list[Worker]:
+        """Returns the workers that are in one of some states."""
+        return [worker for worker in self._by_number.values() if worker.state in states]
 
     def compiling(self) -> int:
         """Returns how many compile slots are taken."""
@@ -335,10 +335,6 @@ class Workers:
     def measuring(self) -> int:
         """Returns how many devices are assigned, those too that were withdrawn and whose workers are still dying."""
         return sum(worker.holds_device for worker in self._by_number.values())
-
-    def any_may_measure(self) -> bool:
-        """Whether a worker is ready for a config, or measures one."""
-        return any(worker.state in (WorkerState.IDLE, WorkerState.MEASURING) for worker in self._by_number.values())
 
     def on(self, device: DeviceState) -> int:
         """Returns how many workers use a device."""

@@ -92,9 +92,7 @@ class Routes:
         self._stops = stops
         self._request = request
         self._problem = request.problem
-        self._options = request.options
         self._limits = request.limits
-        self._events = request.events
         self._is_alone = isolation is Isolation.NONE
         self._measures_here = isolation is Isolation.COMPILE
         self._compile_only = request.compile_only and not self._is_alone
@@ -113,7 +111,6 @@ class Routes:
         self._device_is_taken = self._on_tpu and (self._measures_here or jax_internals.backends_initialized())
         # libtpu compiles alike with its device and without it: there, errors need no confirmation.
         self._confirmed: set[str] = set()
-        self._is_check = request.target is not None
         self._devices, self._target = devices, target
 
     def run(self, configs: dict[int, Config], measured: Mapping[int, Trial]) -> Swept:
@@ -123,8 +120,8 @@ class Routes:
         with contextlib.closing(self._race), contextlib.ExitStack() as self._schedulers:
             self._reference, configs = self._reference_for(configs, measured)
             self._schedulers.callback(self._reference.close)
-            self._reference.is_coming = callable(self._options.ref_fn) and bool(configs)
-            finish, self._finish = self._finish, self._reference.hold(self._finish, self._events.untuned)
+            self._reference.is_coming = callable(self._request.options.ref_fn) and bool(configs)
+            finish, self._finish = self._finish, self._reference.hold(self._finish, self._request.events.untuned)
             try:
                 self._run_routes(configs)
             except NoReferenceError as error:
@@ -151,7 +148,7 @@ class Routes:
                 for scheduler in self._made:
                     executables |= scheduler.compiled()[0]
         # The caller runs a program without the gradient that it was compiled with.
-        return Swept(executables={} if self._options.time_grad else executables)
+        return Swept(executables={} if self._request.options.time_grad else executables)
 
     def check(self, configs: dict[int, Config]) -> None:
         """Compiles configs for a device that need not be here, and reports how each ends."""
@@ -222,7 +219,7 @@ class Routes:
     def _new_scheduler(self, route: Route, finish: Finish, source: ConfigSource = NOTHING_MORE) -> Scheduler:
         if self._made:
             self._made[-1].free_devices()
-        here, events = route is Route.IN_PROCESS, self._events
+        here, events = route is Route.IN_PROCESS, self._request.events
         scheduler = Scheduler(
             self._sandbox,
             self._plan(route, is_closed=source.is_closed),
@@ -265,7 +262,7 @@ class Routes:
         memory_bytes = limits.memory_limit_bytes
         return Plan(
             route=route,
-            options=worker_options(self._problem.platform, self._options),
+            options=worker_options(self._problem.platform, self._request.options),
             target=None if with_device else self._target,
             slots=slots,
             devices=tuple(self._devices),
@@ -281,7 +278,7 @@ class Routes:
             memory_limit_bytes=memory_bytes or int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, workers)),
             may_exceed_alone=memory_bytes is None,
             compile_only=self._compile_only,
-            is_check=self._is_check,
+            is_check=self._request.target is not None,
             measures_here=measures_here,
             errors_stand=self._on_tpu,
             proof=self._request.proof,
@@ -294,7 +291,7 @@ class Routes:
             return self._configs_per_worker() if is_reused and jax_internals.is_jitted(self._problem.fn) else 1
         # libtpu may take tens of seconds for what does not fit into a TPU. A deadline missed in a used worker must be
         # waited for twice, and in a check, which measures nothing, that is more than used workers save.
-        is_fresh = self._on_cpu or (self._on_tpu and self._is_check)
+        is_fresh = self._on_cpu or (self._on_tpu and self._request.target is not None)
         return 1 if is_fresh else min(_COMPILES_PER_WORKER, self._configs_per_worker())
 
     def _configs_per_worker(self) -> int:
@@ -329,7 +326,7 @@ class Routes:
             configs: the first configs to run, by index.
             known: the trials of an earlier sweep by index.
         """
-        problem, options, default = self._problem, self._options, self._problem.default
+        problem, options, default = self._problem, self._request.options, self._problem.default
         compares, calibrates = options.compares_outputs and bool(configs), options.calibrates and bool(configs)
         if problem.untuned is None:
             # The output of a plain callable may well differ between configs.

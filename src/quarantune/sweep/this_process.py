@@ -102,16 +102,18 @@ class _Here(Worker):
         """Loads a program that came as data, without running code of it; compiles one that cannot come so."""
         index = self.task.trial
         if (begun := self._place.begun.pop(index, None)) is not None:
+            self.program = begun
             return begun
         yield self.entered(Phase.LOAD)
         try:
-            return bench.load_data(dict(config), spool.read_parts(fd)[0])
+            self.program = program = bench.load_data(dict(config), spool.read_parts(fd)[0])
+            return program
         except (ValueError, IndexError) as error:
             if index is None:
                 raise NeedsDeviceError(f"it cannot be loaded: {error}") from error
         yield self.entered(Phase.COMPILE)
         self._place.report_compiling(index, config)
-        program = bench.compile(dict(config), target=None)
+        self.program = program = bench.compile(dict(config), target=None)
         yield self.compiled(program)
         return program
 

@@ -62,7 +62,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The times of one config.
+    """The times of one config, as `Measured` tells them.
 
     Attributes:
         samples_ms: the samples by the clock, in milliseconds.

@@ -80,7 +80,7 @@ class Worker:
 
     Attributes:
         phase: the phase of the trial that it is in.
-        program: the program that it has compiled or loaded last.
+        program: the program that it has compiled last.
     """
 
     def __init__(self, connection: Connection, options: WorkerOptions, call: object | None) -> None:
@@ -244,9 +244,8 @@ class Worker:
                 os.nice(_NICENESS)
 
     def _measure(self, bench: Bench, task: messages.Measure, fds: list[int]) -> Iterator[Reply]:
-        if task.load:
-            self.program = yield from self.load(bench, task.config, fds[0])
-        program, agreement = self.program, None
+        program = (yield from self.load(bench, task.config, fds[0])) if task.load else self.program
+        agreement = None
         if not task.checked:
             yield self.entered(Phase.CHECK)
             agreement = self._check(bench, program, task, fds)
@@ -265,15 +264,7 @@ class Worker:
         measured = bench.measure(program, best_median_ms=task.best_median_ms, noise=noise)
         if not task.load and (not measured.is_slow or bench.is_plain):
             self.save_finalist(bench, program, fds[0])
-        yield messages.Measured(
-            **self._heading(),
-            samples_ms=measured.samples_ms,
-            cpu_ms=measured.cpu_ms,
-            own_ms=measured.own_ms,
-            is_slow=measured.is_slow,
-            clock=measured.clock,
-            agreement=agreement,
-        )
+        yield messages.Measured(**self._heading(), **vars(measured), agreement=agreement)
 
     def _check(self, bench: Bench, program: Program, task: messages.Measure, fds: list[int]) -> messages.Agreement:
         limit = None
