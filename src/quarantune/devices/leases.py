@@ -34,8 +34,7 @@ class Lease:
 
     A lease is a name in Linux's abstract socket namespace: the kernel frees the name when its holder dies, for whatever
     reason, and no file is left behind. A second name says that a tuner waits, so that a busy tuner gives others a turn.
-    The holder listens on its socket, so that a waiting tuner can ask the kernel for its process. Systems without such
-    names have no leases, and every tuner measures at once.
+    The holder listens on its socket, so that a waiting tuner can ask the kernel for its process.
 
     A holder that does not release the lease is passed over: measuring goes on beside it, with one warning, for the
     lifetime of this object, which is one sweep.
