@@ -107,7 +107,7 @@ class Autotuned:
             suitable.check_configs(fn, examples, name=self.name, signature=signature, need_defaults=True)
         self._configs = listed
         self._options = options
-        self._array_type = jax_internals.array_type()
+        self._array_type = jax_internals.array_type
         self._memo_keys = MemoKeys(self._jit_options)
         self._own_memo: Memo[Callable[..., Any]] = {}
         self._partial: dict[frozenset[str], Resolver] = {}

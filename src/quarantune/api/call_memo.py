@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 Memo: TypeAlias = dict[Any, dict[Hashable, _T]]
 """Choices by the key of the call, for each state of JAX's settings."""
 
-read_context = jax_internals.trace_context()
+read_context = jax_internals.trace_context
 """Returns the state of JAX's settings, under which a choice is remembered."""
 
 
@@ -30,7 +30,7 @@ class MemoKeys:
                 Python's numbers and strings.
         """
         self._jit = jit
-        self._array_type = jax_internals.array_type()
+        self._array_type = jax_internals.array_type
 
     def of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable | None:
         """Returns the key of a call; None where an argument needs a closer look each time, as a tracer does."""

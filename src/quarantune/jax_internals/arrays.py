@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax._src import core, literals
+from jax._src.array import ArrayImpl
 
 
 def as_weak(array: jax.Array) -> jax.Array:
@@ -18,23 +19,17 @@ def as_weak(array: jax.Array) -> jax.Array:
     Args:
         array: an array whose shards are all in this process.
     """
-    from jax._src.array import ArrayImpl
-
     whole: Any = array
     buffers = [shard.data for shard in whole.addressable_shards] if len(whole.sharding.device_set) > 1 else [whole]
     weak: jax.Array = ArrayImpl(whole.aval.update(weak_type=True), whole.sharding, buffers, committed=whole.committed)
     return weak
 
 
-@functools.cache
-def typed_ndarray() -> type:
-    """Returns the class of the NumPy arrays that JAX uses for constants while it traces.
+typed_ndarray: type = literals.TypedNdArray
+"""The class of the NumPy arrays that JAX uses for constants while it traces.
 
-    Private because users rarely see it, but the rules of a `jax.custom_vjp` function are called with such arrays.
-    """
-    from jax._src import literals
-
-    return literals.TypedNdArray
+Private because users rarely see it, but the rules of a `jax.custom_vjp` function are called with such arrays.
+"""
 
 
 def key_impl(dtype: Any) -> str:
@@ -60,18 +55,12 @@ def key_data_shape(impl: str) -> tuple[int, ...]:
     return tuple(key_dtype(impl)._impl.key_shape)
 
 
-@functools.cache
-def array_type() -> type[Any]:
-    """Returns the concrete class of JAX arrays.
+array_type: type[Any] = ArrayImpl
+"""The concrete class of JAX arrays.
 
-    Private because `isinstance(x, jax.Array)` is true for tracers too, and several times slower than comparing types,
-    which would be half the time of a cached call. Making an array to get its type would initialise a backend.
-    """
-    from jax._src.array import ArrayImpl
-
-    return ArrayImpl
-
-
+Private because `isinstance(x, jax.Array)` is true for tracers too, and several times slower than comparing types,
+which would be half the time of a cached call. Making an array to get its type would initialise a backend.
+"""
 aval_of = operator.attrgetter("aval")
 raw_sharding_of = operator.attrgetter("_sharding")
 """Reads the sharding of a JAX array; the public `sharding` takes three times as long, in every cached call."""
@@ -82,15 +71,11 @@ def aval(shape: Sequence[int], dtype: Any, *, weak_type: bool) -> Any:
 
     Private because JAX has no public way to make a weak type.
     """
-    from jax._src import core
-
     return core.ShapedArray(tuple(shape), dtype, weak_type=weak_type)
 
 
 def is_plain_aval(item: Any) -> bool:
     """Returns whether `aval` can make a type: that of an array in device memory, without explicit mesh axes."""
-    from jax._src import core
-
     if type(item) is not core.ShapedArray:
         return False
     mesh = item.sharding.mesh

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax._src import xla_bridge
 
 _ASKING = frozenset({"default_backend", "devices", "device_count", "local_device_count"})
 """The functions of JAX that say what `get_backend` returned."""
@@ -23,8 +24,6 @@ def backends_initialized() -> bool:
 
     Private because every public way to ask (`jax.devices`, `jax.default_backend`) initialises one.
     """
-    from jax._src import xla_bridge
-
     return bool(xla_bridge.backends_are_initialized())
 
 
@@ -42,8 +41,6 @@ def load_plugins() -> None:
     global _has_plugins
     if _has_plugins:
         return
-    from jax._src import xla_bridge
-
     _has_plugins = True
     variable = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     before = os.environ.get(variable)
@@ -75,7 +72,6 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
             the device what its description cannot answer. JAX, and the kernels that come with it, ask for its kind and
             its number of cores alone.
     """
-    from jax._src import xla_bridge
     from jax.extend import backend as extension
 
     real, real_local_devices, real_default = xla_bridge.get_backend, jax.local_devices, extension.get_default_device

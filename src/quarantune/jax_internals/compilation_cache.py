@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+from jax._src import compilation_cache
 
 from quarantune.host import locks
 
@@ -96,8 +97,6 @@ def compilation_cache_in_memory(
     Yields:
         The cache, with attributes `programs` (by key) and `used` (the keys that were found).
     """
-    from jax._src import compilation_cache
-
     names = ("_cache", "_cache_initialized", "_cache_checked", "_cache_used")
     with _blocks.lock:
         if not _blocks.open_count:
@@ -126,8 +125,6 @@ def compilation_cache_in_memory(
 
 
 def _restore_compilation_cache() -> None:
-    from jax._src import compilation_cache
-
     for name, value in _blocks.before.items():
         setattr(compilation_cache, name, value)
     for name, value in _blocks.options_before.items():
@@ -151,8 +148,6 @@ def seed_compilation_cache(programs: Mapping[str, bytes]) -> bool:
     Returns:
         Whether the caller has configured a persistent compilation cache, and it accepted the programs.
     """
-    from jax._src import compilation_cache
-
     if not has_compilation_cache():
         return False
     try:

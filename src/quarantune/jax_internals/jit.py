@@ -11,20 +11,17 @@ from typing import Any
 
 import jax
 
+# The last two are imported for their side effect: they add themselves to the list of classes with custom rules.
+from jax._src import custom_api_util, custom_batching, custom_partitioning  # noqa: F401
+
 
 def is_jitted(fn: object) -> bool:
     """Returns whether `fn` was returned by `jax.jit`, or has the same interface."""
     return isinstance(fn, jax.stages.Wrapped)
 
 
-@functools.cache
-def pjit_type() -> Any:
-    """Returns the class of the objects `jax.jit` returns; creating one of them initialises nothing."""
-    return type(jax.jit(_nothing))
-
-
-def _nothing() -> None:
-    pass
+pjit_type: Any = type(jax.jit(lambda: None))
+"""The class of the objects that `jax.jit` returns; making one of them initialises nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,9 +186,6 @@ def custom_rule_types() -> tuple[type, ...]:
 
     Private because JAX's list of these classes is. An object of any of them has all its state in its `__dict__`.
     """
-    # The last two are imported for their side effect: they add themselves to the list.
-    from jax._src import custom_api_util, custom_batching, custom_partitioning  # noqa: F401
-
     return (jax.custom_vjp, jax.custom_jvp, *custom_api_util._custom_wrapper_types)
 
 
@@ -204,8 +198,6 @@ def custom_rules(fn: object) -> Mapping[str, Any]:
     Args:
         fn: any object.
     """
-    from jax._src import custom_api_util
-
     kind = type(fn)
     if issubclass(kind, (jax.custom_vjp, jax.custom_jvp)):
         return _derivative_rules(fn)

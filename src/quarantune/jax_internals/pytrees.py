@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from jax._src import tree_util
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +41,6 @@ def pytree_registration(cls: type) -> PytreeRegistration | None:
     Args:
         cls: any class.
     """
-    from jax._src import tree_util
-
     entry = tree_util._registry.get(cls)
     if entry is None:
         return None
@@ -61,8 +60,6 @@ def register_pytree(cls: type, registration: PytreeRegistration) -> None:
         cls: a class that was unpickled by value.
         registration: what `pytree_registration` returned in the sending process.
     """
-    from jax._src import tree_util
-
     if cls in tree_util._registry:
         return
     if registration.data_fields is not None:
@@ -85,8 +82,6 @@ def pytree_registrations_held_back() -> Iterator[HeldBack]:
     Private (`tree_util._all_registries`) because a class that registers itself while it is made, in its metaclass or
     `__init_subclass__`, may use any of JAX's functions for this, and all of them use these registries.
     """
-    from jax._src import tree_util
-
     real, held = getattr(tree_util, "_all_registries", None), HeldBack()
     if real is None:  # another version of JAX: the registration stays
         yield held
@@ -118,8 +113,6 @@ class HeldBack:
         Args:
             but: the class.
         """
-        from jax._src import tree_util
-
         for nodetype, method, arguments in self._noted:
             if nodetype is but:
                 tree_util._registry.pop(nodetype, None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax._src import config
 
 _logger = logging.getLogger("quarantune")
 
@@ -172,22 +172,15 @@ def adopt_late_options(options: Mapping[str, Any]) -> None:
 # --- contexts, and the part of JAX's own key that does not come from the call ---
 
 
-@functools.cache
-def trace_context() -> Callable[[], tuple[Any, ...]]:
-    """Returns JAX's function for the part of its key for a program that does not come from the call.
+trace_context: Callable[[], tuple[Any, ...]] = config.trace_context
+"""Returns the part of JAX's key for a program that does not come from the call.
 
-    Private because there is no public way to know whether a program traced earlier would be traced the same now.
-    """
-    from jax._src import config
-
-    read: Callable[[], tuple[Any, ...]] = config.trace_context
-    return read
+Private because there is no public way to know whether a program traced earlier would be traced the same now.
+"""
 
 
 def trace_context_names() -> tuple[str, ...]:
-    """Returns a name for each part of the tuple that `trace_context()()` returns; none if JAX does not publish them."""
-    from jax._src import config
-
+    """Returns a name for each part of the tuple that `trace_context()` returns; none if JAX does not publish them."""
     with contextlib.suppress(AttributeError, NotImplementedError):
         return tuple(config.trace_context_names())
     return ()
@@ -198,8 +191,6 @@ def contexts() -> Mapping[str, Any]:
 
     Private because JAX has public ways to enter them (`pltpu.force_tpu_interpret_mode`), but none to read them.
     """
-    from jax._src import config
-
     values = {name: holder.value for name in CONTEXTS if (holder := getattr(config, name, None)) is not None}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -210,13 +201,11 @@ def set_contexts(values: Mapping[str, Any]) -> None:
     Args:
         values: the values that `contexts` returned in another process.
     """
-    from jax._src import config
-
     for name, value in values.items():
         getattr(config, name).set_global(value)
 
 
 def user_contexts() -> list[Any]:
     """Returns the values of the contexts made by `jax.make_user_context`; None for each that is not set."""
-    named = zip(trace_context_names(), trace_context()(), strict=False)
+    named = zip(trace_context_names(), trace_context(), strict=False)
     return [value for name, value in named if name == "user_context"]

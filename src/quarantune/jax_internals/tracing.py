@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import types
 from collections.abc import Collection, Iterator
 from typing import Any
 
 import jax
+from jax._src import core
 
-
-@functools.cache
-def primitive_type() -> type:
-    """Returns the class of JAX's primitives.
-
-    Private because the public `jax.extend`, which has it too, is slow to import.
-    """
-    from jax._src import core
-
-    return core.Primitive
+primitive_type: type = core.Primitive
+"""The class of JAX's primitives; private because the public `jax.extend`, which has it too, is slow to import."""
 
 
 def equations(jaxpr: Any, *, closed: Collection[str] = ()) -> Iterator[Any]:
@@ -56,8 +48,6 @@ def bound_axes() -> dict[str, int]:
 
     Private because the public `jax.lax.axis_size` needs the name of an axis, and nothing public lists the names.
     """
-    from jax._src import core
-
     return dict(core.get_axis_env().axis_sizes)
 
 
@@ -78,16 +68,12 @@ def outside_of_traces() -> Iterator[None]:
     Private because the public `jax.ensure_compile_time_eval` evaluates as much as it can of a function traced inside
     it: callbacks with constant arguments, such as those of Pallas's interpreters, would run during tracing.
     """
-    from jax._src import core
-
     with core.eval_context():
         yield
 
 
 def is_tracing() -> bool:
     """Returns whether this thread is inside a trace."""
-    from jax._src import core
-
     return not core.trace_state_clean()
 
 

@@ -204,7 +204,7 @@ class _ArrayPacker:
 def _is_spooled(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray):
         # Arrays of objects or strings, in foreign byte order or of subclasses are pickled like any other value.
-        plain = type(leaf) in (np.ndarray, np.memmap, jax_internals.typed_ndarray()) and leaf.dtype.isnative
+        plain = type(leaf) in (np.ndarray, np.memmap, jax_internals.typed_ndarray) and leaf.dtype.isnative
         return plain and (leaf.dtype.kind in "biufc" or hasattr(ml_dtypes, leaf.dtype.name))
     return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct))
 
@@ -216,7 +216,7 @@ def _describe(array: Any, *, index: int, offset: int, with_value: bool) -> Array
             shape=array.shape,
             dtype=array.dtype.name,
             weak_type=bool(getattr(array, "weak_type", False)),
-            kind="jax" if type(array) is jax_internals.typed_ndarray() else "numpy",
+            kind="jax" if type(array) is jax_internals.typed_ndarray else "numpy",
             offset=offset,
             nbytes=array.nbytes,
             is_transposed=array.flags.f_contiguous and not array.flags.c_contiguous,

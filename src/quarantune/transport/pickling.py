@@ -266,7 +266,7 @@ def _reducer_for(kind: Any) -> Callable[[Pickler, Any], Any] | None:
         return Pickler._reduce_function
     if kind is types.ModuleType:
         return Pickler._reduce_module
-    if kind is jax_internals.pjit_type():
+    if kind is jax_internals.pjit_type:
         return Pickler._reduce_jitted
     if issubclass(kind, jax_internals.custom_rule_types()):
         return Pickler._reduce_custom_rule
@@ -276,7 +276,7 @@ def _reducer_for(kind: Any) -> Callable[[Pickler, Any], Any] | None:
         return Pickler._reduce_forbidden
     if issubclass(kind, jax.Array):
         return Pickler._reduce_array
-    if issubclass(kind, jax_internals.primitive_type()):
+    if issubclass(kind, jax_internals.primitive_type):
         return Pickler._reduce_primitive
     if kind.__module__.partition(".")[0] == "jax" and kind.__module__ in sys.modules:
         return Pickler._reduce_jax_object

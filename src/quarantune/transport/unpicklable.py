@@ -93,7 +93,7 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"the entry {short(key)}", value) for key, value in obj.items())
     elif isinstance(obj, (list, tuple, set, frozenset)):
         yield from ((f"element {index}", value) for index, value in enumerate(obj))
-    elif type(obj) is jax_internals.pjit_type():
+    elif type(obj) is jax_internals.pjit_type:
         yield f"the function inside jax.jit({name!r})", obj.__wrapped__
     elif hasattr(obj, "__dict__") and not isinstance(obj, types.ModuleType):
         # Of a class only the members that its author wrote, as the others are never pickled.

@@ -127,7 +127,7 @@ class Worker:
 
     def _is_as_it_was(self) -> bool:
         """Returns whether JAX's settings are as they were before a config was compiled here, if one was."""
-        return not self._trace_context or self._trace_context == jax_internals.trace_context()()
+        return not self._trace_context or self._trace_context == jax_internals.trace_context()
 
     def do(self, task: Task, fds: list[int]) -> Iterator[Reply]:
         """Does a task, step by step; yields its replies, before the step that each announces."""
@@ -196,7 +196,7 @@ class Worker:
         yield self.entered(Phase.COMPILE)
         if not self._is_as_it_was():
             raise RuntimeError("an earlier config has changed JAX's settings in this worker")
-        self._trace_context = jax_internals.trace_context()()
+        self._trace_context = jax_internals.trace_context()
         self.program = None  # that of an earlier config, with its memory
         estimate = self._estimate(bench, task)
         self.program = bench.compile(
