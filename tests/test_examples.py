@@ -25,7 +25,8 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 TABLES = [
-    pytest.param("matmul.py", 12, r"agrees with a @ b", marks=pytest.mark.slow),
+    # The quick start of .ci/run runs it, too.
+    pytest.param("matmul.py", 12, r"agrees with a @ b", marks=[pytest.mark.slow, pytest.mark.long]),
     pytest.param("attention.py", 9, r"agrees with the direct formula", marks=pytest.mark.slow),
     pytest.param("callable.py", 8, r"agrees with distances taken one by one"),
     pytest.param("rmsnorm_rope.py", 18, r"the defaults take \d.*\nagrees with plain JAX", marks=pytest.mark.slow),

@@ -112,6 +112,7 @@ def test_a_hopeless_first_run_ends_early_and_leaves_nothing() -> None:
     assert result.best_config["n"] < 100
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_defaults_run_to_their_end_however_slow() -> None:
     def slow_by_default(x: Any, n: int = 600_000_000) -> Any:

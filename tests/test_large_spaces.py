@@ -206,6 +206,7 @@ print(time.process_time() - started_s, resource.getrusage(resource.RUSAGE_SELF).
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_first_call_costs_the_same_for_ten_a_million_and_a_billion_configs(cache_dir: Path, tmp_path: Path) -> None:
     script = tmp_path / "double.py"

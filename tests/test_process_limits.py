@@ -162,7 +162,7 @@ def trials_of(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, tuple[s
         ("user", 40, {}),
         ("user", 24, {}),
         ("user", 30, {"QUARANTUNE_CONFIGS_PER_WORKER": "4"}),
-        ("group", 48, {"QUARANTUNE_START_METHOD": "spawn"}),
+        pytest.param("group", 48, {"QUARANTUNE_START_METHOD": "spawn"}, marks=pytest.mark.long),
     ],
 )
 def test_a_limit_on_processes_costs_no_config_its_outcome(
@@ -180,7 +180,7 @@ def test_a_limit_on_processes_costs_no_config_its_outcome(
     assert not re.search("crashed|Resource temporarily", program.journal())
 
 
-@pytest.mark.parametrize("limit", [2, 12])
+@pytest.mark.parametrize("limit", [2, pytest.param(12, marks=pytest.mark.long)])
 def test_a_limit_too_low_for_one_worker_is_named_and_nothing_is_remembered(limit: int, tmp_path: Path) -> None:
     program = Limited(tmp_path)
     with limited("user", limit) as command:
@@ -191,7 +191,9 @@ def test_a_limit_too_low_for_one_worker_is_named_and_nothing_is_remembered(limit
     assert best == GOOD[3]
 
 
-@pytest.mark.parametrize("misdeed", ["start_threads", "keep_threads", "fork"])
+@pytest.mark.parametrize(
+    "misdeed", ["keep_threads", *(pytest.param(each, marks=pytest.mark.long) for each in ("start_threads", "fork"))]
+)
 def test_a_config_that_exhausts_the_limit_costs_only_itself(misdeed: str, tmp_path: Path) -> None:
     program = Limited(tmp_path)
     with limited("user", 80) as command:
@@ -213,7 +215,7 @@ def _await_child(pid: int, of: subprocess.Popen[str]) -> int | None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("depth", range(4))
+@pytest.mark.parametrize("depth", [0, *(pytest.param(depth, marks=pytest.mark.long) for depth in (1, 2, 3))])
 def test_whatever_of_a_sweep_is_killed_under_a_limit_no_result_is_wrong_or_lost(depth: int, tmp_path: Path) -> None:
     """Kills the caller, its template, the sweep's template or a worker, while two callers share a limit."""
     program = Limited(tmp_path)

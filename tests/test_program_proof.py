@@ -123,7 +123,7 @@ def run(directory: Path, program: str) -> str:
     [
         "{}",
         pytest.param("{'isolation': 'compile'}", marks=pytest.mark.slow),
-        pytest.param("{'start_method': 'spawn'}", marks=pytest.mark.slow),
+        pytest.param("{'start_method': 'spawn'}", marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )
 def test_a_hidden_value_that_workers_lack_ends_the_sweep(tmp_path: Path, options: str) -> None:
@@ -138,6 +138,7 @@ def test_a_hidden_value_that_workers_lack_ends_the_sweep(tmp_path: Path, options
     assert told.count("'n'") == 2, told
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_hidden_value_that_the_machines_of_an_engine_lack_ends_the_sweep(tmp_path: Path) -> None:
     write(tmp_path, kernels=KERNELS.replace("def raises", "def unused"))
@@ -148,7 +149,9 @@ def test_a_hidden_value_that_the_machines_of_an_engine_lack_ends_the_sweep(tmp_p
 
 @pytest.mark.slow
 @pytest.mark.clients
-@pytest.mark.parametrize("module", ["honest_programs", "honest_arrays", "honest_modules"])
+@pytest.mark.parametrize(
+    "module", ["honest_programs", "honest_arrays", pytest.param("honest_modules", marks=pytest.mark.long)]
+)
 def test_honest_programs_are_tuned(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     importlib.import_module(module)
 

@@ -38,6 +38,7 @@ def holds_at_most(process: psutil.Process, fds: int) -> bool:
     return process.num_fds() <= fds
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_forty_sweeps_in_a_row_leave_the_process_as_it_was() -> None:
@@ -107,7 +108,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
-    [pytest.param("fork", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.slow), "forkserver"],
+    [pytest.param("fork", marks=pytest.mark.long), pytest.param("spawn", marks=pytest.mark.long), "forkserver"],
 )
 def test_daemonic_children_tune(tmp_path: Path, method: str) -> None:
     program = tmp_path / "daemons.py"

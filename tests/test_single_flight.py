@@ -267,6 +267,7 @@ def test_when_the_tuning_process_is_killed_another_finishes_its_sweep(
 # --- interrupted --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_sweep_killed_five_times_runs_no_finished_trial_twice(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     random_ = random.Random(3)

@@ -107,6 +107,7 @@ def test_a_first_call_with_a_warm_cache_reads_one_file_once(tmp_path: Path, cach
     assert python(call, tmp_path).strip() == "['open cache', 'open warm.json']"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_first_look_up_and_a_write_are_quick_among_10_000_entries(tmp_path: Path, cache_dir: Path) -> None:
     (tmp_path / "warm_kernel.py").write_text(MODULE)

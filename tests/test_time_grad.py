@@ -108,6 +108,7 @@ def test_time_grad_wants_a_jitted_function() -> None:
         quarantune.AutoTuner(lambda x, n=1: x, {"n": [1]}, time_grad=True)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_attention_of_jax_is_tuned_to_be_trained_with() -> None:
     attention = pytest.importorskip("jax.experimental.pallas.ops.gpu.attention")
