@@ -6,11 +6,11 @@ import dataclasses
 import enum
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 
-from quarantune.values.codec import DamageError, decode, encode, prepare
+from quarantune.values.codec import IN_MEMORY, DamageError, Record, decode, encode, prepare, within
 
 
 class Color(enum.Enum):
@@ -98,3 +98,65 @@ def test_a_message_class_with_a_field_named_message_is_refused() -> None:
     for use in (prepare, lambda kind: encode(kind("x")), lambda kind: decode({"message": "Told"}, kind)):
         with pytest.raises(TypeError, match=r"rename Told\.message"):
             use(Told)
+
+
+# --- records ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample(Record):
+    name: str
+    share: Annotated[float, within(0, 1)] = 0.5
+    place: tuple[int, str] = (0, "a")
+    kind: bool | Literal["near"] = False
+    opened: Any = dataclasses.field(default=None, metadata=IN_MEMORY)
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgiving(Sample):
+    IS_LENIENT = True
+
+
+FULL = Sample("x", 0.25, (3, "b"), "near", object())
+
+
+def test_a_record_is_read_as_it_was_written_without_fields_of_memory() -> None:
+    data = json.loads(json.dumps(FULL.to_json()))
+    assert data == {"name": "x", "share": 0.25, "place": [3, "b"], "kind": "near"}
+    assert Sample.from_json(data) == dataclasses.replace(FULL, opened=None)
+
+
+def test_fields_that_another_version_wrote_are_left_out() -> None:
+    assert Sample.from_json({"name": "x", "later": 1, "opened": "forged"}) == Sample("x")
+
+
+ODD = [
+    ("share", 1.0),
+    ("share", 10**400),
+    ("share", float("nan")),
+    ("share", True),
+    ("place", [3]),
+    ("place", [3, "b", 4]),
+    ("place", ["b", 3]),
+    ("place", {"0": 3}),
+    ("kind", "far"),
+    ("kind", []),
+    ("kind", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), ODD)
+def test_a_value_that_does_not_fit_is_damage_unless_the_record_is_lenient(name: str, value: Any) -> None:
+    data = {"name": "x", "share": 0.25} | {name: value}
+    with pytest.raises(DamageError, match=f"Sample.{name}"):
+        Sample.from_json(data)
+    found = Forgiving.from_json(data)
+    assert getattr(found, name) == getattr(Forgiving("x"), name)
+    assert found.share == (0.5 if name == "share" else 0.25)
+
+
+@pytest.mark.parametrize("data", [None, 3, [], "x", {}, {"name": 3}])
+def test_a_record_without_a_field_that_it_needs_is_damage(data: Any) -> None:
+    for kind in (Sample, Forgiving):
+        with pytest.raises(DamageError):
+            kind.from_json(data)

@@ -6,6 +6,7 @@ import importlib
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,37 @@ def test_journals_that_an_earlier_version_wrote_are_read(tmp_path: Path) -> None
         ({"block": 4}, "ok", 2),
         ({"block": 8}, "ok", 2),
     ]
+
+
+FIELDS_OF_A_TRIAL = (
+    "config outcome phase time_ms samples_ms own_ms compile_s peak_memory_bytes message log_tail route device clock "
+    "ended_s"
+)
+FIELDS_OF_AN_ENTRY = (
+    "schema config time_ms default_time_ms speedup_interval key_values fingerprint space versions created trials "
+    "search samples"
+)
+FIELDS_OF_A_RESULT = (
+    "schema name best_config time_ms default_config default_time_ms speedup_interval noise finalists counts created "
+    "device versions stopped seen space_size tie key from_cache trials files"
+)
+
+
+def test_what_is_written_has_the_fields_that_earlier_versions_wrote(
+    kernels: Any, cache_dir: Path, tmp_path: Path
+) -> None:
+    tuned = quarantune.autotune(kernels.SPACE, rep=1, **kernels.OPTIONS["plain"])(kernels.plain)
+    with quarantune.settings(isolation="none"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        tuned.tune(jnp.arange(16.0)).save(tmp_path)
+    (path,) = cache_dir.glob("*.json")
+    ((device, entries),) = json.loads(path.read_text()).items()
+    ((key, entry),) = entries.items()
+    assert " ".join(entry) == FIELDS_OF_AN_ENTRY
+    assert " ".join(entry["search"]) == "name seed stopped seen space_size budget"
+    for record in Journal(cache_dir, path.stem, device, key).records():
+        assert " ".join(record) == "trial limits versions"
+        assert " ".join(record["trial"]) == FIELDS_OF_A_TRIAL
+    about = json.loads((tmp_path / "result.json").read_text())
+    assert " ".join(about) == FIELDS_OF_A_RESULT
+    assert {" ".join(trial) for trial in about["trials"]} == {FIELDS_OF_A_TRIAL}

@@ -172,9 +172,7 @@ class TuningCache:
     def __iter__(self) -> Iterator[CacheRecord]:
         """Iterates over the entries on disk."""
         for name, contents in self._contents():
-            for device, entries in contents.items():
-                for key, entry in entries.items():
-                    yield CacheRecord(CacheKey(name, key, device), entry)
+            yield from map(CacheRecord._make, exchange.entries_of(name, contents))
 
     def merge(self, other: TuningCache | str | os.PathLike[str]) -> MergeReport:
         """Copies all entries of another cache.
@@ -362,12 +360,8 @@ def prune(
         def is_old(device: str, key: str, entry: Entry, *, name: str = name, before_s: float = before_s) -> bool:
             return is_chosen(name, device) and _created_s(entry) < before_s
 
-        old = [
-            CacheKey(name, key, device)
-            for device, found in store.read(name).items()
-            for key, entry in found.items()
-            if is_old(device, key, entry)
-        ]
+        found = exchange.entries_of(name, store.read(name))
+        old = [key for key, entry in found if is_old(key.device, key.problem_size, entry)]
         if old and not dry_run:
             store.discard(name, is_old)
             for key in old:
