@@ -126,22 +126,18 @@ class CompileFailures:
         self._compilers = versions.compilers(keyed.platform)
         self._known: dict[str, _Failure] | None = None
 
-    def known(self, *, start_over: bool = False) -> dict[str, Trial]:
+    def known(self, *, start_over: bool = False, with_compiled: bool = False) -> dict[str, Trial]:
         """Returns the trials of configs that need not be compiled again, by the text of the config.
 
         Args:
             start_over: whether failures that depend on the machine do not count.
+            with_compiled: whether those that a check has compiled are among them.
         """
         return {
             text: self._with_origin(it)
             for text, it in self._read().items()
-            if it.trial.outcome is not Outcome.OK and it.counts(self._limits, start_over=start_over)
+            if (with_compiled or it.trial.outcome is not Outcome.OK) and it.counts(self._limits, start_over=start_over)
         }
-
-    def verdicts(self) -> dict[str, Trial]:
-        """Returns the trials of configs that a check need not compile again, by the text of the config."""
-        found = self._read().items()
-        return {text: self._with_origin(it) for text, it in found if it.counts(self._limits, start_over=False)}
 
     def note(self, trial: Trial, *, source: str) -> None:
         """Remembers a trial that failed to compile, or has a compiler's figures; forgets a failure that has passed.

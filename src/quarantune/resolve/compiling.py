@@ -69,7 +69,7 @@ def check_all(call: BoundCall, target: Target, *, num_workers: int | None, again
     described, settings, options = keyed_to_tune(call, target), environment.current(), call.function.options
     trials = {index: pruned_trial(call.configs[index]) for index in call.pruned}
     limits = SweepLimits.of(options, settings, num_workers=num_workers)
-    known = {} if again or settings.disable_cache else _verdicts(described, settings, limits).verdicts()
+    known = {} if again or settings.disable_cache else _verdicts(described, settings, limits).known(with_compiled=True)
     left = {index: call.configs[index] for index in call.configs.listed() if index not in trials}
     found = {
         index: trial

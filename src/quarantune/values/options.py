@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from quarantune.values import table_name
 from quarantune.values.search_choice import AUTO, Search, check_search
 from quarantune.values.settings import LONGEST_S, parse_memory
-from quarantune.values.texts import did_you_mean, shown
+from quarantune.values.texts import check_options, shown
 from quarantune.values.tolerance import Tolerance
 
 DEFAULTS = "defaults"
@@ -198,11 +198,7 @@ def checked_options(caller: str, options: Mapping[str, Any]) -> Options:
         TypeError: there is no such option.
         ValueError: an option does not accept its value.
     """
-    known = [field.name for field in dataclasses.fields(Options)]
-    unknown = [name for name in options if name not in known]
-    if unknown:
-        hint = did_you_mean(unknown[0], known)
-        raise TypeError(f"{caller}() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(known)}.")
+    check_options(caller, options, [field.name for field in dataclasses.fields(Options)])
     return Options(**options)
 
 

@@ -17,7 +17,7 @@ from quarantune.host import caller, shared_files
 from quarantune.values import remembered
 from quarantune.values.scoped_stack import ScopedStack
 from quarantune.values.search_choice import Search, check_search
-from quarantune.values.texts import did_you_mean, shown
+from quarantune.values.texts import check_options, did_you_mean, shown
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -257,10 +257,7 @@ class settings:
     """
 
     def __init__(self, **overrides: Any) -> None:
-        unknown = [name for name in overrides if name not in _FIELDS]
-        if unknown:
-            hint = did_you_mean(unknown[0], _FIELDS)
-            raise TypeError(f"settings() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(_FIELDS)}.")
+        check_options("settings", overrides, _FIELDS)
         self._values = {name: _parse(name, name, value) for name, value in overrides.items()}
         self.tuned: set[Any] = set()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _MOST_SHOWN = 80
 
@@ -13,6 +13,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     folded = {candidate.casefold(): candidate for candidate in known}
     close = difflib.get_close_matches(name.casefold(), folded, n=1)
     return f" Did you mean {folded[close[0]]!r}?" if close else ""
+
+
+def check_options(caller: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises where a public function is given an option that it does not have.
+
+    Raises:
+        TypeError: there is no such option.
+    """
+    if unknown := [name for name in given if name not in known]:
+        hint = did_you_mean(unknown[0], known)
+        raise TypeError(f"{caller}() has no option {unknown[0]!r}.{hint} Its options are: {', '.join(known)}.")
 
 
 def shown(value: object) -> str:
