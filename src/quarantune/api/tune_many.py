@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune.api.autotune import Autotuned
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _MOST = 64
 """How many problems are followed at a time, each by one thread."""
-_LOOK_S = 0.2
 
 _Tune: TypeAlias = Callable[[], TuningResult]
 _Result: TypeAlias = TuningResult | Exception
@@ -105,9 +104,7 @@ def _all_at_once(tunes: Sequence[_Tune], executor: Executor) -> list[_Result]:
 def _followed(futures: Sequence[Future[_Result]], whole: WholeSweeps) -> list[_Result]:
     """Returns the results of threads; an exception in this thread, such as Ctrl-C, ends all of them."""
     try:
-        left = set(futures)
-        while left:
-            left = wait(left, _LOOK_S, FIRST_COMPLETED).not_done
+        wait(futures)
     except BaseException:
         whole.interrupt()
         for future in futures:

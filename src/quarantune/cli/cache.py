@@ -7,9 +7,9 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quarantune.cache import CacheKey, Contents, Entry, EntryPair, Store, TuningCache, exchange, safe_name, tuning_cache
 from quarantune.cli.output import DONE, FAILED, InputError, Output, columns, counted, input_errors
@@ -20,9 +20,6 @@ from quarantune.values.findings import Findings, ratio_text
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
 from quarantune.values.texts import printable, shown
-
-if TYPE_CHECKING:
-    from quarantune.resolve.verification import Verified
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _HIDDEN = ("schema", "config", "key_values", "kernels", "time_ms", "default_time_ms", "speedup_interval")
@@ -92,7 +89,12 @@ def cache_diff(options: argparse.Namespace, out: Output) -> int:
 def cache_verify(options: argparse.Namespace, out: Output) -> int:
     """Checks every file of the cache; with functions, also measures their winners again."""
     directory = opened().directory
-    measure_again = _measuring(directory, options.functions) if options.functions else None
+    tuned = []
+    if options.functions:  # only these need JAX
+        from quarantune.api import ahead, tuning_cache
+        from quarantune.cli import calls
+
+        tuned = [calls.load_kernel(name, to_do="give") for name in options.functions]
     problems = TuningCache(directory).problems()
     for problem in problems:
         out.line(printable(problem))
@@ -102,8 +104,10 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
         out.line(f"every file in {str(directory)!r} is whole")
     document: JsonObject = {"directory": str(directory), "problems": problems}
     is_right = not problems
-    if measure_again is not None:
-        entries = measure_again()
+    if tuned:
+        names = {safe_name(ahead.function_of(function).name) for function in tuned}
+        report = tuning_cache.TuningCache(directory).verify(*tuned)
+        entries = [entry for entry in report.entries if entry.key.kernel_type in names]
         for entry in entries:
             out.line(printable(str(entry)))
         verdicts = Counter(str(entry.verdict) for entry in entries)
@@ -113,23 +117,6 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
         is_right &= "stale" not in verdicts
     out.json(document)
     return DONE if is_right else FAILED
-
-
-def _measuring(directory: Path, names: Sequence[str]) -> Callable[[], list[Verified]]:
-    """Returns a function that measures the winners of functions again and returns the verdicts."""
-    # Only these need JAX.
-    from quarantune.api import ahead
-    from quarantune.api.tuning_cache import TuningCache
-    from quarantune.cli import calls
-
-    tuned = [calls.load_kernel(name, to_do="give") for name in names]
-    known = {safe_name(ahead.function_of(function).name) for function in tuned}
-
-    def measure_again() -> list[Verified]:
-        report = TuningCache(directory).verify(*tuned)
-        return [entry for entry in report.entries if entry.key.kernel_type in known]
-
-    return measure_again
 
 
 def cache_merge(options: argparse.Namespace, out: Output) -> int:

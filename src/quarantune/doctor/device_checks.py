@@ -7,7 +7,6 @@ import importlib.util
 import os
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 
@@ -18,10 +17,9 @@ from quarantune.host import installed
 from quarantune.values import versions
 from quarantune.values.trial import SandboxError
 
-_ROOT = Path("/")
 _HARDWARE = {
-    "NVIDIA GPU": (("proc/driver/nvidia/version", "dev/nvidiactl"), "cuda", "jax[cuda13]"),
-    "TPU": (("dev/accel0",), "tpu", "jax[tpu]"),
+    "NVIDIA GPU": (("/proc/driver/nvidia/version", "/dev/nvidiactl"), "cuda", "jax[cuda13]"),
+    "TPU": (("/dev/accel0",), "tpu", "jax[tpu]"),
 }
 """For each kind of device: the files by which its driver is seen, the name of JAX's plugin, and how to install it."""
 _HINDERED = {
@@ -50,10 +48,10 @@ def jax_versions() -> Check:
     )
 
 
-def plugins(*, root: Path = _ROOT) -> Iterator[Check]:
+def plugins() -> Iterator[Check]:
     """Yields whether JAX has a plugin for each kind of device whose driver is here."""
     for kind, (files, plugin, package) in _HARDWARE.items():
-        if not any((root / file).exists() for file in files):
+        if not any(map(os.path.exists, files)):
             continue
         chosen = jax.config.values["jax_platforms"] or ""
         if not _has_plugin(plugin):
@@ -67,7 +65,7 @@ def plugins(*, root: Path = _ROOT) -> Iterator[Check]:
             yield ok(kind, f"its driver and JAX's {plugin} plugin are here")
 
 
-def devices(*, root: Path = _ROOT) -> Iterator[Check]:
+def devices() -> Iterator[Check]:
     """Yields the devices that JAX finds, asked of a worker; no backend is initialised here."""
     command = "run `python -c 'import jax; jax.devices()'`, which shows"
     try:
@@ -77,7 +75,7 @@ def devices(*, root: Path = _ROOT) -> Iterator[Check]:
         return
     if backend is None or all(device.platform == "cpu" for device in backend.devices):
         found = f"the CPU, {cpu_device().kind}"
-        missing = [kind for kind in _HARDWARE if backend is not None and _should_be_found(kind, root)]
+        missing = [kind for kind in _HARDWARE if backend is not None and _should_be_found(kind)]
         if missing:
             found = f"only {found}, although the driver and JAX's plugin for the {missing[0]} are here"
         remedy = f"{command} why JAX does not use the device"
@@ -128,10 +126,10 @@ def _smi(query: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in csv.reader(done.stdout.splitlines()) if row]
 
 
-def _should_be_found(kind: str, root: Path) -> bool:
+def _should_be_found(kind: str) -> bool:
     files, plugin, _ = _HARDWARE[kind]
     chosen = jax.config.values["jax_platforms"] or plugin
-    return any((root / file).exists() for file in files) and _has_plugin(plugin) and plugin in chosen
+    return any(map(os.path.exists, files)) and _has_plugin(plugin) and plugin in chosen
 
 
 def _whole(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import warnings
 from collections.abc import Iterable
 from types import ModuleType
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from quarantune.search.fields import Fields, by_size
-from quarantune.search.strategy import Strategy, shuffled
+from quarantune.search.strategy import Strategy, log_time, shuffled
 from quarantune.values.search_choice import OPTUNA
 from quarantune.values.space import Space
 from quarantune.values.texts import did_you_mean
@@ -108,14 +109,13 @@ class OptunaSearch(Strategy):
 
     def _value(self, trial: Trial | None) -> float | None:
         """Returns what the study is told: a failure counts as the slowest config, and as failed while there is none."""
-        if trial is None:
-            return None
-        if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.level_ms:
-            return float(np.log(trial.level_ms))
-        if not trial.outcome.is_failure or trial.outcome is Outcome.LOST:
-            return None
-        times = [known.level_ms for known in self.trials.values() if known.outcome is Outcome.OK and known.level_ms]
-        return float(np.log(max(times))) if times else None
+        log = None if trial is None else log_time(trial)
+        if log is None or not math.isnan(log):
+            return log
+        logs = [
+            math.log(known.level_ms) for known in self.trials.values() if known.outcome is Outcome.OK and known.level_ms
+        ]
+        return max(logs, default=None)
 
     def _finish(self, proposal: Any, value: float | None) -> None:
         if value is None:

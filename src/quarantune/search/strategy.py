@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,13 @@ from quarantune.values.trial import Config, Outcome, Trial
 
 _READ_FIRST_S = 0.2
 """So much CPU time a generator gets before the first config is tried; it yields some 50,000 configs in that time."""
+
+
+def log_time(trial: Trial) -> float | None:
+    """Returns the logarithm of a trial's time, NaN for a failure; None for one that says nothing, as a lost one."""
+    if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.level_ms:
+        return math.log(trial.level_ms)
+    return math.nan if trial.outcome.is_failure and trial.outcome is not Outcome.LOST else None
 
 
 def reads_on(space: Space) -> bool:

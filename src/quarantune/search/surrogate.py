@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quarantune.search.fields import Features, Fields, Floats
-from quarantune.search.strategy import Strategy
+from quarantune.search.strategy import Strategy, log_time
 from quarantune.values.space import Space
-from quarantune.values.trial import Config, Outcome, Trial
+from quarantune.values.trial import Config, Trial
 
 if TYPE_CHECKING:
     from quarantune.search.models import Forecast, Models
@@ -76,15 +76,13 @@ class Surrogate(Strategy):
     def learn(self, position: int, trial: Trial) -> None:
         """Takes the logarithm of the config's time, or NaN for a failure; a lost config has neither."""
         self._logs.pop(position, None)
-        if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.level_ms:
-            self._logs[position] = math.log(trial.level_ms)
-        elif trial.outcome.is_failure and trial.outcome is not Outcome.LOST:
-            self._logs[position] = math.nan
-        if self._forecast is not None and position in self._logs:
-            if self._logs[position] < self._best:
-                self._forecast = None
-            elif position in self._indices:
-                self._forecast.tell(self._indices[position], self._logs[position])
+        if (log := log_time(trial)) is None:
+            return
+        self._logs[position] = log
+        if log < self._best:
+            self._forecast = None
+        elif self._forecast is not None and position in self._indices:
+            self._forecast.tell(self._indices[position], log)
 
     def pick(self, n: int) -> list[int]:
         """Returns the configs that promise most, given all trials so far."""
