@@ -30,7 +30,6 @@ from quarantune.scheduler.side_tasks import NoReferenceError
 from quarantune.sweep.isolation import Isolation
 from quarantune.sweep.request import Finish, SweepRequest, worker_options
 from quarantune.sweep.swept import Swept
-from quarantune.sweep.this_process import Unshared
 from quarantune.values.compiling import CompileTarget
 from quarantune.values.trial import READY, UNTUNED, Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 
@@ -59,6 +58,14 @@ configs of which 59% fail take a second less than with 8 for each worker, which 
 
 _need_their_device: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
 """Functions of which an earlier sweep of this process could compile no config without its device."""
+
+
+class _Unshared(Lease):
+    """The lease of a sweep that takes turns with no other tuner: the operator wants all in this process."""
+
+    def acquire(self, now: float) -> bool:
+        """Returns that measuring may begin."""
+        return True
 
 
 class Routes:
@@ -102,7 +109,7 @@ class Routes:
         self._made: list[Scheduler] = []
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
-        lease = Unshared if self._is_alone else functools.partial(Lease, thread=threading.get_ident())
+        lease = _Unshared if self._is_alone else functools.partial(Lease, thread=threading.get_ident())
         self._lease_on: Callable[[Device], Lease] = functools.cache(lease)
         self._on_many_devices = on_many_devices
         self._on_cpu = request.problem.platform == "cpu"

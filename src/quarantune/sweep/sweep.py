@@ -183,7 +183,6 @@ def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation
     """Yields the routes of a sweep, which lead through workers, this process, or both."""
     from quarantune.sandbox import pool
     from quarantune.sweep.routes import Routes
-    from quarantune.sweep.this_process import ThisProcess
 
     problem, settings = request.problem, request.settings
     is_alone = isolation is Isolation.NONE
@@ -197,6 +196,8 @@ def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation
         make: Callable[..., pool.Sandbox] = pool.Sandbox
         stops = None if isolation is Isolation.PROCESS else Stops(time.monotonic)
         if stops is not None:
+            from quarantune.sweep.this_process import ThisProcess  # with all that a worker needs
+
             measures_on = None if is_alone else devices[0]
             make = functools.partial(ThisProcess, request, packed.call, device=measures_on, stops=stops)
         with make(

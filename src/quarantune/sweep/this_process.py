@@ -23,7 +23,6 @@ import jax
 
 from quarantune import jax_internals
 from quarantune.devices.device import Device
-from quarantune.devices.leases import Lease
 from quarantune.host.stops import Stops
 from quarantune.measure import finals
 from quarantune.sandbox import messages, spool, wire
@@ -370,14 +369,6 @@ class ThisProcess(Sandbox):
     def _label(self, index: int | None, config: messages.EncodedConfig) -> str:
         shown = format_config(restore(config, self._call.config_values))
         return f"the function with its defaults ({shown})" if index == UNTUNED else f"the config {shown}"
-
-
-class Unshared(Lease):
-    """The lease of a sweep that takes turns with no other tuner: the operator wants all in this process."""
-
-    def acquire(self, now: float) -> bool:
-        """Returns that measuring may begin."""
-        return True
 
 
 @contextlib.contextmanager
