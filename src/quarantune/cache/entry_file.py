@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from quarantune.cache import content, file_lease
 from quarantune.cache.errors import CacheWriteError, report_once
-from quarantune.cache.file_lease import FileLease, LeaseLostError
+from quarantune.cache.file_lease import LeaseLostError
 from quarantune.host import shared_files
 from quarantune.host.shared_files import NotAFileError, TooLargeError, directory_of
 from quarantune.values.json_object import JsonObject
@@ -136,10 +136,10 @@ class EntryFile:
         """
         deadline = time.monotonic() + self.timeout_s
         while True:
-            with contextlib.suppress(LeaseLostError), self._announced() as lease:
+            with contextlib.suppress(LeaseLostError), self._announced() as write:
                 wanted = encode(change(self.load_or_set_aside()))
                 if not self._holds(wanted):
-                    lease.replace(wanted)
+                    write(wanted)
                 if self._holds(wanted):
                     return
             if time.monotonic() > deadline:
@@ -170,10 +170,10 @@ class EntryFile:
         return shared_files.read(self.path, below=below, largest_bytes=content.LARGEST_READ_ENTRIES_BYTES)
 
     @contextlib.contextmanager
-    def _announced(self) -> Iterator[FileLease]:
+    def _announced(self) -> Iterator[Callable[[bytes], None]]:
         announced = file_lease.announced(self.path, below=self.directory, timeout_s=self.timeout_s)
-        with typed_errors(self.path), announced as lease:
-            yield lease
+        with typed_errors(self.path), announced as write:
+            yield write
 
     def _set_aside(self, *, keep: bool) -> Path:
         """Renames a damaged file; with `keep` it also keeps its name, until its usable entries replace it."""

@@ -17,7 +17,7 @@ import platform
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -39,33 +39,8 @@ class LeaseLostError(Exception):
     """Another writer took this lease for abandoned and withdrew it: nothing was written; acquire another."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FileLease:
-    """The right to replace one file, for as long as the block of `announced` is open.
-
-    Attributes:
-        target: the name of the file.
-        announcement: the draft of the new content; its existence announces a writer to all others.
-    """
-
-    target: str
-    announcement: Draft
-
-    def replace(self, content: bytes) -> None:
-        """Makes `content` the file's content, all of it or none, safe from a crash of the machine.
-
-        Raises:
-            LeaseLostError: another writer withdrew the lease; nothing was written.
-            OSError: the disk or the directory refused; nothing was written.
-        """
-        try:
-            self.announcement.replace(self.target, content)
-        except FileNotFoundError:
-            raise LeaseLostError from None
-
-
 @contextlib.contextmanager
-def announced(target: Path, *, below: Path, timeout_s: float) -> Iterator[FileLease]:
+def announced(target: Path, *, below: Path, timeout_s: float) -> Iterator[Callable[[bytes], None]]:
     """Waits until no other writer has announced itself for a file; the caller holds the side lock of the writers.
 
     Writers queue on the lock of a side file that is never removed. In case that lock has no effect, a writer also
@@ -81,18 +56,39 @@ def announced(target: Path, *, below: Path, timeout_s: float) -> Iterator[FileLe
         timeout_s: the longest wait in seconds.
 
     Yields:
-        The lease, released when the block ends.
+        A function that makes its argument the file's content, all of it or none, safe from a crash of the machine; it
+        raises `LeaseLostError` where another writer has withdrawn the announcement, so that nothing is written.
 
     Raises:
         CacheWriteError: the wait was too long.
         OSError: the directory cannot be written to.
     """
     deadline = time.monotonic() + timeout_s
-    with (
-        shared_files.directory_of(target, below=below, make=True) as place,
-        _announced(place, target.name, deadline=deadline, timeout_s=timeout_s) as announcement,
-    ):
-        yield FileLease(target.name, announcement)
+    with shared_files.directory_of(target, below=below, make=True) as place:
+        for attempt in itertools.count():
+            owner = Owner.this_process()
+            token = f"{owner.host}-{owner.pid}-{owner.started}-{next(_serial)}"
+            with Draft(place, f".{target.name}.{token}.tmp") as own:
+                try:
+                    other = _other_writer(place, target.name, own.name)
+                except FileNotFoundError:
+                    other = "one that withdrew ours"
+                if other is None:
+                    yield functools.partial(_replace, own, target.name)
+                    return
+            if time.monotonic() > deadline:
+                raise CacheWriteError(
+                    f"other writers kept {str(target)!r} busy for {timeout_s:g} s, the last by {other!r}: "
+                    "see whether that one hangs, or set QUARANTUNE_LOCK_TIMEOUT higher"
+                )
+            time.sleep(random.uniform(0.2, 1.0) * min(0.05, 0.001 * 2 ** min(attempt, 6)))
+
+
+def _replace(announcement: Draft, name: str, content: bytes) -> None:
+    try:
+        announcement.replace(name, content)
+    except FileNotFoundError:
+        raise LeaseLostError from None
 
 
 @contextlib.contextmanager
@@ -130,28 +126,6 @@ def unchanged_s(place: Directory, name: str, *, clock: str) -> float:
     """
     place.touch(clock)
     return place.status(clock).st_mtime - place.status(name).st_mtime
-
-
-@contextlib.contextmanager
-def _announced(place: Directory, target: str, *, deadline: float, timeout_s: float) -> Iterator[Draft]:
-    """Yields this writer's announcement, made when no other writer's is there."""
-    owner = Owner.this_process()
-    for attempt in itertools.count():
-        token = f"{owner.host}-{owner.pid}-{owner.started}-{next(_serial)}"
-        with Draft(place, f".{target}.{token}.tmp") as own:
-            try:
-                other = _other_writer(place, target, own.name)
-            except FileNotFoundError:
-                other = "one that withdrew ours"
-            if other is None:
-                yield own
-                return
-        if time.monotonic() > deadline:
-            raise CacheWriteError(
-                f"other writers kept {str(place.path / target)!r} busy for {timeout_s:g} s, the last by {other!r}: "
-                "see whether that one hangs, or set QUARANTUNE_LOCK_TIMEOUT higher"
-            )
-        time.sleep(random.uniform(0.2, 1.0) * min(0.05, 0.001 * 2 ** min(attempt, 6)))
 
 
 def _other_writer(place: Directory, target: str, own: str) -> str | None:
