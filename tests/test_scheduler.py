@@ -603,6 +603,34 @@ def test_parked_configs_are_measured_early_where_they_hold_much_memory(memory: d
     assert turns == ["compile"] * 4 + ["measure"] * 4
 
 
+def test_configs_for_the_callers_process_are_compiled_as_one_batch_however_long_that_takes() -> None:
+    plan = plan_for(Route.APART, exclusive=True, measures_here=True, configs_per_worker=1, parked=8, slots=1)
+    result = run(plan, 8, when("Compile", lambda worker: compiles(worker, compile_s=2.0)))
+    assert result.sandbox.turns == ["compile"] * 8 + ["measure"] * 8
+    assert {trial.route for trial in result.trials.values()} == {Route.COMPILED_APART}
+    assert all(worker.task.as_data for worker in result.given("Compile"))
+
+
+@pytest.mark.parametrize("is_disturbed", [False, True])
+def test_configs_in_the_callers_process_all_run_once_and_the_fastest_goes_on_first(is_disturbed: bool) -> None:
+    def act(worker: FakeWorker) -> list[Step]:
+        run_ms = 40.0 * (8 - int(worker.trial or 0))
+        if worker.task.checked:
+            return [(0.2, measured(worker, run_ms, run_ms))]
+        about = {"run_ms": run_ms, "cpu_ms": run_ms, "is_disturbed": is_disturbed}
+        return [(0.1, worker.says("PhaseEntered", "check")), (0.2, worker.says("Checked", "check", **about))]
+
+    plan = plan_for(Route.APART, exclusive=True, measures_here=True, configs_per_worker=1, parked=8)
+    result = run(plan, 8, when("Measure", act))
+    again = [worker.trial for worker in result.given("Measure") if worker.task.checked]
+    assert [worker.trial for worker in result.given("Measure") if not worker.task.checked] == list(range(8))
+    assert again == (list(range(7, -1, -1)) if is_disturbed else again[:1] + sorted(again[1:], reverse=True))
+    assert again[0] == 7
+    slow = [trial for trial in result.trials.values() if "first run took" in trial.message]
+    assert bool(slow) is not is_disturbed
+    assert len(slow) + len(again) == 8
+
+
 def test_the_next_measuring_worker_is_made_ready_while_one_measures() -> None:
     plan = plan_for(Route.APART, configs_per_worker=5)
     result = run(plan, 8, when("Prepare", lambda worker: [(1.4, worker.says("Ready", "load", modules=[]))]))

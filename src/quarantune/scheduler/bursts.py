@@ -125,7 +125,9 @@ class Bursts:
         if waiting and (self._runs_alone() or (pending and pending[0].is_alone)):
             return False
         is_heavy = waiting > 1 and run.memory.held_share > _PARKED_SHARE
-        return waiting < min(run.plan.parked, run.scarcity.most) and not is_long and not is_heavy
+        # For this process, a batch is compiled as a whole: its programs wait in files, and no worker holds them.
+        is_late = not run.plan.measures_here and (is_long or is_heavy)
+        return waiting < min(run.plan.parked, run.scarcity.most) and not is_late
 
     def _suspect_runs(self) -> bool:
         """Whether a config runs that was killed, and may kill others: it runs alone, so that none is lost with it."""
