@@ -62,7 +62,7 @@ class RouteSteps:
 
     def after_measuring(self, worker: Worker, device: DeviceState) -> None:
         """Takes its job from a worker that has measured it, which may take another one or ends."""
-        raise NotImplementedError
+        self.free(worker)
 
     def measure_on(self, device: DeviceState) -> None:
         """Gives the next config that waits a device, if there is one."""
@@ -70,7 +70,8 @@ class RouteSteps:
 
     def repeat_fresh(self, worker: Worker, job: Job) -> None:
         """Has a job that failed in a used worker tried again in a fresh one: earlier configs may have been to blame."""
-        raise NotImplementedError
+        job.compiles_fresh = True
+        self._run.jobs.again(job)
 
     def prepare_on(self, device: DeviceState) -> None:
         """Starts the workers that a device will need, ahead of those that compile."""
@@ -321,10 +322,6 @@ class CombinedRoute(RouteSteps):
         worker.transition(WorkerState.PARKED)
         worker.deadline = NEVER
 
-    def after_measuring(self, worker: Worker, device: DeviceState) -> None:
-        """Takes its job from a worker that has measured it, which may take another one or ends."""
-        self.free(worker)
-
     def free(self, worker: Worker) -> None:
         """Takes its job from a worker, which may take another one or ends."""
         if not self._may_go_on(worker):
@@ -351,11 +348,6 @@ class CombinedRoute(RouteSteps):
         self._take_device(worker, device)
         self._park(worker)
         return True
-
-    def repeat_fresh(self, worker: Worker, job: Job) -> None:
-        """Has a job that failed in a used worker tried again in a fresh one: earlier configs may have been to blame."""
-        job.compiles_fresh = True
-        self._run.jobs.again(job)
 
     def lacks_memory_beside(self, worker: Worker) -> bool:
         """Whether the device's memory is held by workers that are done with a config."""
@@ -464,8 +456,7 @@ class SplitRoute(RouteSteps):
     def repeat_fresh(self, worker: Worker, job: Job) -> None:
         """Has a job that failed in a used worker tried again in a fresh one: earlier configs may have been to blame."""
         if worker.is_compiling:
-            job.compiles_fresh = True
-            self._run.jobs.again(job)
+            super().repeat_fresh(worker, job)
         else:
             job.needs_fresh = True
             self._run.jobs.ready.appendleft(job)
