@@ -39,8 +39,8 @@ _OPTION = "--xla_jf_dump_static_llo_profile_to="
 _SUFFIX = "_static_llo_profile.textproto"
 _LONGEST_S = 20.0
 """Seconds for all estimates of a program; a matmul of 8192 x 8192 takes 2 to 6 with the first steps of its grid."""
-_LONG_S = 0.5
-"""A compilation that took so much CPU time is the last, if there are two: the next takes up to twice as much."""
+_LONG_S = 2.0
+"""After so much CPU time, no further program is compiled if there are two: the next takes up to twice as long."""
 _MOST_BYTES = 4 << 20
 """Of one file that libtpu or a process of it writes; an operation takes about 200."""
 _MOST_FILES = 4096
@@ -187,13 +187,12 @@ def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_s
         (directory / _ABOUT).write_text(json.dumps(_About(unknown, "scan" in outside, tuple(grids)).to_json()))
         if unknown:
             return
-        compiled = 0
+        compiled, began_s = 0, time.process_time()  # of all threads, and of no other program
         while True:
             smaller, steps = kernels.with_smaller_grids(traced.jaxpr, most_steps)
             args = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for each in smaller.in_avals]
             lowered = jax.jit(jaxpr_as_fun(smaller)).trace(*args).lower(lowering_platforms=(target.platform,))
             (directory / _BEGUN).write_text(json.dumps({"steps": steps}))
-            began_s = time.process_time()  # of all threads, and of no other program
             text = lowered.compile().as_text()
             (directory / _TEXT).write_text(text)
             place = directory / f"{most_steps:012d}"
