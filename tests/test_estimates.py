@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -157,6 +160,55 @@ def test_what_is_in_a_loop_counts_for_each_turn() -> None:
 def test_a_loop_without_a_constant_end_has_no_estimate() -> None:
     with pytest.raises(NoEstimateError, match="a loop whose end depends on data"):
         estimates._turns(PROGRAM.replace("constant(10)", "parameter(0)"))
+
+
+def test_what_is_in_a_loop_of_a_branch_counts_for_each_turn() -> None:
+    program = PROGRAM.replace("ENTRY %main", "%branch.8").replace(
+        "condition=%cond.5, body=%body.1\n}",
+        "condition=%cond.5, body=%body.1\n}\nENTRY %main (x: f32[8]) -> f32[8] {\n"
+        "  ROOT %conditional = f32[8]{0} conditional(%p, %x), branch_computations={%branch.8}\n}",
+    )
+    turns = estimates._turns(program)
+    assert (turns["copy.7"], turns["fusion.2"], turns["add.4"]) == (1.0, 10.0, 10.0)
+
+
+def test_a_program_has_no_estimate_if_any_of_its_kernels_has_none(tmp_path: Path) -> None:
+    def body(x_ref: Any, o_ref: Any) -> None:
+        end = x_ref[0, 0].astype(jnp.int32)
+        o_ref[...] = jax.lax.fori_loop(0, end, lambda i, total: total + 1.0, x_ref[...])
+
+    @jax.jit
+    def program(x: Any) -> Any:
+        return pl.pallas_call(body, out_shape=struct(128, 128))(matmul(x, x))
+
+    bench: Any = SimpleNamespace(
+        traced_for=lambda *_, **__: contextlib.nullcontext((program.trace(struct(128, 128)), None))
+    )
+    target: Any = None
+    estimates._compile_growing(bench, {}, target, 1, tmp_path)
+    assert json.loads((tmp_path / "about").read_text())["unknown"] == "it has a loop whose end depends on data"
+
+
+@pytest.mark.parametrize("about", ["", '{"unknown": "', "[1]"])
+def test_what_a_killed_process_left_half_written_costs_the_estimate_alone(
+    about: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(work: Any, directory: Path, deadline: float) -> int:
+        (directory / "about").write_text(about)
+        return 0
+
+    monkeypatch.setattr(estimates, "_run_apart", write)
+    bench: Any = None
+    target: Any = SimpleNamespace(num_cores=1)
+    assert isinstance(estimates.estimate(bench, {}, target), NoEstimateError)
+
+
+def test_a_program_whose_text_is_torn_was_not_compiled_whole(tmp_path: Path) -> None:
+    (tmp_path / f"copy.7{estimates._SUFFIX}").write_text(WRITTEN)
+    (tmp_path / "begun").write_text('{"steps": []}')
+    (tmp_path / "text").write_text(PROGRAM[:100])
+    (point,) = estimates._read(tmp_path)
+    assert not point.is_whole
 
 
 def test_further_steps_cost_what_the_last_ones_did() -> None:

@@ -109,7 +109,7 @@ def estimate(bench: Bench, config: Config, target: CompileTarget) -> CycleEstima
     try:
         with shared_names.directory() as directory:
             return _estimate(bench, config, target, Path(directory))
-    except (NoEstimateError, DamageError, OSError) as error:
+    except (NoEstimateError, ValueError, OSError) as error:  # what a process left may be half written
         return NoEstimateError(str(error))
 
 
@@ -182,7 +182,7 @@ def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_s
     with bench.traced_for(config, target, is_check=True) as (traced, sharding):
         found = kernels.grids(traced.jaxpr)
         outside = {each.primitive.name for each in jax_internals.equations(traced.jaxpr, closed={"pallas_call"})}
-        unknown = _NO_END if "while" in outside else "".join([grid.unknown for grid in found][:1])
+        unknown = _NO_END if "while" in outside else next((grid.unknown for grid in found if grid.unknown), "")
         grids = [(grid.steps, grid.moved_bytes) for grid in found]
         (directory / _ABOUT).write_text(json.dumps(_About(unknown, "scan" in outside, tuple(grids)).to_json()))
         if unknown:
@@ -217,7 +217,7 @@ def _read(directory: Path) -> list[_Point]:
         cycles: dict[str, float] = {}
         for path in texts[:_MOST_FILES]:
             cycles |= _parsed(_content(path))
-        is_whole = (place / _TEXT).exists()
+        is_whole = place != directory  # it was moved there once it was
         turns = _turns(_content(place / _TEXT)) if is_whole else {}
         steps = _Begun.from_json(json.loads(_content(place / _BEGUN))).steps
         points.append(_Point(steps, {name: count * turns.get(name, 1) for name, count in cycles.items()}, is_whole))
@@ -274,16 +274,16 @@ def _turns(text: str) -> dict[str, float]:
                 callers.setdefault(called, []).append((at, condition[1] if condition else ""))
 
     def of(computation: str) -> float:
-        return (
-            1.0 if not computation else sum(of(caller) * trips(condition) for caller, condition in callers[computation])
-        )
+        if computation not in callers:  # the program itself, or a branch
+            return 1.0
+        return sum(of(caller) * trips(condition) for caller, condition in callers[computation])
 
     def trips(condition: str) -> int:
         if condition and len(ends.get(condition, ())) != 1:
             raise NoEstimateError(_NO_END)
         return ends[condition][0] if condition else 1
 
-    return {name: of(at) for at, names in made.items() if not at or at in callers for name in names}
+    return {name: of(at) for at, names in made.items() for name in names}
 
 
 def _extrapolated(points: list[_Point], whole: list[int], moved_bytes: float) -> CycleEstimate:
