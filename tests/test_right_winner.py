@@ -587,18 +587,20 @@ def test_a_finalist_that_fails_only_in_the_final_breaks_no_sweep(
 
 
 def test_a_final_that_fails_in_process_breaks_no_sweep_either(caplog: pytest.LogCaptureFixture) -> None:
-    runs: list[int] = []
+    turns: list[int] = []
 
-    def fails_after_its_trial(do: int) -> None:
-        runs.append(do)
-        if runs.count(2) > 5:  # checked once, and timed once to no account and three times to some
+    def fails_in_the_final(do: int) -> None:
+        if turns[-1:] == [do]:
+            return
+        turns.append(do)
+        if turns.count(do) > 1:  # each config has its trial in one turn, so another is in the final
             raise ArithmeticError("not again")
 
-    kernel = tuned(called_back(fails_after_its_trial), [1, 2])
+    kernel = tuned(called_back(fails_in_the_final), [1, 2])
     with here(), caplog.at_level(logging.WARNING, "quarantune"):
         result = kernel.tune(X)
     assert ends(result.trials) == ["ok", "ok"]
-    assert runs.count(2) == 6
+    assert len(turns) > len(set(turns))
     assert "could not be compared" in caplog.text
 
 
