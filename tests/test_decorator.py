@@ -34,6 +34,7 @@ from quarantune import Outcome, jax_internals
 from quarantune.sandbox import template
 from quarantune.values import naming
 from quarantune.values.options import ContextualKeywords, OptionKeywords, Options
+from quarantune.values.settings import SettingKeywords, Settings
 
 pytestmark = pytest.mark.usefixtures("two_slots")
 
@@ -406,6 +407,7 @@ def test_editors_know_every_option() -> None:
     assert typing.get_type_hints(OptionKeywords) == typing.get_type_hints(Options)
     only_autotune = OptionKeywords.__annotations__.keys() - ContextualKeywords.__annotations__.keys()
     assert only_autotune == {"partial", "prune_fn", "warmup", "rep"}
+    assert SettingKeywords.__annotations__.keys() == Settings.__annotations__.keys()
 
 
 def test_the_authors_functions_run_once_per_cold_call(sweeps: list[str]) -> None:

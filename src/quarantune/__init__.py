@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from quarantune.api.autotune import Autotuned, autotune
     from quarantune.api.compile_check import compile_check, compile_configs
     from quarantune.api.contextual import Contextual, contextual_autotune
+    from quarantune.api.jit import jit
     from quarantune.api.tune_many import tune_many
     from quarantune.api.tuner import AutoTuner
     from quarantune.api.tuning_cache import TuningCache
@@ -40,6 +41,7 @@ _NAMES = {
     "api.autotune": ("Autotuned", "autotune"),
     "api.compile_check": ("compile_check", "compile_configs"),
     "api.contextual": ("Contextual", "contextual_autotune"),
+    "api.jit": ("jit",),
     "api.tuner": ("AutoTuner",),
     "api.tuning_cache": ("TuningCache",),
     "api.tune_many": ("tune_many",),
@@ -112,6 +114,7 @@ __all__ = [
     "generate_configs",
     "get_default_config",
     "grid",
+    "jit",
     "replay",
     "set_autotune_inputs",
     "settings",

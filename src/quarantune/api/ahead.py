@@ -27,7 +27,7 @@ from quarantune.values.json_object import JsonObject
 from quarantune.values.texts import did_you_mean
 from quarantune.values.trial import Trial
 
-Tuned: TypeAlias = "Autotuned | Contextual | AutoTuner"
+Tuned: TypeAlias = "Autotuned[..., Any] | Contextual[..., Any] | AutoTuner"
 
 
 def is_tuned(value: object) -> bool:
@@ -79,7 +79,9 @@ class Alone:
     complaint: str
 
 
-def run_alone(tuned: Autotuned | AutoTuner, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: JsonObject) -> Alone:
+def run_alone(
+    tuned: Autotuned[..., Any] | AutoTuner, args: tuple[Any, ...], kwargs: Mapping[str, Any], raw: JsonObject
+) -> Alone:
     """Runs a config for a call, whatever `prune_fn` says of it, and saves nothing.
 
     Args:

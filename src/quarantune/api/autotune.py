@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar, Unpack, overload
 
 from quarantune import jax_internals
 from quarantune.api.call_memo import Memo, MemoKeys, read_context
@@ -17,25 +17,35 @@ from quarantune.transport import assignment as assignments
 from quarantune.transport import binding, differentiation, pickling
 from quarantune.transport.call import Arguments
 from quarantune.values import naming, remembered
+from quarantune.values.config_space import MadeConfigs
 from quarantune.values.config_values import as_given
 from quarantune.values.options import OptionKeywords, Options, checked_options
 from quarantune.values.space import Space
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from quarantune.resolve.bound_call import BoundCall
     from quarantune.resolve.resolver import Resolver
     from quarantune.results.result import TuningResult
 
 
-_Known: TypeAlias = dict[Any, tuple[list[Any], Callable[..., Any]]]
-_NOTHING: tuple[Any, tuple[Any, ...], list[Any], Callable[..., Any], _Known] = (None, (), [], print, {})
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_I = TypeVar("_I")
+_Q = ParamSpec("_Q")
+
+_Known: TypeAlias = dict[Any, tuple[list[Any], Callable[..., _R]]]
+_NOTHING: tuple[Any, tuple[Any, ...], list[Any], Callable[..., Any], _Known[Any]] = (None, (), [], print, {})
 """For a state of JAX's settings: the types and places of the arrays of one call, and its choice; and those of all."""
 
 _aval, _sharding = jax_internals.aval_of, jax_internals.raw_sharding_of
 
 
-def autotune(configs: Any, **options: Unpack[OptionKeywords]) -> Callable[[Callable[..., Any]], Autotuned]:
+def autotune(
+    configs: MadeConfigs, **options: Unpack[OptionKeywords]
+) -> Callable[[Callable[_P, _R]], Autotuned[_P, _R]]:
     """Tunes the static parameters of a jitted function, each config in a process of its own.
 
     Inside `jit`, JAX does not say how an argument lies over `Auto` axes of a mesh: there the function is tuned at the
@@ -63,7 +73,7 @@ def autotune(configs: Any, **options: Unpack[OptionKeywords]) -> Callable[[Calla
     """
     checked = checked_options("autotune", options)
 
-    def decorate(fn: Callable[..., Any]) -> Autotuned:
+    def decorate(fn: Callable[_P, _R]) -> Autotuned[_P, _R]:
         return Autotuned(fn, configs, checked)
 
     if jax_internals.is_jitted(configs):
@@ -71,7 +81,7 @@ def autotune(configs: Any, **options: Unpack[OptionKeywords]) -> Callable[[Calla
     return decorate
 
 
-class Autotuned:
+class Autotuned(Generic[_P, _R]):
     """A jitted function with tuned static parameters; made by `autotune`.
 
     A call runs the function with the best config for the shapes of the arguments on their device: the first such call
@@ -80,10 +90,10 @@ class Autotuned:
     It has the name, signature and docstring of the function, which is its `__wrapped__`, and works as a method.
     """
 
-    __wrapped__: Callable[..., Any]
+    __wrapped__: Callable[_P, _R]
     __qualname__: str
 
-    def __init__(self, fn: Callable[..., Any], configs: Any, options: Options) -> None:
+    def __init__(self, fn: Callable[_P, _R], configs: Any, options: Options) -> None:
         """Wraps a jitted function; use `autotune`."""
         if isinstance(fn, Autotuned):
             raise TypeError(f"{_name_of(fn)!r} is autotuned already: put all its tunables into one list of configs")
@@ -109,9 +119,9 @@ class Autotuned:
         self._options = options
         self._array_type = jax_internals.array_type
         self._memo_keys = MemoKeys(self._jit_options)
-        self._own_memo: Memo[Callable[..., Any]] = {}
+        self._own_memo: Memo[Callable[..., _R]] = {}
         self._partial: dict[frozenset[str], Resolver] = {}
-        self._last = _NOTHING
+        self._last: tuple[Any, tuple[Any, ...], list[Any], Callable[..., _R], _Known[_R]] = _NOTHING
         assignments.register(self)
         remembered.register(self)
 
@@ -148,7 +158,7 @@ class Autotuned:
             return self._partial[given], self._partial[given].bind(args, kwargs)
         return resolver, call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with the best config for these arguments."""
         # Every call of a training step takes this path: are JAX's settings, the arrays' types and places as last time?
         # Or as at another time? Arrays of one type usually share the object that describes it.
@@ -182,6 +192,12 @@ class Autotuned:
         finally:
             self.forget()
 
+    @overload
+    def tune(self, *args: _P.args, **kwargs: _P.kwargs) -> TuningResult: ...
+
+    @overload
+    def tune(self, *args: Any, executor: Executor, **kwargs: Any) -> TuningResult: ...
+
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Tunes for these arguments now, even if a result is cached, and remembers the result.
 
@@ -208,27 +224,27 @@ class Autotuned:
         self._own_memo.clear()
         self._last = _NOTHING
 
-    def lookup(self, *args: Any, **kwargs: Any) -> Config | None:
+    def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> Config | None:
         """Returns the remembered config for these arguments, or None; never tunes."""
         resolver, call = self._bind(args, kwargs)
         config = resolver.lookup(call)
         return None if config is None else as_given(config)
 
-    def default(self, *args: Any, **kwargs: Any) -> Any:
+    def default(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with its own defaults, tuned or not."""
         return self.__wrapped__(*args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """Lowers the function with the best config, as `jax.jit(...).lower` does."""
         jitted, config = binding.applied(self._jitted, self._config(args, kwargs))
         return jitted.lower(*args, **kwargs, **config)
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """Traces the function with the best config, as `jax.jit(...).trace` does."""
         jitted, config = binding.applied(self._jitted, self._config(args, kwargs))
         return jitted.trace(*args, **kwargs, **config)
 
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+    def eval_shape(self, *args: _P.args, **kwargs: _P.kwargs) -> Any:
         """Returns the outputs' shapes and dtypes, as `jax.jit(...).eval_shape` does; never tunes.
 
         The config is the remembered one, or the defaults. `jax.eval_shape(f, ...)` tunes, as tracing does, because JAX
@@ -242,6 +258,14 @@ class Autotuned:
     def clear_cache(self) -> None:
         """Clears the programs that this process compiled, as `jax.jit(...).clear_cache` does; tuned results stay."""
         jax_internals.clear_caches(self._jitted)
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: Autotuned[Concatenate[_I, _Q], _R], instance: _I, owner: type | None = None
+    ) -> BoundMethod[_Q, _R]: ...
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds to an instance, as a function does."""
@@ -264,11 +288,11 @@ class Autotuned:
         resolver, call = self._bind(args, kwargs)
         return {} if call.given else resolver.config(call) or {}
 
-    def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _call_any(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _R:
         key = self._memo_keys.of(args, kwargs)
         assignment = assignments.current()
         context = read_context()
-        memos: Memo[Callable[..., Any]] = self._own_memo if assignment is None else assignment.memo(self)
+        memos: Memo[Callable[..., _R]] = self._own_memo if assignment is None else assignment.memo(self)
         memo = {} if key is None else memos.setdefault(context, {})
         if key is not None and (bound := memo.get(key)) is not None:
             self._keep_ready(context, args, kwargs, bound)
@@ -307,14 +331,16 @@ class Autotuned:
         self._last = context, avals, shardings, bound, known
 
 
-class BoundMethod:
+class BoundMethod(Generic[_P, _R]):
     """A tuned function bound to an instance, as a method is."""
 
-    def __init__(self, function: Callable[..., Any], instance: object) -> None:
+    __wrapped__: Callable[..., _R]
+
+    def __init__(self, function: Callable[..., _R], instance: object) -> None:
         functools.update_wrapper(self, function)
         self._instance = instance
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the method with the best config for these arguments."""
         return self.__wrapped__(self._instance, *args, **kwargs)
 
@@ -324,7 +350,7 @@ class BoundMethod:
         return functools.partial(getattr(self.__wrapped__, name), self._instance)
 
 
-def _rebuild(plain: Callable[..., Any], jit: jax_internals.JitOptions, configs: Any, options: Options) -> Autotuned:
+def _rebuild(plain: Callable[..., Any], jit: jax_internals.JitOptions, configs: Any, options: Options) -> Any:
     return Autotuned(jit.rebuild(plain), configs, options)
 
 

@@ -28,7 +28,7 @@ from quarantune.values.trial import Config
 
 def compile_check(
     fn: Callable[..., Any],
-    configs: Any,
+    configs: config_space.MadeConfigs,
     *args: Any,
     target: str | Target,
     num_workers: int | None = None,
@@ -91,7 +91,7 @@ def compile_check(
 
 def compile_configs(
     fn: Callable[..., Any],
-    configs: Any,
+    configs: config_space.MadeConfigs,
     *args: Any,
     num_workers: int | None = None,
     target: str | Target | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Unpack, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, Unpack, cast, overload
 
 from quarantune import jax_internals
 from quarantune.api.autotune import Autotuned, BoundMethod
@@ -21,8 +21,24 @@ from quarantune.values.trial import Config
 if TYPE_CHECKING:
     from quarantune.resolve.contextual_job import ContextualFunction, ContextualResolver
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_I = TypeVar("_I")
+_Q = ParamSpec("_Q")
 _MOST_REMEMBERED = 1024
 """The memo is cleared beyond this many calls, as those of a function of Python values may differ without end."""
+
+
+@overload
+def contextual_autotune(
+    *, n_warmup: int = 1, n_repeat: int = 5, **options: Unpack[ContextualKeywords]
+) -> Callable[[Callable[_P, _R]], Contextual[_P, _R]]: ...
+
+
+@overload
+def contextual_autotune(
+    fn: Callable[_P, _R], /, *, n_warmup: int = 1, n_repeat: int = 5, **options: Unpack[ContextualKeywords]
+) -> Contextual[_P, _R]: ...
 
 
 def contextual_autotune(
@@ -68,22 +84,22 @@ def contextual_autotune(
     checked = checked_options("contextual_autotune", {**options, "warmup": n_warmup, "rep": n_repeat})
     assignment.context()
 
-    def decorate(function: Callable[..., Any]) -> Contextual:
+    def decorate(function: Callable[_P, _R]) -> Contextual[_P, _R]:
         return Contextual(function, checked)
 
     return decorate if fn is None else decorate(fn)
 
 
-class Contextual:
+class Contextual(Generic[_P, _R]):
     """A function whose autotuned kernels are tuned together; made by `contextual_autotune`.
 
     A call runs the function with the best config for each kernel in it: the first such call tunes, and later ones
     remember.
     """
 
-    __wrapped__: Callable[..., Any]
+    __wrapped__: Callable[_P, _R]
 
-    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
+    def __init__(self, fn: Callable[_P, _R], options: Options) -> None:
         """Wraps a function; use `contextual_autotune`."""
         if isinstance(fn, (Autotuned, Contextual)):
             raise TypeError(
@@ -113,11 +129,11 @@ class Contextual:
         )
         return ContextualResolver(function)
 
-    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], text: str) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], text: str) -> _R:
         function = cast("ContextualFunction", self._resolver.function)
-        return function.runner(*args, **kwargs, **{assignment.KEY: text})
+        return cast("_R", function.runner(*args, **kwargs, **{assignment.KEY: text}))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with the best config for each of its kernels."""
         if assignment.current() is not None:  # inside another contextual function, which is tuned as a whole
             return self.__wrapped__(*args, **kwargs)
@@ -135,7 +151,7 @@ class Contextual:
                 memo[key] = text
         return self._run(args, kwargs, text)
 
-    def tune(self, *args: Any, **kwargs: Any) -> ContextualResult:
+    def tune(self, *args: _P.args, **kwargs: _P.kwargs) -> ContextualResult:
         """Tunes for these arguments now, even if a result is cached, and remembers the result.
 
         Raises:
@@ -146,14 +162,22 @@ class Contextual:
         finally:
             self.forget()
 
-    def lookup(self, *args: Any, **kwargs: Any) -> dict[assignment.Slot, Config] | None:
+    def lookup(self, *args: _P.args, **kwargs: _P.kwargs) -> dict[assignment.Slot, Config] | None:
         """Returns each kernel's remembered config for these arguments, by the kernel's name and key, or None."""
         config = self._resolver.lookup(self._resolver.bind(args, kwargs))
         return None if config is None else dict(assignment.Assignment(str(config[assignment.KEY])).chosen)
 
-    def default(self, *args: Any, **kwargs: Any) -> Any:
+    def default(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with every kernel at its own defaults, tuned or not."""
         return self._run(args, kwargs, assignment.encode({}, others=assignment.DEFAULT))
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: Contextual[Concatenate[_I, _Q], _R], instance: _I, owner: type | None = None
+    ) -> BoundMethod[_Q, _R]: ...
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds to an instance, as a function does."""

@@ -49,7 +49,7 @@ def tune_many(calls: Iterable[Sequence[Any]], *, executor: Executor | None = Non
         >>> results = tune_many([(matmul, (a, b)), (matmul, (c, d))], executor=pool)  # doctest: +SKIP
     """
     tunes = [_tune_of(call) for call in calls]
-    with environment.settings(**({} if executor is None else {"executor": executor})):
+    with environment.settings(executor=executor or environment.current().executor):
         engine = environment.current().executor
         outcomes = [_outcome(tune) for tune in tunes] if engine is None else _all_at_once(tunes, engine)
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]

@@ -10,6 +10,7 @@ from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
 from quarantune.transport.call import Arguments
+from quarantune.values.config_space import MadeConfigs
 from quarantune.values.options import OptionKeywords, checked_options
 
 
@@ -36,7 +37,7 @@ class AutoTuner:
     def __init__(
         self,
         fn: Callable[..., Any],
-        configs: Any,
+        configs: MadeConfigs,
         *,
         on_progress: Callable[[int, str], None] | None = None,
         **options: Unpack[OptionKeywords],

@@ -32,7 +32,7 @@ class TuningCache(cache.TuningCache):
 
     def verify(
         self,
-        *functions: Autotuned | AutoTuner | str,
+        *functions: Autotuned[..., Any] | AutoTuner | str,
         arguments: Callable[[CacheKey], Arguments | None] | None = None,
     ) -> VerifyReport:
         """Measures the winners in this cache again, each against its function's own defaults, in the sandbox.

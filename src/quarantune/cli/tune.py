@@ -9,7 +9,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from quarantune.api import ahead
 from quarantune.api.contextual import Contextual
@@ -99,7 +99,7 @@ def _check_cache() -> None:
         ) from error
 
 
-def _kernels(tuned: Contextual, call: Call) -> dict[str, Config]:
+def _kernels(tuned: Contextual[..., Any], call: Call) -> dict[str, Config]:
     """Returns the config of each kernel that a function calls, by a short name."""
     chosen = tuned.lookup(*call.args, **call.kwargs) or {}
     return dict(zip(labels([slot.name for slot in chosen]), chosen.values(), strict=True))

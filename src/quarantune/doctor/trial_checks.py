@@ -26,7 +26,7 @@ from quarantune.devices import discovery
 from quarantune.doctor.check import Check, first_line, judged, ok, warn
 from quarantune.host import origins
 from quarantune.results.result import TuningResult
-from quarantune.values.settings import Settings, settings
+from quarantune.values.settings import SettingKeywords, Settings, settings
 from quarantune.values.trial import Outcome, Trial, TuningFailedError
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -69,7 +69,7 @@ class _Kind(NamedTuple):
     """
 
     fn: Callable[..., Any]
-    settings: dict[str, str]
+    settings: SettingKeywords
     is_needed: bool
     remedy: str
 
@@ -119,7 +119,6 @@ def trials() -> Iterator[Check]:
 
 def _swept(name: str, kind: _Kind) -> TuningResult:
     environment = settings(
-        **kind.settings,
         disable_cache=True,
         on_miss="tune",
         search="exhaustive",
@@ -127,7 +126,7 @@ def _swept(name: str, kind: _Kind) -> TuningResult:
         timeout=_DEADLINE_S,
         progress=False,
     )
-    with environment, _without_preallocation(), _quiet():
+    with settings(**kind.settings), environment, _without_preallocation(), _quiet():
         tuner = AutoTuner(kind.fn, {"scale": [2, 3]}, ref_fn=None, rep=3, name=f"doctor.{name}")
         return tuner.run(np.ones(_SHAPE, np.float32))
 

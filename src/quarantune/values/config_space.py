@@ -23,7 +23,8 @@ from quarantune.values.config_values import (
 from quarantune.values.texts import did_you_mean, shown
 from quarantune.values.trial import Config, ConfigValue
 
-Configs: TypeAlias = "Mapping[str, Iterable[Any]] | Iterable[Mapping[str, Any]]"
+Configs: TypeAlias = "Mapping[str, Any] | Iterable[Mapping[str, Any]]"
+MadeConfigs: TypeAlias = "Configs | Callable[..., Configs]"
 
 
 MOST_CONFIGS = 1_000_000

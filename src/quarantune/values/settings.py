@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 from quarantune.host import caller, shared_files
 from quarantune.values import remembered
@@ -30,6 +30,8 @@ _DIRECTORY = (
     "a directory of a file system, not a URL: for a bucket, use a local directory, copy it there and back with the "
     "bucket's own tools, and combine results with `quarantune cache merge`"
 )
+_Place: TypeAlias = str | os.PathLike[str]
+_Flag: TypeAlias = bool | int | str
 _UNITS = {prefix: 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))}
 _UNITS |= {f"{prefix}i": 1024**power for power, prefix in enumerate(("", "k", "m", "g", "t")) if prefix}
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
@@ -237,6 +239,35 @@ class Settings:
 _FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 
+class SettingKeywords(TypedDict, total=False):
+    """The keyword arguments of `settings`: the fields of `Settings`, for editors and type checkers."""
+
+    cache_dir: _Place | None
+    cache_path: str | Iterable[_Place] | None
+    disable_cache: _Flag | None
+    always_tune: _Flag | None
+    on_miss: str | None
+    version_check: _Flag | None
+    cpu_utilization: float | str | None
+    cpu_count: int | str | None
+    max_cpu_count: int | str | None
+    compile_timeout: float | str | None
+    timeout: float | str | None
+    memory_limit: int | str | None
+    search: str | Search | None
+    max_trials: int | str | None
+    time_budget: float | str | None
+    devices: str | int | Iterable[str | int] | None
+    configs_per_worker: int | str | None
+    start_method: str | None
+    isolation: str | None
+    agree: _Flag | None
+    progress: _Flag | None
+    log_dir: _Place | None
+    lock_timeout: float | str | None
+    executor: Executor | None
+
+
 class settings:
     """Sets options of the environment for a block of code, in this thread only; blocks nest.
 
@@ -256,7 +287,7 @@ class settings:
         ...     y = kernel(x)
     """
 
-    def __init__(self, **overrides: Any) -> None:
+    def __init__(self, **overrides: Unpack[SettingKeywords]) -> None:
         check_options("settings", overrides, _FIELDS)
         self._values = {name: _parse(name, name, value) for name, value in overrides.items()}
         self.tuned: set[Any] = set()
