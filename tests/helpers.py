@@ -19,7 +19,9 @@ from quarantune.values.trial import Outcome, Trial
 SOURCE = Path(quarantune.__file__).parents[1]
 """The directory that a program must have on its import path to import quarantune."""
 
-everywhere = pytest.mark.parametrize("isolation", ["process", "none", pytest.param("compile", marks=pytest.mark.slow)])
+everywhere = pytest.mark.parametrize(
+    "isolation", ["process", "none", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.long])]
+)
 """Runs a test with configs in workers, in this process, and compiled there but measured here; see `isolated`."""
 
 

@@ -327,6 +327,7 @@ def test_what_cannot_be_read_is_not_pruned(store: Store, bounded: int) -> None:
     assert folder.is_dir()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_file_over_256_mib_is_read_and_divided(store: Store) -> None:
     entry = ENTRY | {"text": "x" * (1 << 20)}

@@ -239,6 +239,7 @@ def test_a_config_over_its_memory_share_is_tried_again_alone(monkeypatch: pytest
     assert trials[1].peak_memory_bytes > 300e6
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_misdeeds_are_contained_in_spawned_workers() -> None:
     with nothing_is_left(), quarantune.settings(start_method="spawn"):

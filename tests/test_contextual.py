@@ -111,6 +111,7 @@ def test_a_kernel_is_tuned_once_for_each_of_its_shapes() -> None:
     assert shapes == [[4], [8]]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_it_gets_there() -> None:
     inner = kernel("inner", {"ms": [10, 1]})
@@ -130,7 +131,7 @@ def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_it_gets_there() -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> None:
     # Tracing the inner jit anew, every time, takes 25 ms, which no other difference must drown in.
     slow, quick = kernel("left", {"ms": [50, 1]}, lambda x, ms: pause(x, ms) + ms), kernel("right", {"ms": [1, 50]})
@@ -209,6 +210,7 @@ def test_the_error_of_a_function_that_always_fails_names_the_attempts() -> None:
         hopeless(X)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_kernels_of_one_name_and_different_code_are_tuned_apart(sweeps: list[str]) -> None:
     # Two of a factory, quick with different configs, and two lambdas.
@@ -243,6 +245,7 @@ def test_kernels_of_one_name_and_different_code_are_tuned_apart(sweeps: list[str
     assert len(sweeps) == count
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
 def test_first_and_default_configs_may_fail_where_another_works() -> None:
@@ -365,6 +368,7 @@ def test_a_script_without_a_guard_tunes_once_and_a_new_process_remembers(tmp_pat
     assert (cache_dir / "program.whole.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_table_shows_each_kernels_winner_and_the_total_gain() -> None:
     one, two = kernel("one", {"ms": [10, 1]}), kernel("two", {"ms": [1, 10]})
@@ -387,6 +391,7 @@ def test_the_table_shows_each_kernels_winner_and_the_total_gain() -> None:
     assert np.array_equal(result.fn(X), X)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_without_a_sandbox_the_same_configs_win() -> None:
     one, two = kernel("one", {"ms": [10, 1]}), kernel("two", {"ms": [1, 10]})
@@ -489,6 +494,7 @@ def test_threads_keep_their_assignments_apart() -> None:
             assert only(x)[0] == 5
 
 
+@pytest.mark.slow
 def test_a_tuned_function_within_a_tuned_function_is_part_of_it(sweeps: list[str]) -> None:
     only = kernel("only", {"ms": [10, 1]}, lambda x, ms: pause(x, ms) + ms)
 

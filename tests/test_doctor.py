@@ -223,6 +223,7 @@ def test_damaged_results_are_found(cache_dir: Path) -> None:
     assert [path.name for path in cache_dir.iterdir()] == ["matmul.json"]
 
 
+@pytest.mark.slow
 def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point(tmp_path: Path) -> None:
     odd = tmp_path / "\u00e9 \v\u2028\udcff"
     program = (

@@ -83,6 +83,7 @@ def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
     assert said(process) == ["done"]
 
 
+@pytest.mark.slow
 def test_waits_for_a_cpu_do_not_count() -> None:
     with Watch(spins=False) as watch:
         if not watch.read():

@@ -49,7 +49,7 @@ def run(script: str, *args: str, cwd: Path, environ: dict[str, str | None] | Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_modules_of_the_working_directory_do_not_shadow_python_modules(method: str, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     for name in ("json", "re", "enum", "functools", "socket", "selectors", "numpy", "jax", "cloudpickle"):
@@ -62,6 +62,7 @@ def test_modules_of_the_working_directory_do_not_shadow_python_modules(method: s
     assert not ran.exists(), ran.read_text()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_odd_paths_long_command_lines_and_missing_homes_work(tmp_path: Path) -> None:
     script = f"""{KERNEL}
@@ -106,7 +107,7 @@ else:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_a_process_whose_name_is_no_text_tunes(method: str, tmp_path: Path) -> None:
     """Names are cut after 15 bytes, also in the middle of a character."""
     again = "with quarantune.settings(always_tune=True): agree()\nassert kernel.lookup(X) == {'n': 2}"
@@ -130,6 +131,7 @@ def test_the_owner_of_a_claim_may_have_a_name_that_is_no_text(tmp_path: Path) ->
     assert owner.is_dead()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_frozen_application_is_told_what_to_do_and_never_started_again(tmp_path: Path) -> None:
     application, started = tmp_path / "application", tmp_path / "started"
@@ -266,6 +268,7 @@ agree()
     run(script, cwd=tmp_path, environ=environ)
 
 
+@pytest.mark.slow
 def test_every_lock_is_free_in_a_fork(tmp_path: Path) -> None:
     script = f"""{KERNEL}
 import signal, threading, types, warnings
@@ -430,6 +433,7 @@ def test_a_config_too_large_for_a_message_is_refused_with_its_largest_key() -> N
         tuner.run(1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_outdated_template_is_replaced(tmp_path: Path) -> None:
     script = """

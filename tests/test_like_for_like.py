@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left
-from helpers import everywhere, isolated
+from helpers import isolated
 from test_never_worse import X, chained
 from test_noise import MACHINES, Machine
 from test_report import first_words, result_of, trial
@@ -44,10 +44,9 @@ def agrees(output: Any, expected: Any, x: Any) -> bool:
 # --- the defaults are in every final ------------------------------------------------------------------------
 
 
-@everywhere
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"ref_fn": None}, {"ref_fn": plain}, {"check_fn": agrees}],
+    ("isolation", "options"),
+    [("process", {}), ("none", {"ref_fn": None}), ("process", {"ref_fn": plain}), ("none", {"check_fn": agrees})],
     ids=["compared with each other", "without a check", "ref_fn", "check_fn"],
 )
 def test_defaults_that_are_no_config_take_part_however_outputs_are_checked(
@@ -61,7 +60,7 @@ def test_defaults_that_are_no_config_take_part_however_outputs_are_checked(
     shown_everywhere(result, capfd.readouterr().err, cache_dir, tmp_path)
 
 
-@everywhere
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_defaults_that_the_sweep_ruled_out_get_their_time_in_the_final(
     isolation: str, capfd: pytest.CaptureFixture[str], cache_dir: Path, tmp_path: Path
 ) -> None:
@@ -116,7 +115,7 @@ def shown_everywhere(result: TuningResult, line: str, cache_dir: Path, directory
         assert problem["interval"] == " to ".join(map(ratio_text, result.speedup_interval))
 
 
-@everywhere
+@pytest.mark.parametrize("isolation", ["process", pytest.param("none", marks=pytest.mark.slow)])
 def test_defaults_that_fail_leave_no_speedup_and_are_told(isolation: str, capfd: pytest.CaptureFixture[str]) -> None:
     chained(ref_fn=None).tune(X)  # starts the template
     capfd.readouterr()

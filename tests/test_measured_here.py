@@ -92,6 +92,7 @@ def test_a_watchdog_reports_work_that_is_overdue_and_again() -> None:
     assert threading.active_count() == threads
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("quiet_place")
 def test_misdeeds_while_compiling_end_as_with_workers_alone(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_a_near_call_uses_the_defaults_that_won(sweeps: list[str]) -> None:
     assert len(sweeps) == 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_winner_of_a_sweep_on_an_engine_may_be_the_defaults() -> None:
     with ThreadPoolExecutor(2) as engine:

@@ -67,14 +67,23 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cache
 
 
+NAMED = [
+    # How a program is started matters to a file and to a module alike; the rarer ways are tried with one of them.
+    pytest.param(name, way, marks=() if name == "mod" and way not in ("pdb", "cProfile") else pytest.mark.long)
+    for name, ways in WAYS.items()
+    for way in ways
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "way"), [(name, way) for name, ways in WAYS.items() for way in ways])
+@pytest.mark.parametrize(("name", "way"), NAMED)
 def test_a_file_has_one_name_however_it_runs(name: str, way: str, tuned: Path) -> None:
     found, config = python(WAYS[name][way], tuned)
     assert found == f"{name}.kernel"
     assert config is not None
 
 
+@pytest.mark.slow
 def test_runpy_gives_a_file_the_name_of_its_script(tmp_path: Path) -> None:
     program = "import json, runpy, sys; print(json.dumps([runpy.run_path(sys.argv[1])['kernel'].name]))"
     assert python(["-c", program, PROGRAM], tmp_path) == ["mod.kernel"]
@@ -94,6 +103,7 @@ def test_results_that_an_earlier_version_saved_for_a_program_are_found(
     assert python([*start, "report"], tmp_path) == [f"{name}.kernel", {"n": 1}]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_worker_gives_the_classes_of_a_program_the_names_of_its_caller(tmp_path: Path) -> None:
     """A kernel that another one calls is looked up by the worker, with keys that hold classes of the program."""

@@ -460,10 +460,10 @@ def test_a_cached_config_with_a_bad_number_is_a_miss_with_a_warning(name: str, c
     ("nonsense", "refused"),
     [
         (None, {"created"}),
-        (7, {"fingerprint", "space", "versions", "created", "trials"}),
-        ("text", {"time_ms", "fingerprint", "space", "versions", "trials"}),
         ([1], {"time_ms", "fingerprint", "space", "versions", "created", "trials"}),
-        ({"a": 1}, {"time_ms", "fingerprint", "versions", "created"}),
+        pytest.param(7, {"fingerprint", "space", "versions", "created", "trials"}, marks=pytest.mark.long),
+        pytest.param("text", {"time_ms", "fingerprint", "space", "versions", "trials"}, marks=pytest.mark.long),
+        pytest.param({"a": 1}, {"time_ms", "fingerprint", "versions", "created"}, marks=pytest.mark.long),
     ],
     ids=lambda value: None if isinstance(value, set) else repr(value),
 )

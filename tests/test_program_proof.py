@@ -121,8 +121,8 @@ def run(directory: Path, program: str) -> str:
 @pytest.mark.parametrize(
     "options",
     [
-        "{}",
-        pytest.param("{'isolation': 'compile'}", marks=pytest.mark.slow),
+        pytest.param("{}", marks=pytest.mark.slow),
+        pytest.param("{'isolation': 'compile'}", marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param("{'start_method': 'spawn'}", marks=[pytest.mark.slow, pytest.mark.long]),
     ],
 )

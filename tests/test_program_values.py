@@ -190,6 +190,7 @@ def kernel(x, n: int = 1):
     assert run(tmp_path, "program.py") == "[]\n"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("environ", [{"QUARANTUNE_START_METHOD": "spawn"}, {"BEGINS": "jnp.zeros(3) + 1"}])
 def test_workers_that_load_the_call_themselves_have_the_values(tmp_path: Path, environ: dict[str, str]) -> None:
@@ -218,10 +219,15 @@ def other(x, n: int = 1):
     ("act", "message"),
     [
         ("mysettings.CAUSAL = threading.Lock()", r"mysettings.CAUSAL is <unlocked .*, and False in a fresh import"),
-        ("mysettings.CAUSAL = [bytes([i]) * (1 << 20) for i in range(65)]", "mysettings.CAUSAL is .*more than 64 MiB"),
-        (
+        pytest.param(
+            "mysettings.CAUSAL = [bytes([i]) * (1 << 20) for i in range(65)]",
+            "mysettings.CAUSAL is .*more than 64 MiB",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
             "del mysettings.CAUSAL; mysettings.CAUSAL = jax.devices()[0]",
             r"mysettings.CAUSAL is CpuDevice.*, and False in",
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -244,6 +250,8 @@ print(len([child for child in psutil.Process().children(recursive=True) if child
     assert run(tmp_path, "program.py") == "1\n", "the template alone is left"
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_a_filled_cache_of_values_that_cannot_travel_is_no_reason_to_refuse(tmp_path: Path) -> None:
     read = "expect(mysettings.TABLE.setdefault('scale', 3), 3) or True"
     script = f"""{PROGRAM}
@@ -278,6 +286,8 @@ reads.kernel(X)
     run(tmp_path, "program.py")
 
 
+@pytest.mark.long
+@pytest.mark.slow
 def test_an_array_of_jax_is_that_of_the_program(tmp_path: Path) -> None:
     kernel = """
 from mykernels import *
@@ -296,12 +306,12 @@ def kernel(x, n: int = 1):
 @pytest.mark.parametrize(
     ("read", "act"),
     [
-        ("mysettings.CAUSAL", "mysettings.CAUSAL = True"),
         ("FLAGS.causal", "mykernels.FLAGS(['program', '--causal'])"),
-        ("HOLDER.value > 1", "mykernels.FLAGS(['program', '--held=2'])"),
-        ("CONFIG.depth", "mysettings.CONFIG.depth = 0"),
         ("CONFIG.factor()", "mysettings.CONFIG.inner['scale'] = 0"),
-        ("TABLE", "mysettings.TABLE['a'] = 1"),
+        pytest.param("mysettings.CAUSAL", "mysettings.CAUSAL = True", marks=pytest.mark.long),
+        pytest.param("HOLDER.value > 1", "mykernels.FLAGS(['program', '--held=2'])", marks=pytest.mark.long),
+        pytest.param("CONFIG.depth", "mysettings.CONFIG.depth = 0", marks=pytest.mark.long),
+        pytest.param("TABLE", "mysettings.TABLE['a'] = 1", marks=pytest.mark.long),
     ],
 )
 def test_a_result_for_one_value_is_none_for_another(tmp_path: Path, read: str, act: str) -> None:
@@ -360,7 +370,7 @@ print("tuned")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["script", "module", "notebook", "dask"])
+@pytest.mark.parametrize("kind", [pytest.param("script", marks=pytest.mark.long), "module", "notebook", "dask"])
 def test_the_kinds_of_programs_that_set_values(tmp_path: Path, kind: str) -> None:
     # Kernels of an imported module, and of the program itself.
     cells = [SET, KERNELS, "options = {}", TUNE]

@@ -87,6 +87,7 @@ def test_programs_whose_outputs_hold_other_functions_are_never_taken_for_one() -
     assert identity(0.1) == identity(0.1) != identity(0.2)
 
 
+@pytest.mark.slow
 def test_a_function_that_needs_its_device_is_compiled_with_it_at_once_the_next_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

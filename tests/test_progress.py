@@ -394,7 +394,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, F
 
 @pytest.mark.slow
 @pytest.mark.clients
-@pytest.mark.parametrize("columns", [60, 200])
+@pytest.mark.parametrize("columns", [60, pytest.param(200, marks=pytest.mark.long)])
 def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
     recordings: dict[int, Future[Recording]], columns: int
 ) -> None:

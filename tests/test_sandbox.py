@@ -322,7 +322,7 @@ def sweep_template() -> psutil.Process:
     return child
 
 
-METHODS = pytest.mark.parametrize("method", ["fork", "spawn"])
+METHODS = pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 
 
 # --- workers ------------------------------------------------------------------------------------------------

@@ -164,6 +164,7 @@ def test_of_two_savers_one_result_is_there_whole_at_any_time(tmp_path: Path) -> 
     assert whole(tmp_path) == 9
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_savers_that_are_killed_leave_a_whole_result_and_soon_nothing_else(tmp_path: Path) -> None:
     result(0).save(tmp_path)

@@ -468,6 +468,7 @@ def test_triton_distributeds_space_is_pruned_and_equal_keys_share_a_sweep(
     assert entry["trials"]["pruned"] == 1
 
 
+@pytest.mark.slow
 def test_triton_distributeds_key_and_prune_functions_may_omit_statics(sweeps: list[list[Any]]) -> None:
     def configs(A: Any) -> list[dict[str, int]]:
         return [{"BLOCK": size} for size in (1, 2) if size <= A.size]
@@ -530,6 +531,7 @@ def test_triton_distributeds_plain_function_needs_no_defaults() -> None:
         tuner.run(A)
 
 
+@pytest.mark.slow
 def test_triton_distributeds_environment_retunes_and_checks_versions(
     sweeps: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -556,6 +558,7 @@ def test_triton_distributeds_environment_retunes_and_checks_versions(
     assert len(sweeps) == 3
 
 
+@pytest.mark.slow
 def test_triton_distributeds_per_call_switches_run_untuned_and_log_more(
     sweeps: list[list[Any]], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_a_config_made_goes_although_the_caller_is_killed(tmp_path: Path) -> None:
     name = f"shared-names-{os.getpid()}-killed"

@@ -222,6 +222,7 @@ def entry_of(cache_dir: Path) -> dict[str, Any]:
 # --- sixteen at once ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_eight_processes_that_start_together_sweep_once(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     members = fleet.hand_out(8)
@@ -298,6 +299,7 @@ def test_a_sweep_killed_five_times_runs_no_finished_trial_twice(fleet: Fleet, ca
     fleet.give_back([member])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_stopped_holder_is_taken_over_and_may_go_on_later(fleet: Fleet, cache_dir: Path, place: Path) -> None:
     stopped, other = fleet.hand_out(2)
@@ -441,6 +443,7 @@ def test_jobs_that_tune_at_once_follow_the_first_and_later_ones_tune_again(
     assert swept == [[1, 2]] * 3
 
 
+@pytest.mark.slow
 def test_jobs_that_are_told_to_tune_always_follow_none(swept: list[list[Any]], hold: Callable[[], None]) -> None:
     hold()
 

@@ -221,6 +221,7 @@ def test_the_sandbox_adds_at_most_60_ms_per_config() -> None:
     assert best_of(overhead_ms, limit=60) <= 60
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_config_costs_the_callers_process_little_cpu() -> None:
     # In a process of its own: the garbage collector's rounds take longer in one that has run two thousand tests.

@@ -55,6 +55,7 @@ def loss(tuned: quarantune.Autotuned) -> Any:
     return jax.grad(lambda x: tuned(x, 3)["y"].sum())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_configs_are_timed_and_checked_together_with_their_gradients() -> None:
     kinds = ["no backward", "wrong backward", "slow backward", "slow forward"]

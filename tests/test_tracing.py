@@ -90,7 +90,16 @@ TRANSFORMS: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+SLOW = ("hessian", "grad of shard_map", "jit of grad of scan")
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(transform, id=name, marks=pytest.mark.slow if name in SLOW else ())
+        for name, transform in TRANSFORMS.items()
+    ],
+)
 def test_inside_a_transformation_a_call_is_tuned_once_and_uses_the_winner(
     transform: Any, kernel: quarantune.Autotuned, sweeps: list[str]
 ) -> None:

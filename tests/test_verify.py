@@ -73,6 +73,7 @@ def test_winners_are_measured_against_the_defaults_and_stale_ones_are_named(cach
     assert {path: path.read_bytes() for path in cache_dir.iterdir() if path.is_file()} == before, "nothing is saved"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_slots")
 def test_a_winner_of_a_plain_callable_and_one_with_a_key_fn_are_measured(
