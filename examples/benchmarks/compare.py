@@ -23,40 +23,19 @@ _ROUNDS, _QUICK_ROUNDS = 15, 6
 
 def main() -> None:
     """Runs every job, one after another, and prints each table when it is complete."""
-    options = _parse_arguments()
-    if not importlib.util.find_spec(_OURS):
-        sys.exit(f"{_OURS} is not installed here: run `pip install .` in its checkout")
-    contenders = [_OURS, *(peer for peer, module in _PEERS.items() if importlib.util.find_spec(module))]
-    try:
-        machine = jobs.run("machine", "describe", platform=options.platform, distributions=contenders)
-    except jobs.JobError as error:
-        sys.exit(f"JAX has no device here for --platform {options.platform}: {error}")
+    options, contenders, machine = prepare(__doc__)
     platform = machine["platform"]
     if platform not in kernels.PROBLEMS:
         sys.exit(f"there is no kernel for a {platform} here: give --platform cpu or --platform gpu")
-    _introduce(machine, options)
-
-    results: dict[str, Any] = {"machine": machine, "sweeps": {}, "later_sweeps": {}, "oracle": {}}
+    results: dict[str, Any] = {"machine": machine}
     problem = kernels.PROBLEMS[platform]
     for size in problem.quick_sizes if options.quick else problem.sizes:
-        sweeps, later = (
-            _run_in_turn("sweep", contenders, options.repeat, platform=platform, size=size, is_first=is_first)
-            for is_first in (True, False)
-        )
-        _say(f"{size}: timing every config")
-        rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
-        oracle = jobs.run("oracle", "exhaust", platform=platform, problem=platform, size=size, rounds=rounds)
-        results["sweeps"][size], results["later_sweeps"][size], results["oracle"][size] = sweeps, later, oracle
-        _print(
-            f"A product of two {size} x {size} matrices of {problem.dtype}",
-            "A process's first sweep:",
-            tables.sweeps(sweeps, oracle, baseline=_OURS),
-            "A later one:",
-            tables.sweeps(later, oracle, baseline=_OURS),
-            tables.about(oracle),
-        )
+        heading = f"A product of two {size} x {size} matrices of {problem.dtype}"
+        results[str(size)] = compare_sweeps(heading, contenders, options, platform, platform, size)
 
-    results["cached_calls"] = _run_in_turn("cached_call", contenders, options.repeat, platform=platform)
+    results["cached_calls"] = _run_in_turn(
+        "cached_call", contenders, options.repeat, platform=platform, problem=platform
+    )
     _print("A call that is tuned already, of two small arrays", tables.cached_calls(results["cached_calls"]))
 
     _say("what the sandbox costs")
@@ -66,8 +45,46 @@ def main() -> None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def compare_sweeps(
+    heading: str, contenders: Sequence[str], options: argparse.Namespace, platform: str, problem: str, size: int
+) -> dict[str, Any]:
+    """Runs each contender's sweeps of a problem, prints their tables, and returns every number."""
+    first, later = (
+        _run_in_turn(
+            "sweep", contenders, options.repeat, platform=platform, problem=problem, size=size, is_first=is_first
+        )
+        for is_first in (True, False)
+    )
+    _say(f"{size}: timing every config")
+    rounds = _QUICK_ROUNDS if options.quick else _ROUNDS
+    oracle = jobs.run("oracle", "exhaust", platform=platform, problem=problem, size=size, rounds=rounds)
+    _print(
+        heading,
+        "A process's first sweep:",
+        tables.sweeps(first, oracle, baseline=_OURS),
+        "A later one:",
+        tables.sweeps(later, oracle, baseline=_OURS),
+        tables.about(oracle),
+    )
+    return {"first": first, "later": later, "oracle": oracle}
+
+
+def prepare(description: str | None) -> tuple[argparse.Namespace, list[str], dict[str, Any]]:
+    """Reads the options, and returns them with the contenders and the machine, which it describes."""
+    options = _parse_arguments(description)
+    if not importlib.util.find_spec(_OURS):
+        sys.exit(f"{_OURS} is not installed here: run `pip install .` in its checkout")
+    contenders = [_OURS, *(peer for peer, module in _PEERS.items() if importlib.util.find_spec(module))]
+    try:
+        machine = jobs.run("machine", "describe", platform=options.platform, distributions=contenders)
+    except jobs.JobError as error:
+        sys.exit(f"JAX has no device here for --platform {options.platform}: {error}")
+    _introduce(machine, options)
+    return options, contenders, machine
+
+
+def _parse_arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--platform", choices=["auto", "cpu", "gpu"], default="auto", help="default: what JAX chooses")
     parser.add_argument("--repeat", type=_count, default=3, metavar="N", help="how often each tunes (default: 3)")
     parser.add_argument("--quick", action="store_true", help="small matrices, and fewer rounds to find the best config")
@@ -102,9 +119,7 @@ def _run_in_turn(
         for contender in [*contenders[first:], *contenders[:first]]:
             _say(f"{about}{contender}, {function.replace('_', ' ')} {turn + 1} of {repeat}")
             try:
-                run = jobs.run(
-                    "contenders", function, platform=platform, problem=platform, contender=contender, **arguments
-                )
+                run = jobs.run("contenders", function, platform=platform, contender=contender, **arguments)
             except jobs.JobError as error:
                 _say(str(error))
                 run = {"error": str(error)}

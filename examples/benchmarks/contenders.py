@@ -66,7 +66,7 @@ def sweep(*, contender: str, problem: str, size: int, is_first: bool) -> dict[st
     Args:
         contender: the tuner's name.
         problem: the kernel's name.
-        size: the matrices' number of rows.
+        size: the problem's size.
         is_first: whether this is the process's first sweep. Otherwise, one-time work is done before the clock starts:
             the contender tunes something else, and JAX lowers a kernel like this one.
 
@@ -76,7 +76,7 @@ def sweep(*, contender: str, problem: str, size: int, is_first: bool) -> dict[st
     case = kernels.PROBLEMS[problem]
     args = case.arguments(size)
     if not is_first:
-        jax.block_until_ready(CONTENDERS[contender](kernels.trivial, {"factor": [1, 2]})[0](*args))
+        jax.block_until_ready(CONTENDERS[contender](kernels.trivial, {"factor": [1, 2]})[0](args[0], args[0]))
         case.kernel.lower(*args)
     tuned, chosen = CONTENDERS[contender](case.kernel, case.space)
     start = time.perf_counter()

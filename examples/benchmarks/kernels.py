@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,6 +60,43 @@ def _stepwise_tile(a_ref: Any, b_ref: Any, out_ref: Any, *, bk: int) -> None:
     out_ref[...] = total.astype(out_ref.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=["rows", "keys"])
+def attention(q: jax.Array, k: jax.Array, v: jax.Array, rows: int = 128, keys: int = 128) -> jax.Array:
+    """Attention in plain JAX, `rows` queries and `keys` keys at a time, whose products XLA tunes on the device."""
+    size = q.shape[-1]
+
+    def of_rows(part: jax.Array) -> jax.Array:
+        def step(carry: Any, block: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+            top, total, out = carry
+            logits = jnp.matmul(part, block[0].T).astype(jnp.float32)
+            new = jnp.maximum(top, logits.max(-1))
+            weights = jnp.exp(logits - new[:, None])
+            keep = jnp.exp(top - new)
+            sums = jnp.matmul(weights.astype(v.dtype), block[1]).astype(jnp.float32)
+            return (new, total * keep + weights.sum(-1), out * keep[:, None] + sums), None
+
+        start = jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros((rows, size))
+        (_, total, out), _ = jax.lax.scan(step, start, (k.reshape(-1, keys, size), v.reshape(-1, keys, size)))
+        return (out / total[:, None]).astype(q.dtype)
+
+    return jax.lax.map(of_rows, q.reshape(-1, rows, size)).reshape(q.shape)
+
+
+@functools.partial(jax.jit, static_argnames=["rows", "hidden"])
+def mlp(x: jax.Array, up: jax.Array, down: jax.Array, rows: int = 1024, hidden: int = 1024) -> jax.Array:
+    """Two layers in plain JAX, `rows` rows and `hidden` hidden units at a time."""
+    parts = up.reshape(x.shape[1], -1, hidden).swapaxes(0, 1), down.reshape(-1, hidden, down.shape[1])
+
+    def of_rows(part: jax.Array) -> jax.Array:
+        def step(total: jax.Array, layers: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return total + jnp.matmul(jax.nn.gelu(part @ layers[0]), layers[1]).astype(jnp.float32), None
+
+        total, _ = jax.lax.scan(step, jnp.zeros((rows, down.shape[1])), parts)
+        return total.astype(x.dtype)
+
+    return jax.lax.map(of_rows, x.reshape(-1, rows, x.shape[1])).reshape(-1, down.shape[1])
+
+
 @functools.partial(jax.jit, static_argnames=["factor"])
 def trivial(a: jax.Array, b: jax.Array, factor: int = 1) -> jax.Array:
     """Does next to nothing, so that only overhead is measured; each factor is another program."""
@@ -71,11 +108,13 @@ class Problem:
     """A kernel and its space.
 
     Attributes:
-        kernel: a jitted function of two square matrices.
+        kernel: a jitted function of matrices.
         space: the values of each of its tunables; all their combinations are tried.
         dtype: of the matrices.
-        sizes: the numbers of rows it is tuned for.
+        sizes: the sizes it is tuned for.
         quick_sizes: the same in quick mode.
+        shapes: the shapes of the matrices for a size.
+        off_by: by how much of its largest element an output may differ from that of the default config.
     """
 
     kernel: jax.stages.Wrapped
@@ -83,13 +122,17 @@ class Problem:
     dtype: str
     sizes: tuple[int, ...]
     quick_sizes: tuple[int, ...]
+    shapes: Callable[[int], Sequence[tuple[int, int]]] = lambda size: [(size, size)] * 2
+    off_by: float = 0.01
 
-    def arguments(self, size: int) -> tuple[jax.Array, jax.Array]:
-        """Returns two matrices of normal numbers, on the device; compiles nothing."""
+    def arguments(self, size: int) -> tuple[jax.Array, ...]:
+        """Returns matrices of normal numbers, on the device; compiles nothing."""
         rng = np.random.default_rng(0)
-        a, b = (rng.standard_normal((size, size), np.float32).astype(jnp.dtype(self.dtype)) for _ in range(2))
         device = jax.devices()[0]
-        placed = jax.device_put(a, device), jax.device_put(b, device)
+        placed = tuple(
+            jax.device_put(rng.standard_normal(shape, np.float32).astype(jnp.dtype(self.dtype)), device)
+            for shape in self.shapes(size)
+        )
         jax.block_until_ready(placed)
         return placed
 
@@ -108,6 +151,23 @@ PROBLEMS = {
         dtype="bfloat16",
         sizes=(512, 2048, 4096),
         quick_sizes=(512,),
+    ),
+    "attention": Problem(
+        kernel=attention,
+        space={"rows": [128, 256, 512, 1024], "keys": [64, 128, 256, 512, 1024, 2048]},
+        dtype="bfloat16",
+        sizes=(4096,),
+        quick_sizes=(2048,),
+        shapes=lambda size: [(size, 128)] * 3,
+        off_by=0.1,  # XLA rounds the logits of some of the programs to bfloat16, and not those of others
+    ),
+    "mlp": Problem(
+        kernel=mlp,
+        space={"rows": [256, 512, 1024, 2048, 4096, 8192], "hidden": [1024, 2048, 8192]},
+        dtype="bfloat16",
+        sizes=(8192,),
+        quick_sizes=(8192,),
+        shapes=lambda size: [(size, 2048), (2048, 8192), (8192, 2048)],
     ),
 }
 
