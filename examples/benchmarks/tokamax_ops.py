@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import functools
 import importlib
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,14 @@ def _as_dict(config: Any) -> dict[str, Any]:
     return {name: value.value if isinstance(value, enum.Enum) else value for name, value in fields.items()}
 
 
-def _function(op: Any, config_class: type, keywords: dict[str, Any]) -> Callable[..., Any]:
+def _function(op: Any, config_class: type, keywords: dict[str, Any]) -> Any:
     """Returns the operation as a function whose tunables are the fields of its configs."""
 
     def run(*args: Any, **config: Any) -> Any:
         chosen = config_class(**config) if config else None  # None: what tokamax's heuristics say
         return op.replace(config=chosen)(*args, **keywords)
 
-    return run
+    return jax.jit(run, static_argnames=[field.name for field in dataclasses.fields(config_class)])
 
 
 def sweep(*, contender: str, name: str, is_first: bool) -> dict[str, Any]:
@@ -103,6 +103,7 @@ def sweep(*, contender: str, name: str, is_first: bool) -> dict[str, Any]:
     return {"sweep_s": time.perf_counter() - start, "config": chosen, "working": working, "configs": len(configs)}
 
 
+@functools.partial(jax.jit, static_argnames=["factor"])
 def _scaled(x: jax.Array, factor: int = 1) -> jax.Array:
     return x * factor
 
@@ -112,7 +113,7 @@ def exhaust(*, name: str, configs: list[dict[str, Any]]) -> dict[str, Any]:
     op, args, keywords = _problem(name)
     config_class = type(next(iter(op.bind(*args, **keywords).autotuning_configs)))
     run = _function(op, config_class, keywords)
-    compiled = [jax.jit(lambda *args, config=config: run(*args, **config)).lower(*args).compile() for config in configs]
+    compiled = [run.lower(*args, **config).compile() for config in configs]
     times: list[list[float]] = [[] for _ in configs]
     for _ in range(_ROUNDS):
         for program, of_one in zip(compiled, times, strict=True):
