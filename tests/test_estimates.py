@@ -85,6 +85,21 @@ def test_a_smaller_grid_keeps_what_steps_depend_on_each_other_for() -> None:
     assert kernels.grids(jaxpr)[0].steps == 64  # the program itself is as it was
 
 
+def test_a_smaller_grid_keeps_all_cores_busy() -> None:
+    from jax.experimental.pallas import tpu as pltpu
+
+    call = pl.pallas_call(
+        lambda x_ref, o_ref: None,
+        grid=(64, 4),
+        in_specs=[pl.BlockSpec((8, 128), lambda i, j: (i, j))],
+        out_specs=pl.BlockSpec((8, 128), lambda i, j: (i, j)),
+        out_shape=struct(512, 512),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+    )
+    jaxpr = jax.jit(call).trace(struct(512, 512)).jaxpr
+    assert [kernels.with_smaller_grids(jaxpr, steps, cores=2)[1] for steps in (1, 2, 8)] == [[2], [4], [16]]
+
+
 def test_kernels_inside_other_functions_are_found_in_one_order() -> None:
     @jax.jit
     def program(x: Any) -> Any:
@@ -116,9 +131,39 @@ def test_the_cycles_of_an_operation_count_for_all_that_are_like_it() -> None:
     assert estimates._parsed(WRITTEN + WRITTEN.replace("copy.1", "add")) == {"copy.1": 62560.0, "add": 62560.0}
 
 
+COPY = WRITTEN.replace("31280", "0").replace(
+    "2\n}",
+    """2
+  dma_instruction_type: DMA_INSTRUCTION_TYPE_REMOTE
+  hlo_instruction {
+    name: "copy.1"
+    metadata: "{\\"a\\": {"
+    shape {
+      element_type: BF16
+      dimensions: 8
+      dimensions: 128
+      layout {
+        minor_to_major: 0
+        tiles {
+          dimensions: 8
+        }
+      }
+    }
+  }
+}""",
+)
+
+
+def test_a_copy_without_cycles_counts_by_what_it_reads_and_writes() -> None:
+    assert estimates._parsed(COPY) == {"copy.1": 0.0}
+    assert estimates._copied_bytes(COPY) == 2 * 2 * (2 * 8 * 128)
+    assert estimates._copied_bytes(WRITTEN) == 0
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        COPY[:-10],
         WRITTEN[:40],
         WRITTEN + "{",
         "\0" * 100,
@@ -203,12 +248,21 @@ def test_what_a_killed_process_left_half_written_costs_the_estimate_alone(
     assert isinstance(estimates.estimate(bench, {}, target), NoEstimateError)
 
 
-def test_a_program_whose_text_is_torn_was_not_compiled_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kernels", "found"), [(0, 1), (1, 0)])
+def test_what_an_ended_process_wrote_counts_if_it_names_all_kernels(kernels: int, found: int, tmp_path: Path) -> None:
     (tmp_path / f"copy.7{estimates._SUFFIX}").write_text(WRITTEN)
     (tmp_path / "begun").write_text('{"steps": []}')
     (tmp_path / "text").write_text(PROGRAM[:100])
-    (point,) = estimates._read(tmp_path)
-    assert not point.is_whole
+    estimates._keep(tmp_path, "begun")
+    assert [point.is_whole for point in estimates._read(tmp_path, kernels)] == [False] * found
+
+
+def test_a_program_does_not_get_the_steps_of_the_next_that_wrote_nothing(tmp_path: Path) -> None:
+    (tmp_path / f"kernel_0.1{estimates._SUFFIX}").write_text(WRITTEN.replace("copy", "kernel_0"))
+    (tmp_path / "begun").write_text('{"steps": [1]}')
+    estimates._keep(tmp_path, "begun")
+    (tmp_path / "begun").write_text('{"steps": [2]}')
+    assert [point.steps for point in estimates._read(tmp_path, 1)] == [(1,)]
 
 
 def test_further_steps_cost_what_the_last_ones_did() -> None:

@@ -1,24 +1,33 @@
 """What estimates of the TPU compiler are worth: beside published times and published tables of tuned configs.
 
     pip install 'quarantune[tpu]'
-    python examples/benchmarks/tpu_estimates.py
-    python examples/benchmarks/tpu_estimates.py --tpu-inference CLONE --problems 8 --candidates 30
+    python examples/benchmarks/tpu_estimates.py documented
+    python examples/benchmarks/tpu_estimates.py tables estimates.jsonl --tpu-inference CLONE --tokamax CLONE
+    python examples/benchmarks/tpu_estimates.py show estimates.jsonl
 
 Without a TPU. The first prints the estimates of a matmul beside the times in the guide "Matrix Multiplication" (Pallas
-on TPU, in JAX's documentation; a v5e by `timeit`, launches included). The second needs a clone of vLLM's
-tpu-inference, and ranks its published config of each problem of its quantized matmul among random ones.
+on TPU, in JAX's documentation; a v5e by `timeit`, launches included). The second estimates the published config of
+problems from the tables of tuned configs in vLLM's tpu-inference and OpenXLA's tokamax, small problems first, beside
+random configs. It adds a line to a file for each problem, goes on where it was stopped, and takes hours for all. The
+third prints what the file says of each family of kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib
+import itertools
+import json
+import math
 import random
+import re
+import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,99 +94,310 @@ def documented() -> None:
     print(f"\nThe order of all six is {'the same' if same else 'another'}.")
 
 
-def quantized_matmul(clone: Path, place: Path) -> tuple[Any, dict[Any, Any], Any]:
-    """Imports the kernel and its table of tuned configs from a clone, without the server around them."""
-    package = place / "tpu_inference"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "logger.py").write_text("from logging import getLogger as init_logger\n")
-    (package / "kernels").symlink_to(clone.resolve() / "tpu_inference" / "kernels")
-    sys.path.insert(0, str(place))
-    sizes = importlib.import_module("tpu_inference.kernels.quantized_matmul.tuned_block_sizes")
-    kernel = importlib.import_module("tpu_inference.kernels.quantized_matmul.kernel")
-    return kernel.quantized_matmul_kernel, sizes.TUNED_BLOCK_SIZES_RAW, sizes.TunedValue
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A problem from a published table.
+
+    Attributes:
+        family: the kernel and its device, in words.
+        target: the device.
+        sizes: the problem's sizes.
+        published: the table's config.
+        published_ms: the table's time of it; None where it has none.
+        make: makes the jitted function and its arguments.
+        space: the configs to draw from.
+    """
+
+    family: str
+    target: str
+    sizes: tuple[int, ...]
+    published: dict[str, Any]
+    published_ms: float | None
+    make: Callable[[], tuple[Any, tuple[Any, ...]]]
+    space: list[dict[str, Any]]
 
 
-def candidates(problem: Any, published: Any, number: int, rng: random.Random) -> Iterator[tuple[int, int, int]]:
-    """Yields the published blocks, and then random ones that divide the problem."""
-    _, batch, out, into, *_ = problem
-    yield tuple(published[:3])
-    seen = {tuple(published[:3])}
-    sizes = [
-        [size for size in range(128, most + 1, 128) if most % size == 0 and size <= limit]
-        for most, limit in ((batch, 4096), (out, 4096), (into, 8192))
-    ]
-    for _ in range(1000):
-        blocks = tuple(rng.choice(each) for each in sizes)
-        # Smaller ones than these take the compiler long to simulate, and are slow.
-        if blocks not in seen and blocks[0] * blocks[1] * blocks[2] >= 1 << 25 and len(seen) <= number:
-            seen.add(blocks)
-            yield blocks
+def struct(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    """Returns an array's description."""
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def tabled(clone: Path, place: Path, problems: int, number: int, version: int, seed: int) -> None:
-    """Prints where the published config of each problem stands among random ones by the compiler's estimates."""
-    kernel, table, tuned = quantized_matmul(clone, place)
-    target = {6: "TPU v6e", 7: "TPU 7x"}[version]
-    rng = random.Random(seed)
-    chosen = rng.sample(
-        # Larger batches take the compiler minutes.
-        sorted(key for key in table if key[0] == version and key[1] in (128, 256, 512, 1024) and key[4] == "int8"),
-        problems,
-    )
-    ratios = []
-    print(f"| problem ({target}) | published blocks | rank among valid ones | over the best estimate | median |")
-    print("|---|---|---|---|---|")
-    for problem in chosen:
-        _, batch, out, into, *_ = problem
-        space = [{"blocks": blocks} for blocks in candidates(problem, table[problem], number, rng)]
+def module_of(clone: Path, package: str, name: str, place: Path) -> Any:
+    """Imports a module from a clone without what its package imports."""
+    if not (place / package).exists():
+        shutil.copytree(clone / package, place / package)
+        for path in (place / package).rglob("*.py"):  # Python 3.11 has no such statements
+            path.write_text(re.sub(r"^type (\w+) =", r"\1 =", path.read_text(), flags=re.MULTILINE))
+        (place / package / "__init__.py").write_text("")
+        if package == "tpu_inference":
+            (place / package / "logger.py").write_text("from logging import getLogger as init_logger\n")
+            (place / package / "utils.py").write_text("def align_to(size, to): return -(-size // to) * to\n")
+        sys.path.insert(0, str(place))
+    return importlib.import_module(f"{package}.{name}")
 
-        @functools.partial(jax.jit, static_argnames=["blocks"])
-        def multiply(x: Any, w: Any, scale: Any, blocks: tuple[int, int, int] = (128, 128, 128)) -> Any:
-            return kernel(x, w, scale, None, None, jnp.int8, tuned_value=tuned(*blocks))
 
-        args = (
-            jax.ShapeDtypeStruct((batch, into), jnp.bfloat16),
-            jax.ShapeDtypeStruct((out, into), jnp.int8),
-            jax.ShapeDtypeStruct((out,), jnp.float32),
-        )
-        report = quarantune.compile_check(multiply, space, *args, target=target, estimate=True)
-        found = {
-            trial.config["blocks"]: trial.figures.estimate.cycles if version == 7 else report.estimated_ms(trial)
-            for trial in report.trials
-            if trial.figures and trial.figures.estimate
-        }
-        own = found.get(space[0]["blocks"])
-        if own is None:
-            print(f"| {batch} x {out} x {into} | {space[0]['blocks']} | {report.trials[0].message[:60]} | | |")
+def divisors(size: int, most: int) -> list[int]:
+    """Returns the multiples of 128 that divide a size."""
+    return [each for each in range(128, min(size, most) + 1, 128) if size % each == 0]
+
+
+def quantized_matmuls(clone: Path, place: Path) -> Iterator[Problem]:
+    """Yields the problems of tpu-inference's quantized matmul for a v6e (int8) and a 7x (float8)."""
+    table = module_of(clone, "tpu_inference", "kernels.quantized_matmul.tuned_block_sizes", place)
+    for key, blocks in sorted(table.TUNED_BLOCK_SIZES_RAW.items()):
+        version, batch, out, into, x_dtype, w_dtype = key
+        if x_dtype != w_dtype or not 128 <= batch <= 1024:  # larger batches take the compiler long
             continue
-        ordered = sorted(found.values())
-        ratios.append(own / ordered[0])
-        print(
-            f"| {batch} x {out} x {into} | {space[0]['blocks']} | {ordered.index(own) + 1} of {len(ordered)} "
-            f"| {ratios[-1]:.3f} | {statistics.median(ordered) / ordered[0]:.2f} |",
-            flush=True,
+
+        def make(batch: int = batch, out: int = out, into: int = into, dtype: str = x_dtype) -> Any:
+            kernel = module_of(clone, "tpu_inference", "kernels.quantized_matmul.kernel", place)
+
+            @functools.partial(jax.jit, static_argnames=["batch_block", "out_block", "in_block"])
+            def multiply(
+                x: Any, w: Any, scale: Any, batch_block: int = 0, out_block: int = 0, in_block: int = 0
+            ) -> Any:
+                sizes = table.TunedValue(batch_block, out_block, in_block)
+                return kernel.quantized_matmul_kernel(x, w, scale, None, None, jnp.dtype(dtype), tuned_value=sizes)
+
+            return multiply, (struct(jnp.bfloat16, batch, into), struct(dtype, out, into), struct(jnp.float32, out))
+
+        names = ("batch_block", "out_block", "in_block")
+        space = itertools.product(divisors(batch, 4096), divisors(out, 8192), divisors(into, 8192))
+        yield Problem(
+            f"quantized matmul, {x_dtype}",
+            {6: "TPU v6e", 7: "TPU 7x"}[version],
+            (batch, out, into),
+            dict(zip(names, blocks[:3], strict=True)),
+            None,
+            make,
+            # Smaller blocks than these take the compiler long to simulate, and are slow.
+            [dict(zip(names, each, strict=True)) for each in space if each[0] * each[1] * each[2] >= 1 << 22],
         )
+
+
+def flash_attentions(clone: Path, place: Path) -> Iterator[Problem]:
+    """Yields the problems of tpu-inference's flash attention, whose table names no device."""
+    table = module_of(clone, "tpu_inference", "kernels.flash_attention.tuned_params", place)
+    for key, sizes in table.tuned_params_mapping.items():
+
+        def make(key: Any = key) -> Any:
+            kernel = module_of(clone, "tpu_inference", "kernels.flash_attention.kernel", place)
+
+            @functools.partial(jax.jit, static_argnames=["block_q", "block_k_major", "block_k", "block_b"])
+            def attend(
+                q: Any, k: Any, v: Any, block_q: int = 0, block_k_major: int = 0, block_k: int = 0, block_b: int = 1
+            ) -> Any:
+                sizes = kernel.BlockSizes(block_q, block_k_major, block_k, block_b)
+                return kernel.flash_attention(q, k, v, block_sizes=sizes, vmem_limit_bytes=96 << 20)
+
+            x = struct(jnp.bfloat16, key.batch_size, key.num_heads, key.q_seq_len, key.head_dim)
+            return attend, (x, x, x)
+
+        names = ("block_q", "block_k_major", "block_k", "block_b")
+        q_blocks, k_blocks = divisors(key.q_seq_len, 4096), divisors(key.kv_seq_len, 4096)
+        yield Problem(
+            "flash attention",
+            "TPU v6e",
+            (key.batch_size, key.num_heads, key.q_seq_len, key.head_dim),
+            dataclasses.asdict(sizes),
+            None,
+            make,
+            [
+                dict(zip(names, each, strict=True))
+                for each in itertools.product(q_blocks, k_blocks, k_blocks, (1,))
+                if each[1] % each[2] == 0 and each[0] * each[2] >= 1 << 15
+            ],
+        )
+
+
+def splash_attentions(clone: Path, place: Path) -> Iterator[Problem]:
+    """Yields the problems of tokamax's splash attention for three TPUs; with a causal mask its grid depends on data."""
+    kernels = "_src.ops.experimental.tpu.splash_attention."
+    for folder, target in (("tpu_v5", "TPU v5p"), ("tpu_v6_lite", "TPU v6e"), ("tpu7x", "TPU 7x")):
+        path = clone / "tokamax" / "data" / "autotuning" / folder / "pallas_mosaic_tpu_flash_attention.json"
+        for text, entries in json.loads(path.read_text()).items():
+            call = json.loads(text)
+            shape = [int(size) for size in call["q"].partition("[")[2].strip("]").split(",")]
+            others = [call[name] for name in ("bias", "logits_soft_cap", "return_residuals")]
+            others += [call["mask"]["bool_mask"], call["mask"]["is_causal"], call["k"] != call["q"]]
+            # Longer ones take the compiler long.
+            if not entries or any(others) or shape[1] > 4096:
+                continue
+            ((config, found),) = entries.items()
+
+            def make(shape: list[int] = shape) -> Any:
+                kernel = module_of(clone, "tokamax", kernels + "splash_attention_kernel", place)
+                masks = module_of(clone, "tokamax", kernels + "splash_attention_mask", place)
+                mask = masks.FullMask((shape[1], shape[1]))
+
+                @functools.partial(jax.jit, static_argnames=["options"])
+                def attend(q: Any, k: Any, v: Any, options: str = "") -> Any:
+                    fields = json.loads(options)
+                    layouts = {
+                        name: kernel.QKVLayout(fields.pop(name)) for name in ("q_layout", "k_layout", "v_layout")
+                    }
+                    sizes = dataclasses.replace(kernel.SplashConfig.get_default(), **fields, **layouts)
+                    run = kernel.make_splash_mha(
+                        mask=mask,
+                        config=sizes,
+                        save_residuals=False,
+                        mask_value=float(jnp.finfo(jnp.float32).min),
+                        downcast_smem_data=False,
+                        q_seq_shards=1,
+                    )
+                    q, k, v = (jnp.swapaxes(each, 1, 2) for each in (q, k, v))
+                    return jnp.swapaxes(jax.vmap(run)(q, k, v), 1, 2)
+
+                x = struct(jnp.bfloat16, *shape)
+                return attend, (x, x, x)
+
+            tiles = [tile for tile in (256, 512, 1024, 2048) if tile <= shape[1]]
+            large = [tile for tile in tiles if tile >= 1024] or tiles
+            yield Problem(
+                "splash attention, full mask",
+                target,
+                tuple(shape),
+                {"options": config},
+                statistics.median(found["evaluation_times_ms"]),
+                make,
+                [  # the space that tokamax's own tuner searches
+                    {
+                        "options": json.dumps(
+                            {
+                                "block_q": q,
+                                "block_kv": kv,
+                                "block_kv_compute": compute,
+                                "q_layout": layouts[0],
+                                "k_layout": layouts[1],
+                                "v_layout": layouts[2],
+                                "use_experimental_scheduler": scheduler,
+                                "use_base2_exp": True,
+                            },
+                            separators=(",", ":"),
+                        )
+                    }
+                    for q, kv, compute in itertools.product(large, large, [tile for tile in tiles if tile <= 1024])
+                    for layouts in itertools.product((1, 2), repeat=3)
+                    for scheduler in (True, False)
+                    if kv % compute == 0
+                ],
+            )
+
+
+def estimate_tables(results: Path, problems: list[Problem], number: int, seed: int) -> None:
+    """Adds to a file the estimates of each problem that it lacks, of all families in turn."""
+    done = (
+        {tuple(json.loads(line)["problem"]) for line in results.read_text().splitlines()} if results.exists() else set()
+    )
+    families: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems:
+        families.setdefault((problem.family, problem.target), []).append(problem)
+    for family in families.values():
+        family.sort(key=lambda problem: math.prod(problem.sizes))
+    for problem in [each for turn in itertools.zip_longest(*families.values()) for each in turn if each is not None]:
+        name = (problem.family, problem.target, " x ".join(map(str, problem.sizes)))
+        if name in done:
+            continue
+        rng = random.Random(f"{seed} {name}")
+        others = [config for config in problem.space if config != problem.published]
+        # A tenth more than are wanted, because some do not compile.
+        drawn = [problem.published, *rng.sample(others, min(len(others), number + number // 10))]
+        function, args = problem.make()
+        report = quarantune.compile_check(
+            function, drawn, *args, target=problem.target, estimate=True, compile_timeout=60
+        )
+        line = {"problem": name, "published_ms": problem.published_ms, "trials": []}
+        for trial in report.trials:
+            figures = trial.figures
+            estimate = figures.estimate if figures else None
+            line["trials"].append(
+                {
+                    "config": trial.config,
+                    "ms": report.estimated_ms(trial),
+                    "cycles": estimate.cycles if estimate else None,
+                    "why": trial.message or (figures.no_estimate if figures else ""),
+                }
+            )
+        with results.open("a") as file:
+            file.write(json.dumps(line, default=str) + "\n")
+        print(summary([line]), flush=True)
+
+
+def summary(lines: list[dict[str, Any]]) -> str:
+    """Returns a row of a table about the problems of one family."""
+    ranks, ratios, medians, worst, published = [], [], [], [], []
+    for line in lines:
+        own, *_ = line["trials"]
+        by = "ms" if own["ms"] is not None else "cycles"
+        known = sorted(trial[by] for trial in line["trials"] if trial[by] is not None)
+        if own[by] is None:
+            continue
+        ranks.append((known.index(own[by]) + 1, len(known)))
+        ratios.append(own[by] / known[0])
+        medians.append(statistics.median(known) / known[0])
+        worst.append(known[-1] / known[0])
+        if line["published_ms"] and own["ms"]:
+            published.append(own["ms"] / line["published_ms"])
+    family, target, sizes = lines[0]["problem"]
+    cells = [
+        f"{family}, {target}" if len(lines) > 1 else f"{family}, {target}, {sizes}",
+        f"{len(ratios)} of {len(lines)}",
+    ]
     if ratios:
-        print(f"\nThe published config is at {statistics.median(ratios):.3f} times the best estimate (median).")
+        cells += [
+            f"{statistics.median(rank for rank, _ in ranks):g} of {statistics.median(of for _, of in ranks):g}",
+            f"{statistics.median(ratios):.3f}",
+            f"{max(ratios):.2f}",
+            f"{statistics.median(medians):.2f}",
+            f"{statistics.median(worst):.2f}",
+            f"{min(published):.2f} to {max(published):.2f}" if published else "",
+        ]
+    return f"| {' | '.join(cells)} |"
+
+
+def show(results: Path) -> None:
+    """Prints a row for each family of kernels."""
+    families: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for line in map(json.loads, results.read_text().splitlines()):
+        families.setdefault(tuple(line["problem"][:2]), []).append(line)
+    print(
+        "| kernel, device | problems with estimates | published: median rank | over the best estimate: median | worst "
+        "| median config over the best | worst config | estimate over published time |\n"
+        "|---|---|---|---|---|---|---|---|"
+    )
+    for lines in families.values():
+        print(summary(lines))
 
 
 def main() -> None:
     """Prints one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tpu-inference", type=Path, metavar="CLONE", help="a clone of vLLM's tpu-inference")
-    parser.add_argument("--problems", type=int, default=8)
-    parser.add_argument("--candidates", type=int, default=30)
-    parser.add_argument("--version", type=int, default=6, choices=[6, 7], help="the TPU's version")
-    parser.add_argument("--seed", type=int, default=0)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("documented")
+    tables = commands.add_parser("tables")
+    tables.add_argument("results", type=Path)
+    tables.add_argument("--tpu-inference", type=Path, metavar="CLONE", help="a clone of vLLM's tpu-inference")
+    tables.add_argument("--tokamax", type=Path, metavar="CLONE", help="a clone of OpenXLA's tokamax")
+    tables.add_argument("--family", default="", help="only families whose name has this in it")
+    tables.add_argument("--candidates", type=int, default=30)
+    tables.add_argument("--seed", type=int, default=0)
+    commands.add_parser("show").add_argument("results", type=Path)
     options = parser.parse_args()
-    if options.tpu_inference is None:
+    if options.command == "documented":
         documented()
+    elif options.command == "show":
+        show(options.results)
     else:
         with tempfile.TemporaryDirectory() as place:
-            tabled(
-                options.tpu_inference, Path(place), options.problems, options.candidates, options.version, options.seed
-            )
+            problems: list[Problem] = []
+            for clone, kinds in (
+                (options.tpu_inference, (quantized_matmuls, flash_attentions)),
+                (options.tokamax, (splash_attentions,)),
+            ):
+                for kind in kinds if clone is not None else ():
+                    problems += kind(clone, Path(place))
+            problems = [each for each in problems if options.family in f"{each.family}, {each.target}"]
+            estimate_tables(options.results, problems, options.candidates, options.seed)
 
 
 if __name__ == "__main__":

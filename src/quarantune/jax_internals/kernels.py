@@ -34,14 +34,15 @@ def grids(jaxpr: Any) -> list[Grid]:
     return [_grid(equation.params) for equation in equations(jaxpr, closed={_KERNEL}) if _is_kernel(equation)]
 
 
-def with_smaller_grids(closed: Any, most_steps: int) -> tuple[Any, list[int]]:
+def with_smaller_grids(closed: Any, most_steps: int, cores: int = 1) -> tuple[Any, list[int]]:
     """Returns a program whose kernels run only the first steps of their grids, to be compiled and never to be run.
 
     Private because JAX has no public way to a grid once it is traced.
 
     Args:
         closed: the program, a closed jaxpr.
-        most_steps: the most steps along the axes of each kernel that may be made smaller.
+        most_steps: the most steps of each core along the axes of each kernel that may be made smaller.
+        cores: how many cores the compiler divides an axis declared `parallel` among: all such axes keep so many steps.
 
     Returns:
         The program, whose kernels are called `kernel_0`, `kernel_1`, ..., and how many of these steps each has.
@@ -52,8 +53,9 @@ def with_smaller_grids(closed: Any, most_steps: int) -> tuple[Any, list[int]]:
         mapping, left = params["grid_mapping"], most_steps
         grid = list(mapping.grid)
         for axis in reversed(_free_axes(params)):
-            grid[axis] = min(grid[axis], max(1, left))
-            left //= grid[axis]
+            least = min(grid[axis], cores if axis in _parallel_axes(params) else 1)
+            grid[axis] = min(grid[axis], least * max(1, left))
+            left //= grid[axis] // least
         steps.append(math.prod(grid[axis] for axis in _free_axes(params)))
         return {**params, "grid_mapping": dataclasses.replace(mapping, grid=tuple(grid))}
 
@@ -103,11 +105,14 @@ def _grid(params: _Params) -> Grid:
 def _free_axes(params: _Params) -> list[int]:
     """Returns the axes of a kernel's grid along which one step costs as much as any other."""
     mapping = params["grid_mapping"]
-    declared = getattr(params["compiler_params"], "dimension_semantics", None) or ()
-    parallel = {axis for axis, semantics in enumerate(declared) if "parallel" in str(semantics).lower()}
     outputs = mapping.block_mappings[len(mapping.block_mappings) - mapping.num_outputs :]
     used = [_axes_of(block, len(mapping.grid)) for block in outputs]
-    return sorted(parallel | (set.intersection(*used) if used else set()))
+    return sorted(_parallel_axes(params) | (set.intersection(*used) if used else set()))
+
+
+def _parallel_axes(params: _Params) -> set[int]:
+    declared = getattr(params["compiler_params"], "dimension_semantics", None) or ()
+    return {axis for axis, semantics in enumerate(declared) if "parallel" in str(semantics).lower()}
 
 
 def _axes_of(block: Any, axes: int) -> set[int]:

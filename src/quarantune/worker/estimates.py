@@ -13,12 +13,13 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
 import resource
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,6 +49,14 @@ _PAUSE_S = 0.01
 _ABOUT, _BEGUN, _TEXT = "about", "begun", "text"
 _ESTIMATE = re.compile(r"hlo_op_estimate \{([^{}]*)\}")
 _FIELD = re.compile(r"\s*(\w+): (\"[^\"\\\n]{1,500}\"|\w{1,40})\n")
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*[{}\\](?:[^"\\\n]|\\.)*"')
+_PART = re.compile(r"^ +\w+ \{[^{}]*\}\n", re.MULTILINE)
+_DEEPEST = 20
+_COPY = re.compile(
+    r"^  num_equivalent_hlos: (\d{1,9})\n  dma_instruction_type: .*\n  hlo_instruction \{\n(?:    \w+: .*\n)*"
+    r"    shape \{\n      element_type: [A-Z]+(\d*).*\n((?:      dimensions: \d{1,12}\n)*)",
+    re.MULTILINE,
+)
 _KERNEL = re.compile(r"kernel_(\d+)(?:\.\d+)*")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) .*\{$", re.MULTILINE)
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.-]+) = ", re.MULTILINE)
@@ -89,11 +98,15 @@ class _Begun(Record):
 
 @dataclasses.dataclass(frozen=True)
 class _Point:
-    """The cycles of each operation of a program whose kernels have so many steps, and whether it was compiled whole."""
+    """The cycles of each operation of a program whose kernels have so many steps, and whether it was compiled whole.
+
+    Copies that need no cycles count by the bytes that they read and write.
+    """
 
     steps: tuple[int, ...]
     cycles: dict[str, float]
     is_whole: bool
+    copied_bytes: float = 0.0
 
 
 def estimate(bench: Bench, config: Config, target: CompileTarget) -> CycleEstimate | NoEstimateError:
@@ -114,27 +127,27 @@ def estimate(bench: Bench, config: Config, target: CompileTarget) -> CycleEstima
 
 
 def _estimate(bench: Bench, config: Config, target: CompileTarget, directory: Path) -> CycleEstimate:
-    # The steps of a grid are divided among the cores.
-    deadline, most_steps, points = time.monotonic() + _LONGEST_S, target.num_cores or 1, list[_Point]()
+    deadline, most_steps, points = time.monotonic() + _LONGEST_S, 1, list[_Point]()
     while True:
         work = functools.partial(_compile_growing, bench, config, target, most_steps, directory)
         status = _run_apart(work, directory, deadline)
-        before, points = len(points), _read(directory)
-        if status == 0:
+        if any(directory.glob(f"*{_SUFFIX}")):  # it was ended after it had written
+            _keep(directory, _BEGUN)
+        about = _About.from_json(json.loads(_content(directory / _ABOUT)))
+        before, points = len(points), _read(directory, len(about.grids))
+        whole = tuple(steps for steps, _ in about.grids)
+        if status == 0 or len(points) >= 2 or (points and points[-1].steps == whole) or time.monotonic() > deadline:
             break
         if len(points) == before:
             if points:
                 break  # what there is may do
             raise NoEstimateError(_why_none(directory, status))
-        if len(points) >= 2 or time.monotonic() > deadline:
-            break  # it aborts each time, after it has written
         most_steps *= 2
-    about = _About.from_json(json.loads(_content(directory / _ABOUT)))
     if about.unknown or not points:
         raise NoEstimateError(about.unknown or "this version of libtpu writes no cycles")
     if about.has_loops and not all(point.is_whole for point in points):
         raise NoEstimateError("it has a loop, and libtpu was ended while it wrote")
-    return _extrapolated(points, [steps for steps, _ in about.grids], sum(moved for _, moved in about.grids))
+    return _extrapolated(points, whole, sum(moved for _, moved in about.grids) + points[-1].copied_bytes)
 
 
 def _run_apart(work: Callable[[], None], directory: Path, deadline: float) -> int:
@@ -187,18 +200,21 @@ def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_s
         (directory / _ABOUT).write_text(json.dumps(_About(unknown, "scan" in outside, tuple(grids)).to_json()))
         if unknown:
             return
-        compiled, began_s = 0, time.process_time()  # of all threads, and of no other program
+        cores, compiled, began_s = (
+            target.num_cores or 1,
+            0,
+            time.process_time(),
+        )  # of all threads, and of no other program
         while True:
-            smaller, steps = kernels.with_smaller_grids(traced.jaxpr, most_steps)
+            if all(grid.steps <= 2 * most_steps * cores for grid in found):
+                most_steps *= 2
+            smaller, steps = kernels.with_smaller_grids(traced.jaxpr, most_steps, cores)
             args = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for each in smaller.in_avals]
             lowered = jax.jit(jaxpr_as_fun(smaller)).trace(*args).lower(lowering_platforms=(target.platform,))
             (directory / _BEGUN).write_text(json.dumps({"steps": steps}))
             text = lowered.compile().as_text()
             (directory / _TEXT).write_text(text)
-            place = directory / f"{most_steps:012d}"
-            place.mkdir()
-            for path in [*directory.glob(f"*{_SUFFIX}"), directory / _BEGUN, directory / _TEXT]:
-                path.rename(place / path.name)
+            _keep(directory, _BEGUN, _TEXT)
             compiled += 1
             is_whole = all(now >= grid.steps for now, grid in zip(steps, found, strict=True))
             if is_whole or (compiled > 1 and time.process_time() - began_s > _LONG_S):
@@ -206,21 +222,27 @@ def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_s
             most_steps *= 2
 
 
-def _read(directory: Path) -> list[_Point]:
-    """Returns what libtpu has written, the program with fewest steps first; the last may have been aborted after it."""
-    places = [*sorted(path for path in directory.iterdir() if path.is_dir() and path.name.isdigit()), directory]
+def _keep(directory: Path, *names: str) -> None:
+    """Moves what libtpu wrote of one program, and files by name, to where it writes over nothing."""
+    place = directory / f"{sum(path.name.isdigit() for path in directory.iterdir()):04d}"
+    place.mkdir()
+    for path in [*directory.glob(f"*{_SUFFIX}"), *(directory / name for name in names)]:
+        path.rename(place / path.name)
+
+
+def _read(directory: Path, kernels: int) -> list[_Point]:
+    """Returns what libtpu has written of a program with so many kernels, that with fewest steps first."""
     points = []
-    for place in places:
-        texts = sorted(place.glob(f"*{_SUFFIX}"))
-        if not texts:
-            continue
-        cycles: dict[str, float] = {}
-        for path in texts[:_MOST_FILES]:
-            cycles |= _parsed(_content(path))
-        is_whole = place != directory  # it was moved there once it was
+    for place in sorted(path for path in directory.iterdir() if path.name.isdigit()):
+        texts = [_content(path) for path in sorted(place.glob(f"*{_SUFFIX}"))[:_MOST_FILES]]
+        cycles = {name: count for text in texts for name, count in _parsed(text).items()}
+        is_whole = (place / _TEXT).exists()
         turns = _turns(_content(place / _TEXT)) if is_whole else {}
         steps = _Begun.from_json(json.loads(_content(place / _BEGUN))).steps
-        points.append(_Point(steps, {name: count * turns.get(name, 1) for name, count in cycles.items()}, is_whole))
+        named = {match[1] for name in cycles if (match := _KERNEL.fullmatch(name))}
+        if cycles and (is_whole or len(named) == kernels):
+            cycles = {name: count * turns.get(name, 1) for name, count in cycles.items()}
+            points.append(_Point(steps, cycles, is_whole, sum(map(_copied_bytes, texts))))
     return points
 
 
@@ -239,6 +261,9 @@ def _parsed(text: str) -> dict[str, float]:
         DamageError: the text is torn, or is no such text.
     """
     found = {}
+    text = _STRING.sub('""', text)
+    for _ in range(_DEEPEST):
+        text = _PART.sub("", text)
     rest = _ESTIMATE.sub("", text).strip()
     if rest:
         raise DamageError(f"libtpu's estimate is not one: {rest[:80]!r}")
@@ -250,6 +275,14 @@ def _parsed(text: str) -> dict[str, float]:
             raise DamageError(f"libtpu's estimate is not one: {block[1][:80]!r}")
         found[name] = float(int(cycles) * int(alike))
     return found
+
+
+def _copied_bytes(text: str) -> float:
+    """Returns the bytes that the copies in a text of libtpu read and write."""
+    return sum(
+        2.0 * int(alike) * (int(bits or 8) / 8) * math.prod(map(int, re.findall(r"\d+", sizes)))
+        for alike, bits, sizes in _COPY.findall(text)
+    )
 
 
 def _turns(text: str) -> dict[str, float]:
@@ -286,7 +319,7 @@ def _turns(text: str) -> dict[str, float]:
     return {name: of(at) for at, names in made.items() for name in names}
 
 
-def _extrapolated(points: list[_Point], whole: list[int], moved_bytes: float) -> CycleEstimate:
+def _extrapolated(points: list[_Point], whole: Sequence[int], moved_bytes: float) -> CycleEstimate:
     """Returns the cycles with all steps of all grids: each further step costs as much as the last ones did."""
     last, before = points[-1], points[-2] if len(points) > 1 else None
     total = of_kernels = 0.0
