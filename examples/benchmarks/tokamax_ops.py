@@ -8,8 +8,6 @@ newer) and an NVIDIA GPU of compute capability 9.0.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import enum
 import functools
 import importlib
 import json
@@ -53,20 +51,14 @@ def _problem(name: str) -> tuple[Any, tuple[jax.Array, ...], dict[str, Any]]:
     return op, args, {"group_sizes": jax.device_put(np.full(groups, rows // groups, np.int32))}
 
 
-def _as_dict(config: Any) -> dict[str, Any]:
-    """Returns the fields of one of tokamax's configs; an enum's member is its value."""
-    fields = dataclasses.asdict(config)
-    return {name: value.value if isinstance(value, enum.Enum) else value for name, value in fields.items()}
+def _function(op: Any, configs: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """Returns the operation as a function whose tunable is the place of a config; -1 is what tokamax chooses itself."""
 
+    @functools.partial(jax.jit, static_argnames=["place"])
+    def run(*args: Any, place: int = -1) -> Any:
+        return op.replace(config=configs[place] if place >= 0 else None)(*args, **keywords)
 
-def _function(op: Any, config_class: type, keywords: dict[str, Any]) -> Any:
-    """Returns the operation as a function whose tunables are the fields of its configs."""
-
-    def run(*args: Any, **config: Any) -> Any:
-        chosen = config_class(**config) if config else None  # None: what tokamax's heuristics say
-        return op.replace(config=chosen)(*args, **keywords)
-
-    return jax.jit(run, static_argnames=[field.name for field in dataclasses.fields(config_class)])
+    return run
 
 
 def sweep(*, contender: str, name: str, is_first: bool) -> dict[str, Any]:
@@ -78,13 +70,12 @@ def sweep(*, contender: str, name: str, is_first: bool) -> dict[str, Any]:
         is_first: whether this is the process's first sweep; otherwise the contender has tuned before.
 
     Returns:
-        `sweep_s`, the sweep's seconds, `config`, the choice, and `working`, the number of configs that work.
+        `sweep_s`, the sweep's seconds, `config`, the choice's place among the configs, and `working`, the number of configs that work.
     """
     op, args, keywords = _problem(name)
     bound = op.bind(*args, **keywords)
     configs = sorted(bound.autotuning_configs, key=repr)
-    config_class = type(configs[0])
-    run = _function(op, config_class, keywords)
+    run = _function(op, configs, keywords)
     if not is_first:
         if contender == "tokamax":
             bound.autotune(set(configs[:1]), cache_results=False)
@@ -94,13 +85,12 @@ def sweep(*, contender: str, name: str, is_first: bool) -> dict[str, Any]:
     if contender == "tokamax":
         data = bound.autotune(set(configs), cache_results=False)
         working = sum(not isinstance(found, Exception) for found in data.values())
-        chosen = _as_dict(data.fastest_config)
+        place = configs.index(data.fastest_config)
     else:
-        result = quarantune.autotune([_as_dict(config) for config in configs], name=name)(run).tune(*args)
+        result = quarantune.autotune({"place": range(len(configs))}, name=name)(run).tune(*args)
         working = sum(trial.outcome in ("ok", "slow", "pruned") for trial in result.trials)
-        chosen = dict(result.best_config)
-        print(result.table())
-    return {"sweep_s": time.perf_counter() - start, "config": chosen, "working": working, "configs": len(configs)}
+        place = result.best_config["place"]
+    return {"sweep_s": time.perf_counter() - start, "config": {"place": place}, "working": working}
 
 
 @functools.partial(jax.jit, static_argnames=["factor"])
@@ -111,8 +101,7 @@ def _scaled(x: jax.Array, factor: int = 1) -> jax.Array:
 def exhaust(*, name: str, configs: list[dict[str, Any]]) -> dict[str, Any]:
     """Times configs in turn, by device time; returns `configs` and `times_ms`, one list of rounds for each."""
     op, args, keywords = _problem(name)
-    config_class = type(next(iter(op.bind(*args, **keywords).autotuning_configs)))
-    run = _function(op, config_class, keywords)
+    run = _function(op, sorted(op.bind(*args, **keywords).autotuning_configs, key=repr), keywords)
     compiled = [run.lower(*args, **config).compile() for config in configs]
     times: list[list[float]] = [[] for _ in configs]
     for _ in range(_ROUNDS):
