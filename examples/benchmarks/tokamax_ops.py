@@ -14,6 +14,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def _problem(name: str) -> tuple[Any, tuple[jax.Array, ...], dict[str, Any]]:
 
 
 def _function(op: Any, configs: Sequence[Any], keywords: dict[str, Any]) -> Any:
-    """Returns the operation as a function whose tunable is the place of a config; -1 is what tokamax chooses itself."""
+    """Returns the operation as a function whose tunable is the place of a config; -1 leaves the choice to tokamax."""
 
     @functools.partial(jax.jit, static_argnames=["place"])
     def run(*args: Any, place: int = -1) -> Any:
@@ -70,7 +71,8 @@ def sweep(*, contender: str, name: str, is_first: bool) -> dict[str, Any]:
         is_first: whether this is the process's first sweep; otherwise the contender has tuned before.
 
     Returns:
-        `sweep_s`, the sweep's seconds, `config`, the choice's place among the configs, and `working`, the number of configs that work.
+        `sweep_s`, the sweep's seconds, `config`, the choice's place among the configs, and `working`, the number of
+        configs that work.
     """
     op, args, keywords = _problem(name)
     bound = op.bind(*args, **keywords)
