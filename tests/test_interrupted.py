@@ -257,6 +257,21 @@ def watching(act: Callable[[], object]) -> Iterator[Watcher]:
         logger.setLevel(level)
 
 
+def press_ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quiet_place")
+def test_an_interrupted_sweep_goes_on_in_the_same_process_where_the_user_says_so() -> None:
+    x, space = np.ones(6, np.float32), (GOOD,) * 6
+    with nothing_is_left(), watching(press_ctrl_c), pytest.raises(KeyboardInterrupt):
+        misdeeds.kernel.tune(x, space=space)
+    with nothing_is_left(), watching(lambda: None) as watcher:
+        misdeeds.kernel.tune(x, space=space, resume=True)
+    assert 1 <= watcher.calls <= 5  # the first was not measured again
+
+
 class StopIt(Exception):
     """Raised in the middle of a sweep, by the caller's own code."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import io
 import logging
@@ -65,7 +64,10 @@ if __name__ == "__main__":
     if NOISY:
         threading.Thread(target=disturb, daemon=True).start()
     a = np.ones((8, 8), np.float32)
-    matmul(a, a)
+    if sys.argv[3] == "many":
+        quarantune.tune_many([(matmul, (a, a)), (matmul, (a[:4], a))])
+    else:
+        matmul(a, a)
 """
 
 
@@ -123,7 +125,8 @@ def test_progress_counts_what_waits_runs_and_is_done() -> None:
 def test_progress_of_a_search_says_how_many_were_asked_of_how_many() -> None:
     clock = Clock()
     progress = watched(9, clock)
-    progress.expect(400, is_bound=True, budget_s=30.0)
+    ends: list[str] = []
+    progress.expect(400, is_bound=True, budget_s=30.0, why_ended=lambda: "".join(ends))
     progress.note_default(5.0)
     for index in (-1, *range(5)):
         progress.enter(index, "compile")
@@ -138,16 +141,40 @@ def test_progress_of_a_search_says_how_many_were_asked_of_how_many() -> None:
         "best BM=0, 2.50x faster than the defaults (2 ms against 5 ms)",
         "now: the untuned function compiles (20.0 s); BM=3 compiles (20.0 s); BM=4 compiles (20.0 s)",
     ]
+    for index in (-1, 3, 4):
+        progress.enter(index, "end")
+    ends.append("the search ended after 2 trials without a gain")
+    assert progress.view().lines()[1:3] == [
+        "20.0 s gone of at most 30.0 s",
+        "the search ended after 2 trials without a gain; the fastest are timed once more, in turn",
+    ]
+
+
+def test_the_bar_moves_while_the_first_configs_compile() -> None:
+    progress = watched(4, Clock())
+    steps = [progress.view().done]
+    for phase in ("compile", READY, "measure", "end"):
+        progress.enter(0, phase)
+        if phase == "end":
+            progress.step(ended(0))
+        steps.append(progress.view().done)
+    assert steps == [0, 0, 0.5, 0.5, 1]
 
 
 def shown_on(stream: io.StringIO, act: Callable[[Progress, Clock], None], *, shown: bool | None = None) -> str:
     clock = Clock()
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        Progress("matmul f32[512,512]", 48, shown=shown, stream=stream, clock=clock) as progress,
-    ):
+    with Progress("matmul f32[512,512]", 48, shown=shown, stream=stream, clock=clock) as progress:
         act(progress, clock)
     return stream.getvalue()
+
+
+def note_on_ctrl_c(act: Callable[[Progress, Clock], None]) -> str:
+    stream = io.StringIO()
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        shown_on(stream, act)
+    assert stream.getvalue() == ""
+    [note] = interrupt.value.__notes__
+    return note
 
 
 def test_the_last_line_sums_up_the_sweep() -> None:
@@ -157,11 +184,17 @@ def test_the_last_line_sums_up_the_sweep() -> None:
         clock.now += 2.1
         progress.conclude({"BM": 128, "BN": 256}, Findings(0.025, 0.0775).text(), saved="saved")
 
+    def search(progress: Progress, clock: Clock) -> None:
+        progress.expect(400, is_bound=True, why_ended=lambda: "the search ended after 40 trials without a gain")
+        sweep(progress, clock)
+
     expected = (
         "matmul f32[512,512]: 48 configs in 2.1 s (3 failed), best BM=128 BN=256, "
         "3.10x faster than the defaults (0.025 ms against 0.0775 ms); saved\n"
     )
     assert shown_on(io.StringIO(), sweep) == expected
+    ended_early = expected.replace(", best", ", the search ended after 40 trials without a gain, best")
+    assert shown_on(io.StringIO(), search) == ended_early
     assert shown_on(io.StringIO(), sweep, shown=False) == ""
 
 
@@ -172,9 +205,9 @@ def test_the_last_line_of_an_interrupted_sweep_says_how_to_go_on() -> None:
         clock.now += 75
         raise KeyboardInterrupt
 
-    assert shown_on(io.StringIO(), stop) == (
+    assert note_on_ctrl_c(stop) == (
         "matmul f32[512,512]: interrupted after 1 min 15 s, with 1 of 48 configs done, best BM=1, 0.5 ms, "
-        "which this process uses; they are kept: the next call goes on from there\n"
+        "which this process uses; they are kept: the next call goes on from there"
     )
 
 
@@ -183,19 +216,27 @@ def test_the_last_line_of_a_job_that_waited_says_for_whom() -> None:
         progress.say("waiting for process 7 to tune it (5 s)")
         raise KeyboardInterrupt
 
-    expected = "matmul f32[512,512]: interrupted while waiting for process 7 to tune it (5 s)\n"
-    assert shown_on(io.StringIO(), stop) == expected
+    expected = "matmul f32[512,512]: interrupted while waiting for process 7 to tune it (5 s)"
+    assert note_on_ctrl_c(stop) == expected
 
 
-@pytest.mark.parametrize("shown", [None, True])
+@pytest.mark.parametrize(
+    ("shown", "place", "on_stream"),
+    [(None, "pipe", False), (True, "pipe", True), (None, "CI", True), (None, "dumb terminal", True)],
+)
 def test_without_a_terminal_there_is_a_line_now_and_then(
-    shown: bool | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    shown: bool | None, place: str, on_stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(display._Lines, "interval_s", 0.01)
+    monkeypatch.setenv("CI", "true" if place == "CI" else "")
+    monkeypatch.setenv("TERM", "dumb")
     line = "matmul f32[512,512]: 0 of 48 done; 0.0 s gone"
     written = threading.Event()
 
     class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return place == "dumb terminal"
+
         def write(self, text: str) -> int:
             written.set()
             return super().write(text)
@@ -211,8 +252,8 @@ def test_without_a_terminal_there_is_a_line_now_and_then(
             text = shown_on(Stream(), lambda *_: assert_in_time(written), shown=shown)
     finally:
         logging.getLogger("quarantune").removeHandler(handler)
-    assert (line in text) is bool(shown)
-    assert (line in caplog.text) is not shown
+    assert (line in text) is on_stream
+    assert (line in caplog.text) is not on_stream
 
 
 def assert_in_time(event: threading.Event) -> None:
@@ -296,6 +337,9 @@ def test_the_numbers_and_the_time_left_are_never_cut_off(columns: int, monkeypat
     screen = pyte.Screen(columns, 24)
     pyte.Stream(screen).feed(stream.getvalue().replace("\n", "\r\n"))
     surface.end()
+    pieces = re.split(r"(?<=\x1b\[\?2026l)", stream.getvalue())[:-1]
+    assert pieces
+    assert all(re.fullmatch(r"(?s)\x1b\[\?2026h\x1b\[\?25l.*\x1b\[\?25h\x1b\[\?2026l", piece) for piece in pieces)
     title, bar, time, states, *_ = (line.rstrip() for line in screen.display)
     assert title.startswith("flash_attention q bf16[8,")
     assert title.endswith(": 10 asked of at most 4,000, 9 done (5 ok, 4 error)")
@@ -437,17 +481,21 @@ def test_on_a_terminal_there_is_news_every_second_and_no_torn_line(
 
 
 @pytest.mark.slow
-def test_ctrl_c_says_what_was_kept_and_the_next_run_goes_on(program: str) -> None:
-    command = python(program, "5", "0.5", "quiet")
+@pytest.mark.parametrize("calls", ["one", "many"])
+def test_ctrl_c_says_below_the_users_own_lines_what_was_kept_and_the_next_run_goes_on(program: str, calls: str) -> None:
+    command = python(program, "5", "0.5", calls)
     stopped = record(command, columns=200, environ=environ(), interrupt_when=lambda text: " done (1 error" in text)
     assert stopped.status != 0
-    assert "KeyboardInterrupt" in stopped.text
-    found = re.search(r"interrupted after [\d.]+ s, with \d of 5 configs done.*; (they are kept: [\w ]*)", stopped.text)
+    traceback, said = stopped.text.split("KeyboardInterrupt")
+    assert re.findall(r'File ".*/(\S+)", line', traceback) == ["program.py"], stopped.text
+    found = re.search(r"interrupted after [\d.]+ s, with \d of 5 configs done.*; (they are kept: [\w ]*)", said)
     assert found, stopped.text
     assert found[1].strip() == "they are kept: the next run of the program goes on from there"
+    many = re.search("tune_many: [01] of 2 calls are done: the next run goes on with the rest", said)
+    assert (many is not None) is (calls == "many")
     again = subprocess.run(command, env=environ(), capture_output=True, text=True, timeout=100)
     assert again.returncode == 0, again.stderr
-    assert re.search(LAST, again.stderr), again.stderr
+    assert re.search(LAST, again.stderr.replace("f32[4,8] ", "")), again.stderr  # of the last call, which is tuned now
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 from quarantune import jax_internals
 from quarantune.api.call_memo import Memo, MemoKeys, read_context
 from quarantune.api.on_engine import on_engine
-from quarantune.host import locks
+from quarantune.host import caller, locks
 from quarantune.resolve import suitable
 from quarantune.transport import assignment as assignments
 from quarantune.transport import binding, differentiation, pickling
@@ -163,21 +163,21 @@ class Autotuned(Generic[_P, _R]):
         # Every call of a training step takes this path: are JAX's settings, the arrays' types and places as last time?
         # Or as at another time? Arrays of one type usually share the object that describes it.
         context, avals, shardings, bound, known = self._last
-        if kwargs or read_context() != context:
-            return self._call_any(args, kwargs)
-        try:
-            if len(args) == len(avals):
-                for arg, aval, sharding in zip(args, avals, shardings):  # noqa: B905 - naming `strict` takes time
-                    if _aval(arg) is not aval or _sharding(arg) is not sharding:
-                        break
-                else:
+        if not kwargs and read_context() == context:
+            try:
+                if len(args) == len(avals):
+                    for arg, aval, sharding in zip(args, avals, shardings):  # noqa: B905 - naming `strict` takes time
+                        if _aval(arg) is not aval or _sharding(arg) is not sharding:
+                            break
+                    else:
+                        return bound(*args)
+                shardings, bound = known[tuple(map(_aval, args))]
+                if list(map(_sharding, args)) == shardings:
                     return bound(*args)
-            shardings, bound = known[tuple(map(_aval, args))]
-            if list(map(_sharding, args)) != shardings:
-                return self._call_any(args, kwargs)
-        except (AttributeError, KeyError, TypeError):
+            except (AttributeError, KeyError, TypeError):  # `contextlib.suppress` takes time
+                pass
+        with caller.own_frames_hidden():
             return self._call_any(args, kwargs)
-        return bound(*args)
 
     @property
     def options(self) -> Options:
@@ -196,7 +196,10 @@ class Autotuned(Generic[_P, _R]):
     def tune(self, *args: _P.args, **kwargs: _P.kwargs) -> TuningResult: ...
 
     @overload
-    def tune(self, *args: Any, executor: Executor, **kwargs: Any) -> TuningResult: ...
+    def tune(self, *args: Any, executor: Executor, resume: bool = False, **kwargs: Any) -> TuningResult: ...
+
+    @overload
+    def tune(self, *args: Any, resume: bool, **kwargs: Any) -> TuningResult: ...
 
     def tune(self, *args: Any, **kwargs: Any) -> TuningResult:
         """Tunes for these arguments now, even if a result is cached, and remembers the result.
@@ -205,7 +208,8 @@ class Autotuned(Generic[_P, _R]):
 
         Args:
             *args: the call's positional arguments.
-            **kwargs: its keyword arguments; `executor=` sets the setting of that name for this call.
+            **kwargs: its keyword arguments; `executor=` sets the setting of that name for this call, and with
+                `resume=True` the configs that an interrupted sweep has measured are not measured again.
 
         Raises:
             TuningFailedError: every config failed.
@@ -213,9 +217,9 @@ class Autotuned(Generic[_P, _R]):
             TypeError: a tunable parameter is given by hand.
         """
         try:
-            with on_engine(self._signature, kwargs) as kwargs:
+            with caller.own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
                 resolver, call = self._bind(args, kwargs)
-                return resolver.tune(call)
+                return resolver.tune(call, resume=resume)
         finally:
             self.forget()
 
@@ -342,7 +346,11 @@ class BoundMethod(Generic[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the method with the best config for these arguments."""
-        return self.__wrapped__(self._instance, *args, **kwargs)
+        try:
+            return self.__wrapped__(self._instance, *args, **kwargs)
+        except KeyboardInterrupt as error:
+            caller.hide_own_frames(error)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("tune", "lookup", "default", "lower", "trace", "eval_shape"):

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 from quarantune import jax_internals
 from quarantune.api.autotune import Autotuned, BoundMethod
 from quarantune.api.call_memo import Memo, MemoKeys, read_context
-from quarantune.host import locks
+from quarantune.api.on_engine import on_engine
+from quarantune.host import caller, locks
 from quarantune.results.result import ContextualResult
 from quarantune.transport import assignment
 from quarantune.transport.problem import describe_function
@@ -141,7 +142,8 @@ class Contextual(Generic[_P, _R]):
         memo = self._memo.setdefault(read_context(), {})
         text = memo.get(key) if key is not None else None
         if text is None:
-            config = self._resolver.config(self._resolver.bind(args, kwargs))
+            with caller.own_frames_hidden():
+                config = self._resolver.config(self._resolver.bind(args, kwargs))
             if config is None:
                 return self.__wrapped__(*args, **kwargs)
             text = str(config[assignment.KEY])
@@ -151,14 +153,22 @@ class Contextual(Generic[_P, _R]):
                 memo[key] = text
         return self._run(args, kwargs, text)
 
-    def tune(self, *args: _P.args, **kwargs: _P.kwargs) -> ContextualResult:
-        """Tunes for these arguments now, even if a result is cached, and remembers the result.
+    @overload
+    def tune(self, *args: _P.args, **kwargs: _P.kwargs) -> ContextualResult: ...
+
+    @overload
+    def tune(self, *args: Any, resume: bool, **kwargs: Any) -> ContextualResult: ...
+
+    def tune(self, *args: Any, **kwargs: Any) -> ContextualResult:
+        """Tunes for these arguments now, even if a result is cached, and remembers the result; as `Autotuned.tune`.
 
         Raises:
             TuningFailedError: the function failed with every config of a kernel.
         """
         try:
-            return cast("ContextualResult", self._resolver.tune(self._resolver.bind(args, kwargs)))
+            with caller.own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
+                call = self._resolver.bind(args, kwargs)
+                return cast("ContextualResult", self._resolver.tune(call, resume=resume))
         finally:
             self.forget()
 

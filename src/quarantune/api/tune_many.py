@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from quarantune.api.autotune import Autotuned
 from quarantune.api.call_memo import read_context
 from quarantune.api.tuner import AutoTuner
+from quarantune.host import caller
 from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep_inputs
 from quarantune.transport.call import Arguments
@@ -49,9 +50,14 @@ def tune_many(calls: Iterable[Sequence[Any]], *, executor: Executor | None = Non
         >>> results = tune_many([(matmul, (a, b)), (matmul, (c, d))], executor=pool)  # doctest: +SKIP
     """
     tunes = [_tune_of(call) for call in calls]
-    with environment.settings(executor=executor or environment.current().executor):
+    done: list[None] = []
+    with caller.own_frames_hidden(), environment.settings(executor=executor or environment.current().executor):
         engine = environment.current().executor
-        outcomes = [_outcome(tune) for tune in tunes] if engine is None else _all_at_once(tunes, engine)
+        try:
+            outcomes = [_outcome(tune, done) for tune in tunes] if engine is None else _all_at_once(tunes, engine, done)
+        except KeyboardInterrupt as error:
+            error.add_note(f"tune_many: {len(done)} of {len(tunes)} calls are done: the next run goes on with the rest")
+            raise
     errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
     if errors:
         raise ExceptionGroup(f"{len(errors)} of {len(tunes)} problems could not be tuned", errors)
@@ -71,14 +77,16 @@ def _tune_of(call: Any) -> _Tune:
     return lambda: function.result(arguments)
 
 
-def _outcome(tune: _Tune) -> _Result:
+def _outcome(tune: _Tune, done: list[None]) -> _Result:
     try:
-        return tune()
+        result = tune()
     except Exception as error:
         return error
+    done.append(None)
+    return result
 
 
-def _all_at_once(tunes: Sequence[_Tune], executor: Executor) -> list[_Result]:
+def _all_at_once(tunes: Sequence[_Tune], executor: Executor, done: list[None]) -> list[_Result]:
     from quarantune.engine.distributed import WholeSweeps
 
     whole = WholeSweeps(executor)
@@ -95,10 +103,10 @@ def _all_at_once(tunes: Sequence[_Tune], executor: Executor) -> list[_Result]:
     with ThreadPoolExecutor(min(_MOST, max(1, len(tunes))), "quarantune-tune-many", adopt) as threads:
         threads.submit(int).result()
         if is_alike.is_set():
-            return _followed([threads.submit(_outcome, tune) for tune in tunes], whole)
+            return _followed([threads.submit(_outcome, tune, done) for tune in tunes], whole)
     # A `with` of JAX's holds in this thread only.
     with environment.settings(executor=whole):
-        return [_outcome(tune) for tune in tunes]
+        return [_outcome(tune, done) for tune in tunes]
 
 
 def _followed(futures: Sequence[Future[_Result]], whole: WholeSweeps) -> list[_Result]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, Unpack
 
 from quarantune.api.on_engine import on_engine
+from quarantune.host import caller
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.result import TuningResult
@@ -50,15 +51,17 @@ class AutoTuner:
 
         Args:
             *args: the call's positional arguments.
-            **kwargs: its keyword arguments; `executor=` sets the setting of that name for this call.
+            **kwargs: its keyword arguments; `executor=` sets the setting of that name for this call, and with
+                `resume=True` an interrupted sweep goes on, in place of the best config that it had found.
 
         Raises:
             TuningFailedError: every config failed.
             EngineError: the executor could not run the sweep.
             CacheMissError: nothing is cached and `ON_MISS` is `error`.
         """
-        with on_engine(self._resolver.function.signature, kwargs) as kwargs:
-            return self.result((args, kwargs))
+        with caller.own_frames_hidden(), on_engine(self._resolver.function.signature, kwargs) as (kwargs, resume):
+            call = self._resolver.bind(args, kwargs)
+            return self._resolver.tune(call, resume=True) if resume else self._resolver.result(call)
 
     def result(self, call: Arguments) -> TuningResult:
         """Returns the result for a call, as `run` does; for `tune_many`."""

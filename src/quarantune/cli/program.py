@@ -55,8 +55,8 @@ def _code_of(arguments: Sequence[str] | None) -> int:
             return _run(options)
     except InputError as error:
         text, code = str(error), WRONG
-    except KeyboardInterrupt:
-        text, code = "interrupted", INTERRUPTED
+    except KeyboardInterrupt as error:
+        text, code = "\n".join(getattr(error, "__notes__", ["interrupted"])), INTERRUPTED
     except Exception as error:
         if type(error).__name__.removesuffix("Error") not in _FAILURES:
             raise

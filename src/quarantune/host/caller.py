@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 import warnings
+from types import TracebackType
 
 _PASSED_THROUGH = frozenset({"quarantune", "jax", "jaxlib", "contextlib", "functools"})
 """Packages whose frames may stand between a user's call and a warning."""
@@ -30,6 +31,29 @@ def warn(message: str, category: type[Warning]) -> None:
         module=str(names.get("__name__") or "<unknown>"),
         registry=names.setdefault("__warningregistry__", {}),
     )
+
+
+class own_frames_hidden:
+    """Has the traceback of a Ctrl-C in the block end at the user's line, unless it was in further code of the user's.
+
+    For the outermost function of this package: an exception that passes a `with` does not note its frame again.
+    """
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            hide_own_frames(error)
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Removes the frames down to the first of the user's from a traceback, as `own_frames_hidden` does."""
+    trace = error.__traceback__
+    while trace is not None and _package(trace.tb_frame) in _PASSED_THROUGH | sys.stdlib_module_names:
+        trace = trace.tb_next
+    error.__traceback__ = trace
 
 
 def users_module() -> str:

@@ -136,10 +136,14 @@ class Resolver:
         self._allow_defaults(described, settings, where=() if call.untuned is None else ("default",))
         return call_result(described, call.defaults, Findings(), from_cache="default")
 
-    def tune(self, call: BoundCall) -> TuningResult:
+    def tune(self, call: BoundCall, *, resume: bool = False) -> TuningResult:
         """Tunes for a call now, even if it is cached, and remembers the result.
 
         If another job is tuning the call at this moment, its result is taken, unless `ALWAYS_TUNE` is set.
+
+        Args:
+            call: the call.
+            resume: whether what an interrupted sweep has measured counts.
 
         Raises:
             TuningFailedError: every config failed.
@@ -148,7 +152,7 @@ class Resolver:
         settings = environment.current()
         saved = self._known.saved_now(settings)
         described = _keyed_to_tune(call, settings)
-        result = self._tuning.tune(described, settings, start_over=True, earlier=saved(described.key))
+        result = self._tuning.tune(described, settings, start_over=not resume, earlier=saved(described.key))
         if (coordination := self._coordination(settings)) is not None:
             self._ranks.compare(described, settings, coordination, own=lambda: None, found=result)
         return result

@@ -112,7 +112,9 @@ class TuningJob:
             if self._directory is not None:
                 stack.push(self._records.forget_another_program)
                 self._trials = self._read_journal()
-                progress.on_interrupt("they are kept: the next run of the program goes on from there")
+                progress.on_interrupt(
+                    "they are kept: the next run of the program goes on from there (here: tune or run with resume=True)"
+                )
             if self._search.tries_all:
                 self._prune(progress)
                 self._trials |= self._known_not_to_compile()
@@ -233,7 +235,12 @@ class TuningJob:
             failures=failures,
             trial_s=self._limits.compile_timeout_s + self._limits.timeout_s,
         )
-        progress.expect(searching.total, is_bound=True, budget_s=searching.time_budget_s)
+        progress.expect(
+            searching.total,
+            is_bound=True,
+            budget_s=searching.time_budget_s,
+            why_ended=lambda: self._search.why_ended(searching.stopped),
+        )
         progress.recall(list(self._trials.values()))
         configs = searching.take(1)
         swept = Swept()

@@ -31,7 +31,7 @@ class View(NamedTuple):
 
     Attributes:
         label: the function and its shapes.
-        done: how many configs are done.
+        done: how many configs are done; one that is compiled counts half.
         total: how many there are, at most; 0 where that is not known.
         counts: the numbers of configs that are done, by outcome; empty where there is no total.
         more: further lines: the time; and, where there is something to say: what other job is waited for, the numbers
@@ -39,7 +39,7 @@ class View(NamedTuple):
     """
 
     label: str
-    done: int
+    done: float
     total: int
     counts: str
     more: list[str]
@@ -216,7 +216,7 @@ class Terminal(Screen):
         from rich.live import Live
 
         class OpenConsole(Console):
-            """Leaves the cursor visible, which a program that is killed could not show again."""
+            """Leaves the cursor to `_Raw`."""
 
             def show_cursor(self, show: bool = True) -> bool:
                 return False
@@ -248,14 +248,17 @@ def _rendered(views: list[View], width: int) -> Any:
 
 
 class _Raw:
-    """A stream as it is without a hook."""
+    """A stream as it is without a hook; the terminal shows each piece at once, and no cursor that runs through it.
+
+    Between two pieces the cursor is visible, because a program that is killed or stopped could not show it again.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._write = stream.write
 
     def write(self, text: str) -> int:
-        return self._write(text)
+        return self._write(f"\x1b[?2026h\x1b[?25l{text}\x1b[?25h\x1b[?2026l")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -325,7 +328,8 @@ def screen_for(shown: bool | None, stream: TextIO | None, *, may_redraw: bool) -
     elif may_redraw and target is not None and _is_terminal(target):
         made, stream = Terminal(target), target
     else:
-        made = _Lines(stream, on_stream=bool(shown))
+        is_read = may_redraw and (_is_ci() or (target is not None and _is_terminal(target, of_any_kind=True)))
+        made = _Lines(stream, on_stream=is_read if shown is None else shown)
     kind = (type(made), stream, made.on_stream)
     with _making:
         for other in [other for other in _shared if other != kind and not _shared[other].sweeps]:
@@ -333,9 +337,13 @@ def screen_for(shown: bool | None, stream: TextIO | None, *, may_redraw: bool) -
         return _shared.setdefault(kind, made)
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def _is_ci() -> bool:
+    return os.environ.get("CI", "").strip().lower() not in ("", "0", "false")
+
+
+def _is_terminal(stream: TextIO, *, of_any_kind: bool = False) -> bool:
     try:
-        return stream.isatty() and os.environ.get("TERM", "") != "dumb"
+        return stream.isatty() and (of_any_kind or os.environ.get("TERM", "") != "dumb")
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -68,21 +68,25 @@ class Progress:
         self._notice = ""
         self._last_line = ""
         self._on_interrupt = ""
+        self._why_ended: Callable[[], str] = str
         self._screen = screen_for(shown, stream, may_redraw=may_redraw)
         if self._screen is not None:
             self._screen.add(self.view)
 
     # Events
 
-    def expect(self, total: int, *, is_bound: bool = False, budget_s: float | None = None) -> None:
+    def expect(
+        self, total: int, *, is_bound: bool = False, budget_s: float | None = None, why_ended: Callable[[], str] = str
+    ) -> None:
         """Sets how many configs are to be tried.
 
         Args:
             total: the number.
             is_bound: whether that is only the most that a search may ask.
             budget_s: seconds after which the search ends; None for no limit.
+            why_ended: returns why the search has ended, as `the search ended after 200 trials`; empty until it has.
         """
-        self.total, self._is_bound, self._budget_s = total, is_bound, budget_s
+        self.total, self._is_bound, self._budget_s, self._why_ended = total, is_bound, budget_s, why_ended
 
     def enter(self, index: int, phase: str) -> None:
         """Notes that a config enters a phase, `READY` or `END`."""
@@ -127,7 +131,8 @@ class Progress:
             told: its time and that of the defaults, as text.
             saved: what became of the result, as `saved`.
         """
-        result = f"best {shown.format_config(best)}, {told}"
+        why = self._why_ended()
+        result = f"{why and f'{why}, '}best {shown.format_config(best)}, {told}"
         self.end(f"{self._tried()} in {_duration(self._gone_s())}{self._failed()}, {result}; {saved}")
 
     def conclude_compiling(self) -> None:
@@ -149,8 +154,8 @@ class Progress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and issubclass(kind, KeyboardInterrupt):
-            self.end(self._interrupted())
+        if isinstance(error, KeyboardInterrupt):  # which shows its notes below its traceback
+            error.add_note(f"{self.label}: {self._interrupted()}")
         self.close()
 
     def close(self) -> None:
@@ -188,7 +193,7 @@ class Progress:
         ]
         return View(
             label=self.label,
-            done=len(trials),
+            done=len(trials) + (states["ready"] + states["measuring"]) / 2,
             total=self.total,
             counts=f"{done}{f' ({counts})' if counts else ''}" if self.total else "",
             more=[line for line in more if line],
@@ -211,7 +216,8 @@ class Progress:
             return ""
         if done == self._recalled:
             return "starting workers"
-        return "the fastest are timed once more, in turn" if done >= self.total else ""
+        ended = [why] if (why := self._why_ended()) else []
+        return "; ".join([*ended, "the fastest are timed once more, in turn"]) if ended or done >= self.total else ""
 
     def _running_text(self, running: dict[int, tuple[str, float]], now: float) -> str:
         """Returns the configs that run, the longest first."""
@@ -228,7 +234,7 @@ class Progress:
     def _to_go(self, gone_s: float, done: int) -> str:
         fresh = done - self._recalled
         budget = "" if self._budget_s is None else f" of at most {_duration(self._budget_s)}"
-        if fresh < _FEWEST_FOR_ESTIMATE or done >= self.total:
+        if fresh < _FEWEST_FOR_ESTIMATE or done >= self.total or self._why_ended():
             return budget
         left_s = gone_s / fresh * (self.total - done)
         if self._budget_s is not None:

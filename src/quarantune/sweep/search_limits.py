@@ -69,6 +69,15 @@ class SearchLimits:
         """Returns the budget that a search has ended with, as a number of trials or of seconds; None for other ends."""
         return {MAX_TRIALS: self.max_trials, TIME_BUDGET: self.time_budget_s}.get(stopped)
 
+    def why_ended(self, stopped: str) -> str:
+        """Returns why a search has ended in words; empty where it goes on, or has tried all."""
+        ends = {
+            MAX_TRIALS: f"{self.max_trials} trials",
+            TIME_BUDGET: f"{self.time_budget_s} s",
+            PATIENCE: f"{self.patience} trials without a gain",
+        }
+        return f"the search ended after {ends[stopped]}" if stopped in ends else ""
+
     @property
     def label(self) -> str:
         """The name of the search."""

@@ -187,8 +187,8 @@ class Settings:
         start_method: `fork` or `spawn`; None means fork where that is safe.
         isolation: `process`, `compile` or `none`: which steps of a trial run in workers; `auto` chooses by platform.
         agree: whether the ranks of one `jax.distributed` program use one config.
-        progress: False shows no progress and no last line; None shows both, but without a terminal or a notebook only
-            the last line; True writes a line every 10 s there, too.
+        progress: False shows no progress and no last line; None shows both, but without a terminal, a notebook or the
+            variable `CI` only the last line; True writes a line every 10 s there, too.
         log_dir: the directory in which the output of each trial is kept.
         lock_timeout: the longest wait for the lock of the cache, in seconds.
         executor: the engine whose machines run sweeps; None for this machine. No variable can set it.
