@@ -217,6 +217,10 @@ def test_what_is_in_a_loop_of_a_branch_counts_for_each_turn() -> None:
     assert (turns["copy.7"], turns["fusion.2"], turns["add.4"]) == (1.0, 10.0, 10.0)
 
 
+def about(*, whole: tuple[int, ...] = (100,), steps: tuple[int, ...] = ()) -> Any:
+    return estimates._About("", False, whole, steps, 5.0)
+
+
 def test_a_program_has_no_estimate_if_any_of_its_kernels_has_none(tmp_path: Path) -> None:
     def body(x_ref: Any, o_ref: Any) -> None:
         end = x_ref[0, 0].astype(jnp.int32)
@@ -245,35 +249,35 @@ def test_what_a_killed_process_left_half_written_costs_the_estimate_alone(
     monkeypatch.setattr(estimates, "_run_apart", write)
     bench: Any = None
     target: Any = SimpleNamespace(num_cores=1)
-    assert isinstance(estimates.estimate(bench, {}, target), NoEstimateError)
+    assert estimates.estimate(bench, {}, target).no_estimate
 
 
 @pytest.mark.parametrize(("kernels", "found"), [(0, 1), (1, 0)])
 def test_what_an_ended_process_wrote_counts_if_it_names_all_kernels(kernels: int, found: int, tmp_path: Path) -> None:
     (tmp_path / f"copy.7{estimates._SUFFIX}").write_text(WRITTEN)
-    (tmp_path / "begun").write_text('{"steps": []}')
+    (tmp_path / "about").write_text(json.dumps(about(whole=(4,) * kernels, steps=(2,) * kernels).to_json()))
     (tmp_path / "text").write_text(PROGRAM[:100])
-    estimates._keep(tmp_path, "begun")
-    assert [point.is_whole for point in estimates._read(tmp_path, kernels)] == [False] * found
+    estimates._keep(tmp_path, "about")
+    assert [point.is_whole for point in estimates._read(tmp_path)] == [False] * found
 
 
 def test_a_program_does_not_get_the_steps_of_the_next_that_wrote_nothing(tmp_path: Path) -> None:
     (tmp_path / f"kernel_0.1{estimates._SUFFIX}").write_text(WRITTEN.replace("copy", "kernel_0"))
-    (tmp_path / "begun").write_text('{"steps": [1]}')
-    estimates._keep(tmp_path, "begun")
-    (tmp_path / "begun").write_text('{"steps": [2]}')
-    assert [point.steps for point in estimates._read(tmp_path, 1)] == [(1,)]
+    (tmp_path / "about").write_text(json.dumps(about(steps=(1,)).to_json()))
+    estimates._keep(tmp_path, "about")
+    (tmp_path / "about").write_text(json.dumps(about(steps=(2,)).to_json()))
+    assert [point.about.steps for point in estimates._read(tmp_path)] == [(1,)]
 
 
 def test_further_steps_cost_what_the_last_ones_did() -> None:
     points = [
-        estimates._Point((2,), {"kernel_0.1": 300.0, "copy": 7.0}, True),
-        estimates._Point((4,), {"kernel_0.1": 500.0, "copy": 7.0}, True),
+        estimates._Point(about(steps=(2,)), {"kernel_0.1": 300.0, "copy": 7.0}, True),
+        estimates._Point(about(steps=(4,)), {"kernel_0.1": 500.0, "copy": 7.0}, True),
     ]
-    found = estimates._extrapolated(points, [100], 5.0)
+    found = estimates._extrapolated(points, 5.0)
     assert (found.kernel_cycles, found.cycles, found.moved_bytes) == (500 + 96 * 100, 507 + 96 * 100, 5.0)
     (alone,) = points[:1]
-    assert estimates._extrapolated([alone], [100], 5.0).kernel_cycles == 300 * 50
+    assert estimates._extrapolated([alone], 5.0).kernel_cycles == 300 * 50
 
 
 def test_the_directory_of_a_worker_that_is_killed_goes_with_its_names(tmp_path: Path) -> None:

@@ -284,16 +284,18 @@ def splash_attentions(clone: Path, place: Path) -> Iterator[Problem]:
             )
 
 
-def estimate_tables(results: Path, problems: list[Problem], number: int, seed: int) -> None:
+def estimate_tables(results: Path, problems: list[Problem], number: int, most: int, seed: int) -> None:
     """Adds to a file the estimates of each problem that it lacks, of all families in turn."""
     done = (
         {tuple(json.loads(line)["problem"]) for line in results.read_text().splitlines()} if results.exists() else set()
     )
     families: dict[tuple[str, str], list[Problem]] = {}
     for problem in problems:
-        families.setdefault((problem.family, problem.target), []).append(problem)
+        if len(problem.space) > number:
+            families.setdefault((problem.family, problem.target), []).append(problem)
     for family in families.values():
         family.sort(key=lambda problem: math.prod(problem.sizes))
+        del family[most:]
     for problem in [each for turn in itertools.zip_longest(*families.values()) for each in turn if each is not None]:
         name = (problem.family, problem.target, " x ".join(map(str, problem.sizes)))
         if name in done:
@@ -379,6 +381,7 @@ def main() -> None:
     tables.add_argument("--tpu-inference", type=Path, metavar="CLONE", help="a clone of vLLM's tpu-inference")
     tables.add_argument("--tokamax", type=Path, metavar="CLONE", help="a clone of OpenXLA's tokamax")
     tables.add_argument("--family", default="", help="only families whose name has this in it")
+    tables.add_argument("--problems", type=int, default=1000, help="at most so many of each family")
     tables.add_argument("--candidates", type=int, default=30)
     tables.add_argument("--seed", type=int, default=0)
     commands.add_parser("show").add_argument("results", type=Path)
@@ -397,7 +400,7 @@ def main() -> None:
                 for kind in kinds if clone is not None else ():
                     problems += kind(clone, Path(place))
             problems = [each for each in problems if options.family in f"{each.family}, {each.target}"]
-            estimate_tables(options.results, problems, options.candidates, options.seed)
+            estimate_tables(options.results, problems, options.candidates, options.problems, options.seed)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from quarantune.values.compiling import CompilerFigures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,25 @@ def peaks_of(kind: str) -> DevicePeaks | None:
         kind: JAX's exact `device_kind`, so that neither a slice of a device nor a similar device gets its peaks.
     """
     return _TABLE[kind].peaks if kind in _TABLE else None
+
+
+def estimated_ms(figures: CompilerFigures | None, kind: str) -> float | None:
+    """Returns the time that a compiler estimates for a program on a kind of device; None where that is not known.
+
+    It is the larger one of two: that of the cycles at the device's clock, as if all operations ran one after another,
+    and that in which its main memory moves what the program reads and writes.
+    """
+    peaks = peaks_of(kind)
+    if figures is None or figures.estimate is None or peaks is None or peaks.ghz is None:
+        return None
+    moved = max(figures.estimate.moved_bytes, (figures.argument_bytes or 0) + (figures.output_bytes or 0))
+    return max(figures.estimate.cycles / peaks.ghz, moved / peaks.gbps) / 1e6
+
+
+def estimated_cost(figures: CompilerFigures | None, kind: str) -> float | None:
+    """Returns a number by which programs for a kind of device compare: a time, or cycles where its clock is unknown."""
+    cycles = figures.estimate.cycles if figures is not None and figures.estimate is not None else None
+    return estimated_ms(figures, kind) or cycles
 
 
 def _gpu(shared_memory_kib: int, registers_per_block: int = 65536, registers_per_thread: int = 255) -> DeviceLimits:

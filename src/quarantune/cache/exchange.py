@@ -16,6 +16,7 @@ from quarantune.cache.keys import canonical_json, safe_name
 from quarantune.cache.store import Store
 from quarantune.host.shared_files import Directory
 from quarantune.values.call_text import call_text
+from quarantune.values.findings import Findings
 from quarantune.values.texts import did_you_mean, printable, shown
 
 
@@ -131,8 +132,10 @@ class Merging:
         if _config_of(present) == _config_of(offered):
             kept = offered if _samples_of(offered) > _samples_of(present) else present
         else:
-            # ISO times in UTC sort as text; an entry without a time counts as older.
-            kept = max(present, offered, key=lambda entry: str(entry.get("created", "")))
+            # A measured one before an estimate. ISO times in UTC sort as text; an entry without one counts as older.
+            kept = max(
+                present, offered, key=lambda it: (not Findings.from_json(it).is_estimate, str(it.get("created", "")))
+            )
         self._present[key], self._kept[key] = present, kept
         return kept
 

@@ -237,7 +237,7 @@ def _row(entry: Entry) -> Sequence[str]:
     return (
         call_text(entry.get("key_values")),
         _config(entry),
-        f"{found.time_ms:.4g} ms" if found.time_ms > 0 else "",
+        f"{found.time_ms:.4g} ms" if found.time_ms > 0 else found.search.stopped if found.is_estimate else "",
         "" if found.speedup is None else ratio_text(found.speedup),
         printable(str(entry.get("created", ""))[:10]),
     )
@@ -269,7 +269,7 @@ def _pairs(pairs: Iterable[EntryPair], first: str, second: str) -> list[JsonObje
 def _details(key: CacheKey, entry: Entry) -> tuple[str, Iterable[str]]:
     """Returns the title and the lines about one result."""
     rows = [("device", printable(key.device)), ("config", _config(entry))]
-    if (found := Findings.from_json(entry)).time_ms > 0:
+    if (found := Findings.from_json(entry)).time_ms > 0 or found.is_estimate:
         rows.append(("time", found.text()))
     rows += [(name, _text(value)) for name, value in entry.items() if name not in _HIDDEN and value]
     lines = columns([*rows, ("key", printable(key.problem_size))], indent="  ")

@@ -14,11 +14,18 @@ from quarantune.devices import targets
 from quarantune.results.report import CompileReport
 from quarantune.values.config_values import encode
 from quarantune.values.json_object import JsonObject
+from quarantune.values.shown import format_config
 from quarantune.values.trial import Trial, count_outcomes
 
 
-def check(options: argparse.Namespace, out: Output) -> int:
-    """Compiles the configs of each call; none compiling is a failure, or with `--all` one that does not."""
+def check(options: argparse.Namespace, out: Output, *, saves: bool = False) -> int:
+    """Compiles the configs of each call; none compiling is a failure, or with `--all` one that does not.
+
+    Args:
+        options: those of the command.
+        out: receives the reports.
+        saves: whether the config with the best estimate is saved, which none having one prevents.
+    """
     with input_errors(ValueError, ImportError):
         target = targets.usable(options.target)
     tuned = calls.load_tuned(options.function)
@@ -45,6 +52,11 @@ def check(options: argparse.Namespace, out: Output) -> int:
         out.line(report.table(width=out.width))
         if report.known:
             out.line("--again compiles all of them")
+        if saves:
+            best = ahead.save_estimated(tuned, call.args, call.kwargs, report)
+            told = "no config has an estimate" if best is None else f"{format_config(best)}, estimated, never measured"
+            out.line(told)
+            ended_well &= best is not None
         out.line()
         records.append(_record(report, described))
         ended_well &= report.ok if options.all else bool(report.compiled)

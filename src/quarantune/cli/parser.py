@@ -176,6 +176,7 @@ COMMANDS: Mapping[str, Command] = {
         (
             *_CALLS,
             _flag("--force", "tune calls again that are tuned already"),
+            _value("--estimate-for TPU", "save what the compiler estimates best for a TPU, which need not be here"),
             _value(
                 "--search NAME",
                 'auto, exhaustive, random, surrogate or optuna:<sampler>: see the page "Searching large spaces"',
@@ -189,7 +190,8 @@ COMMANDS: Mapping[str, Command] = {
             ),
             *_COMMON,
         ),
-        "Calls that are tuned already are left alone, unless --force is given.",
+        "Calls that are tuned already are left alone, unless --force is given. With --estimate-for nothing runs, and "
+        "what is saved serves until it is measured.",
         (
             "quarantune tune kernels:matmul --args 'bf16[4096,4096] bf16[4096,4096]'",
             "quarantune tune kernels.py:attention --shapes shapes.txt --static causal=true",

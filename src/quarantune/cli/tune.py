@@ -16,6 +16,7 @@ from quarantune.api.contextual import Contextual
 from quarantune.api.tune_many import tune_many
 from quarantune.cli import calls, engines
 from quarantune.cli.call_texts import Call
+from quarantune.cli.check import check
 from quarantune.cli.output import DONE, FAILED, InputError, Output, input_errors
 from quarantune.host.shared_files import Directory
 from quarantune.results import result
@@ -38,6 +39,11 @@ def tune(options: argparse.Namespace, out: Output) -> int:
     with input_errors(ValueError):
         # Looking for results and nothing else, as the environment may demand of a program, is not what was asked for.
         override = environment.settings(on_miss="tune", **{k: v for k, v in given.items() if v is not None})
+    if options.estimate_for is not None:
+        _check_cache()
+        usual = {"all": False, "compile_timeout": None, "memory_limit": None, "jobs": None}
+        usual |= {"target": options.estimate_for, "estimate": True, "again": options.force}
+        return check(argparse.Namespace(**vars(options) | usual), out, saves=True)
     records = []
     with override, contextlib.ExitStack() as engine:
         _check_cache()

@@ -256,7 +256,8 @@ def _is_transient(message: str) -> bool:
 def _is_same(before: _Failure, after: _Failure) -> bool:
     """Returns whether a failure adds nothing to what is known."""
     return (
-        (before.trial.outcome, before.trial.message) == (after.trial.outcome, after.trial.message)
+        (before.trial.outcome, before.trial.message, before.trial.figures)
+        == (after.trial.outcome, after.trial.message, after.trial.figures)
         and before.compile_timeout_s >= after.compile_timeout_s
         and before.memory_limit_bytes == after.memory_limit_bytes
     )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from quarantune.resolve import engines
 from quarantune.resolve.call_key import KeyedCall, keyed_to_tune
+from quarantune.resolve.call_result import entry_for
 from quarantune.resolve.compile_failures import CompileFailures, note_check
+from quarantune.resolve.layers import more_thorough, open_store
 from quarantune.resolve.tuning_job import check_outside
 from quarantune.results.progress import Progress
 from quarantune.results.report import CompileReport
@@ -20,7 +23,8 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepRequest
 from quarantune.values import settings as environment
 from quarantune.values.config_values import text_of
-from quarantune.values.trial import Config, Trial, pruned_trial
+from quarantune.values.findings import ESTIMATED, Findings, Searched
+from quarantune.values.trial import Config, Trial, count_outcomes, pruned_trial
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target
@@ -90,6 +94,29 @@ def check_all(call: BoundCall, target: Target, *, num_workers: int | None, again
             engines.run(request, left)
     ordered = tuple(trials[index] for index in range(len(call.configs)))
     return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text, known=len(found))
+
+
+def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
+    """Saves the config with the best estimate of a check as the result of a call, until one is measured.
+
+    Args:
+        call: the call.
+        report: the check.
+
+    Returns:
+        The config; None where none has an estimate.
+    """
+    best = report.ranked[0]
+    if best.figures is None or best.figures.estimate is None:
+        return None
+    described, settings = keyed_to_tune(call, report.target), environment.current()
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    searched = Searched(ESTIMATED, len(report.compiled), call.configs.size)
+    findings = Findings(created=now, trials=count_outcomes(report.trials), search=searched)
+    entry = entry_for(described, best.config, findings, {"name": ESTIMATED})
+    entry |= {"time_ms": None, "estimated_ms": report.estimated_ms(best)}
+    open_store(settings).merge(call.name, {described.key.device: {described.key.text: entry}}, prefer=more_thorough)
+    return best.config
 
 
 def _is_answer(trial: Trial, target: Target) -> bool:

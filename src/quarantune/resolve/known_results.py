@@ -78,12 +78,15 @@ class KnownResults:
         if (known := self._winners.get(keyed.key)) is not None:
             return known
         for layer in self._layers(settings):
-            known = self._usable(self._entry(layer, keyed), keyed.call, settings, is_own=layer.is_own)
-            if known is not None:
+            found = self._usable(self._entry(layer, keyed), keyed.call, settings, is_own=layer.is_own)
+            if found is not None and (known is None or not found.findings.is_estimate):
                 _logger.debug("%s: found in %s", self._function.name, layer.label)
-                self._winners[keyed.key] = known
-                return known
-        return None
+                known = found
+            if known is not None and not known.findings.is_estimate:
+                break
+        if known is not None:
+            self._winners[keyed.key] = known
+        return known
 
     def _entry(self, layer: Layer, keyed: KeyedCall) -> Entry | None:
         """Returns a layer's entry for a call, which an earlier version may have saved under another name."""
@@ -105,7 +108,7 @@ class KnownResults:
         for found in self.entries(settings):
             away = similar.distance(found.key, keyed.key.text) if found.device == keyed.key.device else None
             if away is not None:
-                candidates.append((away, found))
+                candidates.append(((Findings.from_json(found.entry).is_estimate, away), found))
         for _, found in sorted(candidates, key=lambda candidate: candidate[0]):
             config = _kept(found, keyed)
             if config is not None and self.versions_serve(found.entry, settings, is_own=found.layer.is_own):
@@ -139,12 +142,13 @@ class KnownResults:
     def is_enough(self, known: Known, settings: Settings) -> bool:
         """Returns whether a result is as thorough as the call demands; if not, its search goes on.
 
-        Only a larger budget of the kind that ended the search demands more, and only where a miss is tuned for.
+        Only a larger budget of the kind that ended the search demands more, and only where a miss is tuned for. There,
+        an estimate is never enough.
         """
         limits, searched = SearchLimits.of(self._function.options, settings), known.findings.search
         wanted = limits.budget(searched.stopped)
         is_larger = wanted is not None and searched.budget is not None and wanted > searched.budget
-        return not is_larger or settings.on_miss != "tune"
+        return not (is_larger or known.findings.is_estimate) or settings.on_miss != "tune"
 
     def must_tune(self, key: CallKey, settings: Settings) -> bool:
         """Returns whether `ALWAYS_TUNE` demands another sweep: once per key and process, or `settings` block."""

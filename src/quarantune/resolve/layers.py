@@ -112,7 +112,7 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
     """Returns the one of two entries for one problem to keep.
 
     That is the offered one, unless the present one comes from a more thorough search of the same space under the same
-    versions, and its config is as fast.
+    versions, and its config is as fast. An estimate never replaces a measured one.
 
     Args:
         device: the kind of device.
@@ -122,6 +122,8 @@ def more_thorough(device: str, key: str, present: Entry, offered: Entry) -> Entr
     """
     is_alike = all(present.get(part) == offered.get(part) for part in ("space", "versions", "fingerprint"))
     then, now = Findings.from_json(present), Findings.from_json(offered)
+    if now.is_estimate != then.is_estimate:
+        return present if now.is_estimate else offered
     is_less = now.search.thoroughness < then.search.thoroughness
     return present if is_alike and is_less and now.time_ms >= then.time_ms else offered
 

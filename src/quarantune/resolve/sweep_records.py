@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from quarantune import cache
+from quarantune import cache, device_table
 from quarantune.cache import CacheWriteError, Claim, Journal
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.resolve.compile_failures import CompileFailures
@@ -173,6 +173,15 @@ class SweepRecords:
         if not found or any(trial.outcome is Outcome.OK for trial in trials.values()):
             return found
         return found if configs.has_more_than(0, besides=found.keys() | trials.keys()) else {}
+
+    def estimates(self, configs: Space) -> dict[int, float]:
+        """Returns how long configs take by the estimates of compile checks, the best one 1, the fastest first."""
+        found: dict[int, float] = {}
+        for text, trial in self._compile_failures.known(with_compiled=True).items() if self.directory else ():
+            cost, index = device_table.estimated_cost(trial.figures, self._key.device), configs.find_text(text)
+            if cost and index is not None and configs.keeps(index):
+                found[index] = cost
+        return {index: found[index] / min(found.values()) for index in sorted(found, key=found.__getitem__)}
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

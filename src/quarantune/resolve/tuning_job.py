@@ -56,6 +56,11 @@ from quarantune.values.trial import (
 
 _logger = logging.getLogger("quarantune")
 
+_FIRST = 16
+"""So many configs with the best estimates of a compile check are tried first."""
+_FAR = 4.0
+"""Configs estimated at more times the best do not run; the published winners of TPU kernels are at 2 times at most."""
+
 
 class TuningJob:
     """One call that this process tunes for, or waits for while another process tunes."""
@@ -118,6 +123,7 @@ class TuningJob:
             if self._search.tries_all:
                 self._prune(progress)
                 self._trials |= self._known_not_to_compile()
+                self._trials |= self._far_behind(self._records.estimates(self._configs))
                 return self._conclude(self._sweep(progress), progress)
             return self._conclude(self._sweep_by_search(progress), progress)
 
@@ -199,6 +205,20 @@ class TuningJob:
             )
         return found
 
+    def _far_behind(self, estimates: Mapping[int, float]) -> dict[int, Trial]:
+        """Returns the trials of configs that a compile check has estimated far behind the best, and that need not run.
+
+        Some always run, as the best may turn out to be wrong.
+        """
+        far = [] if self._start_over else [*estimates.items()][_FIRST:]
+        return {
+            index: dataclasses.replace(
+                pruned_trial(self._configs[index]), message=f"estimated at {ratio:.3g}x the best"
+            )
+            for index, ratio in far
+            if ratio > _FAR and index not in self._trials and index != self._call.default_index
+        }
+
     # The sweep
 
     def _prune(self, progress: Progress) -> None:
@@ -223,8 +243,11 @@ class TuningJob:
         keeps = self._configs.keeps
         self._trials = {index: trial for index, trial in self._trials.items() if keeps(index)}
         self._troubled = self._records.troubled(self._configs)
-        failures = self._known_not_to_compile()
+        estimates = self._records.estimates(self._configs)
+        far = self._far_behind(estimates)
+        failures = self._known_not_to_compile() | far
         first = [] if self._directory is None else starts(self._keyed, self._tuning.known, self._settings)
+        first += [self._configs[index] for index in [*estimates][:_FIRST]]
         default = self._call.default_index
         searching = Searching(
             self._search,
@@ -242,6 +265,7 @@ class TuningJob:
             why_ended=lambda: self._search.why_ended(searching.stopped),
         )
         progress.recall(list(self._trials.values()))
+        self._trials |= far
         configs = searching.take(1)
         swept = Swept()
         if configs or finals.finalists(self._trials):

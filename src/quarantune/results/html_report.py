@@ -427,7 +427,8 @@ def result_of(directory: Path, name: str, device: str, key: str, entry: Entry) -
         tie=tuple(tie),
         versions=entry.get("versions") or {},
     )
-    return ResultData(result, entry.get("key_values"), _origin(trials, is_concluded=is_concluded))
+    origin = findings.text() if findings.is_estimate else _origin(trials, is_concluded=is_concluded)
+    return ResultData(result, entry.get("key_values"), origin)
 
 
 def _origin(trials: dict[str, Trial], *, is_concluded: bool) -> str:

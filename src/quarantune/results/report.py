@@ -15,9 +15,9 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from quarantune.device_table import peaks_of
+from quarantune import device_table
 from quarantune.measure import finals
-from quarantune.values.compiling import CompilerFigures
+from quarantune.values.compiling import CycleEstimate
 from quarantune.values.config_values import encode, text_of
 from quarantune.values.findings import interval_text, ratio_text
 from quarantune.values.shown import format_config, format_value
@@ -459,6 +459,7 @@ _OVERFLOWS = (
 """The complaints of compilers about memory on the chip, with the amounts that were needed and there."""
 _LARGE_BYTES = 4 << 20
 """Amounts in bytes are told in MiB from here on, and else in KiB."""
+_CYCLES = "Mcycles"
 _HONESTLY = (
     "Estimated by the compiler from its static schedule and the bytes to move, for comparing configs; nothing ran."
 )
@@ -499,21 +500,15 @@ class CompileReport:
         It is the larger one of two: that of the cycles at the target's clock, as if all operations ran one after
         another, and that in which main memory moves what the program reads and writes.
         """
-        figures, peaks = trial.figures or CompilerFigures(), peaks_of(self.target.device_kind)
-        if figures.estimate is None or peaks is None or peaks.ghz is None:
-            return None
-        moved = max(figures.estimate.moved_bytes or 0, (figures.argument_bytes or 0) + (figures.output_bytes or 0))
-        return max(figures.estimate.cycles / peaks.ghz, moved / peaks.gbps) / 1e6
+        return device_table.estimated_ms(trial.figures, self.target.device_kind)
 
     @property
     def ranked(self) -> tuple[Trial, ...]:
-        """The trials by their estimated cycles, fewest first; then those without an estimate, in their order."""
-
-        def rank(trial: Trial) -> tuple[float, float]:
-            estimate = trial.figures.estimate if trial.figures else None
-            return self.estimated_ms(trial) or math.inf, math.inf if estimate is None else estimate.cycles
-
-        return tuple(sorted(self.trials, key=rank))
+        """The trials by their estimates, the fastest first; then those without an estimate, in their order."""
+        kind = self.target.device_kind
+        return tuple(
+            sorted(self.trials, key=lambda trial: device_table.estimated_cost(trial.figures, kind) or math.inf)
+        )
 
     @property
     def failures(self) -> dict[str, int]:
@@ -538,9 +533,9 @@ class CompileReport:
         Args:
             width: columns; None for those of the terminal, 120 where there is none.
         """
-        estimates, columns = dict(self._estimates()), dict(_columns(self.trials))
-        text = table(self._briefly(), width=width, figures=estimates | columns)
-        if estimates:
+        columns = dict(self._columns())
+        text = table(self._briefly(), width=width, figures=columns)
+        if _CYCLES in columns:
             text += f"\n{_HONESTLY}"
         if self.known:
             text += f"\n{self.known} of {len(self.trials)} known from earlier checks or sweeps, and not compiled again"
@@ -552,24 +547,38 @@ class CompileReport:
             for trial in self.ranked
         )
 
-    def _estimates(self) -> Iterator[tuple[str, Callable[[Trial], str]]]:
-        """Yields the columns of estimates, where there are any."""
-        if any(trial.figures and trial.figures.estimate for trial in self.trials):
-            if any(self.estimated_ms(trial) is not None for trial in self.trials):
-                yield "est. ms", lambda trial: _number(self.estimated_ms(trial))
-            yield "Mcycles", lambda trial: _number(_cycles(trial, 1e6))
+    def _columns(self) -> Iterator[tuple[str, Callable[[Trial], str]]]:
+        """Yields the table's columns of numbers with their headings; columns without any number are left out."""
+
+        def figure(name: str, unit: float) -> Callable[[Trial], float | None]:
+            def value(trial: Trial) -> float | None:
+                found = getattr(trial.figures, name, None)
+                found = found.cycles if isinstance(found, CycleEstimate) else found
+                return found / unit if found else None
+
+            return value
+
+        for heading, value, form in (
+            ("est. ms", self.estimated_ms, ".4g"),
+            (_CYCLES, figure("estimate", 1e6), ".4g"),
+            ("compile s", lambda trial: trial.compile_s, ".2f"),
+            ("VMEM MiB", figure("vmem_bytes", 1 << 20), ".4g"),
+            ("temp MiB", figure("temporary_bytes", 1 << 20), ".4g"),
+            ("GFLOP", figure("flops", 1e9), ".4g"),
+        ):
+            if any(value(trial) for trial in self.trials) or heading == "compile s":
+                yield heading, functools.partial(_in_form, value, form)
+        # Each config's own, because one note below the table covers all that fail alike.
+        if any(_overflow(trial.message) for trial in self.trials):
+            yield "over", lambda trial: _overflow(trial.message)
 
 
 def _why_no_estimate(trial: Trial) -> str:
     return f"no estimate: {trial.figures.no_estimate}" if trial.figures and trial.figures.no_estimate else ""
 
 
-def _cycles(trial: Trial, unit: float) -> float | None:
-    return trial.figures.estimate.cycles / unit if trial.figures and trial.figures.estimate else None
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+def _in_form(value: Callable[[Trial], float | None], form: str, trial: Trial) -> str:
+    return "" if (number := value(trial)) is None else format(number, form)
 
 
 def briefly(message: str) -> str:
@@ -599,26 +608,3 @@ def _readable(amount: str) -> tuple[str, str]:
     if int(amount) < _LARGE_BYTES:
         return f"{int(amount) / 1024:.4g}", "KiB"
     return f"{int(amount) / 2**20:.2f}", "MiB"
-
-
-def _columns(trials: tuple[Trial, ...]) -> Iterator[tuple[str, Callable[[Trial], str]]]:
-    """Yields the table's columns of numbers with their headings; columns without any number are left out."""
-
-    def column(name: str, unit: float) -> Callable[[Trial], str]:
-        def cell(trial: Trial) -> str:
-            value = getattr(trial.figures, name, None)
-            return _number(None if value is None else value / unit)
-
-        return cell
-
-    yield "compile s", lambda trial: "" if trial.compile_s is None else f"{trial.compile_s:.2f}"
-    for heading, name, unit in (
-        ("VMEM MiB", "vmem_bytes", 1 << 20),
-        ("temp MiB", "temporary_bytes", 1 << 20),
-        ("GFLOP", "flops", 1e9),
-    ):
-        if any(getattr(trial.figures or CompilerFigures(), name) for trial in trials):
-            yield heading, column(name, unit)
-    # Each config's own, because one note below the table covers all that fail alike.
-    if any(_overflow(trial.message) for trial in trials):
-        yield "over", lambda trial: _overflow(trial.message)

@@ -11,6 +11,8 @@ from quarantune.values.codec import Record, within
 from quarantune.values.texts import printable
 from quarantune.values.trial import Milliseconds, Outcome
 
+ESTIMATED = "estimated"
+"""Instead of why a search ended: nothing was measured, and a compiler has estimated the configs."""
 _LONGEST_DATE = 40
 _Count: TypeAlias = Annotated[int, within(0, 1 << 53)]
 """A huge integer does not fit a float."""
@@ -39,8 +41,8 @@ class Searched(Record):
     """How thoroughly a space was searched.
 
     Attributes:
-        stopped: why the search ended: `exhausted`, `max_trials`, `time_budget` or `patience`; empty where that is not
-            known, as for results of earlier versions.
+        stopped: why the search ended: `exhausted`, `max_trials`, `time_budget` or `patience`; `estimated` where there
+            was none; empty where that is not known, as for results of earlier versions.
         seen: how many configs were tried, or dropped by `prune_fn`.
         space_size: how many configs there are.
         budget: the budget that ended it, as a number of trials or of seconds; None for another end.
@@ -56,6 +58,8 @@ class Searched(Record):
     @property
     def thoroughness(self) -> float:
         """The larger, the more thorough; a result of an earlier version comes from all configs."""
+        if self.stopped == ESTIMATED:
+            return 0.0
         is_whole = self.seen is None or self.seen == self.space_size
         return math.inf if self.seen is None or is_whole else self.seen
 
@@ -87,6 +91,11 @@ class Findings(Record):
     baseline_ms: Milliseconds | None = None
 
     @property
+    def is_estimate(self) -> bool:
+        """Whether the config was never measured."""
+        return self.search.stopped == ESTIMATED
+
+    @property
     def speedup(self) -> float | None:
         """The time of the defaults divided by that of the best config; None where one of them is unknown."""
         return self.default_time_ms / self.time_ms if self.default_time_ms and self.time_ms > 0 else None
@@ -98,7 +107,7 @@ class Findings(Record):
             is_default: whether the best config is that of the defaults.
         """
         if not self.time_ms > 0:
-            return "time not known"
+            return "estimated, never measured" if self.is_estimate else "time not known"
         best = f"{self.time_ms:.4g} ms"
         if is_default:
             return f"the defaults are best ({best})"

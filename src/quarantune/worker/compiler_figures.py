@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
 
-from quarantune.values.compiling import CompilerFigures, CycleEstimate
-from quarantune.worker.estimates import NoEstimateError
+from quarantune.values.compiling import CompilerFigures
 
 _USED = re.compile(r'"used_scoped_memory_configs":\[([^\]]*)\]')
 _VMEM = re.compile(r'"memory_space":"1","offset":"(\d+)","size":"(\d+)"')
@@ -19,19 +19,20 @@ _COST = re.compile(r'"(flops|bytes_accessed)":\s*"?(\d+)')
 _LARGEST = 1 << 62
 
 
-def read_figures(compiled: Any, estimate: CycleEstimate | NoEstimateError | None = None) -> CompilerFigures:
+def read_figures(compiled: Any, known: CompilerFigures | None = None) -> CompilerFigures:
     """Returns the compiler's figures about a program; a compiler that states none raises no error here.
 
     Args:
         compiled: a `jax.stages.Compiled`.
-        estimate: what it expects the program to cost, or why that is not known; None where nobody asked.
+        known: those that are known of it already.
     """
     memory, costs = _answer(compiled.memory_analysis), _answer(compiled.cost_analysis)
     costs, text = costs if isinstance(costs, dict) else {}, _answer(compiled.as_text) or ""
     estimates = [{name: int(cost) for name, cost in _COST.findall(found[1])} for found in _ESTIMATE.finditer(text)]
     has_costs = len(_KERNEL.findall(text)) <= len(estimates)
     used = [int(found[1]) + int(found[2]) for part in _USED.finditer(text) for found in _VMEM.finditer(part[1])]
-    return CompilerFigures(
+    return dataclasses.replace(
+        known or CompilerFigures(),
         argument_bytes=_size(memory, "argument_size_in_bytes"),
         output_bytes=_size(memory, "output_size_in_bytes"),
         temporary_bytes=_size(memory, "temp_size_in_bytes"),
@@ -39,8 +40,6 @@ def read_figures(compiled: Any, estimate: CycleEstimate | NoEstimateError | None
         vmem_bytes=max(used, default=None),
         flops=_cost(costs, "flops", estimates, "flops") if has_costs else None,
         moved_bytes=_cost(costs, "bytes accessed", estimates, "bytes_accessed") if has_costs else None,
-        estimate=None if isinstance(estimate, NoEstimateError) else estimate,
-        no_estimate=str(estimate) if isinstance(estimate, NoEstimateError) else "",
     )
 
 

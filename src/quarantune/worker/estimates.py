@@ -19,7 +19,7 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,7 +30,7 @@ from quarantune import jax_internals
 from quarantune.jax_internals import kernels
 from quarantune.sandbox import shared_names
 from quarantune.values.codec import DamageError, Record, within
-from quarantune.values.compiling import CompileTarget, CycleEstimate
+from quarantune.values.compiling import CompilerFigures, CompileTarget, CycleEstimate
 from quarantune.values.trial import Config
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ _MOST_BYTES = 4 << 20
 """Of one file that libtpu or a process of it writes; an operation takes about 200."""
 _MOST_FILES = 4096
 _PAUSE_S = 0.01
-_ABOUT, _BEGUN, _TEXT = "about", "begun", "text"
+_ABOUT, _TEXT = "about", "text"
 _ESTIMATE = re.compile(r"hlo_op_estimate \{([^{}]*)\}")
 _FIELD = re.compile(r"\s*(\w+): (\"[^\"\\\n]{1,500}\"|\w{1,40})\n")
 _STRING = re.compile(r'"(?:[^"\\\n]|\\.)*[{}\\](?:[^"\\\n]|\\.)*"')
@@ -76,40 +76,37 @@ class NoEstimateError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _About(Record):
-    """What a process says of a program.
+    """What a process says of a program before it compiles it.
 
     Attributes:
         unknown: why there can be no estimate; empty if there can.
         has_loops: whether it has loops outside of kernels.
-        grids: for each kernel its steps and the bytes that it moves.
+        whole: how many steps each kernel has.
+        steps: how many it has in the program that is compiled.
+        moved_bytes: what the whole kernels move.
     """
 
     unknown: str
     has_loops: bool
-    grids: tuple[tuple[_Steps, _Moved], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Begun(Record):
-    """What a process says before it compiles a program: the steps of its kernels."""
-
+    whole: tuple[_Steps, ...]
     steps: tuple[_Steps, ...]
+    moved_bytes: _Moved
 
 
 @dataclasses.dataclass(frozen=True)
 class _Point:
-    """The cycles of each operation of a program whose kernels have so many steps, and whether it was compiled whole.
+    """The cycles of each operation of a program, and whether it was compiled to its end.
 
     Copies that need no cycles count by the bytes that they read and write.
     """
 
-    steps: tuple[int, ...]
+    about: _About
     cycles: dict[str, float]
     is_whole: bool
     copied_bytes: float = 0.0
 
 
-def estimate(bench: Bench, config: Config, target: CompileTarget) -> CycleEstimate | NoEstimateError:
+def estimate(bench: Bench, config: Config, target: CompileTarget) -> CompilerFigures:
     """Returns the cycles that the compiler expects, or why it has no such number.
 
     It must be called before libtpu is loaded, because that starts threads, and this forks.
@@ -121,9 +118,9 @@ def estimate(bench: Bench, config: Config, target: CompileTarget) -> CycleEstima
     """
     try:
         with shared_names.directory() as directory:
-            return _estimate(bench, config, target, Path(directory))
+            return CompilerFigures(estimate=_estimate(bench, config, target, Path(directory)))
     except (NoEstimateError, ValueError, OSError) as error:  # what a process left may be half written
-        return NoEstimateError(str(error))
+        return CompilerFigures(no_estimate=str(error))
 
 
 def _estimate(bench: Bench, config: Config, target: CompileTarget, directory: Path) -> CycleEstimate:
@@ -132,22 +129,19 @@ def _estimate(bench: Bench, config: Config, target: CompileTarget, directory: Pa
         work = functools.partial(_compile_growing, bench, config, target, most_steps, directory)
         status = _run_apart(work, directory, deadline)
         if any(directory.glob(f"*{_SUFFIX}")):  # it was ended after it had written
-            _keep(directory, _BEGUN)
-        about = _About.from_json(json.loads(_content(directory / _ABOUT)))
-        before, points = len(points), _read(directory, len(about.grids))
-        whole = tuple(steps for steps, _ in about.grids)
-        if status == 0 or len(points) >= 2 or (points and points[-1].steps == whole) or time.monotonic() > deadline:
+            _keep(directory, _ABOUT)
+        before, points = len(points), _read(directory)
+        if status == 0 or len(points) >= 2 or time.monotonic() > deadline:
             break
-        if len(points) == before:
-            if points:
-                break  # what there is may do
-            raise NoEstimateError(_why_none(directory, status))
+        if len(points) == before or points[-1].about.steps == points[-1].about.whole:
+            break  # what there is may do
         most_steps *= 2
-    if about.unknown or not points:
-        raise NoEstimateError(about.unknown or "this version of libtpu writes no cycles")
+    if not points:
+        raise NoEstimateError(_why_none(directory, status))
+    about = points[-1].about
     if about.has_loops and not all(point.is_whole for point in points):
         raise NoEstimateError("it has a loop, and libtpu was ended while it wrote")
-    return _extrapolated(points, whole, sum(moved for _, moved in about.grids) + points[-1].copied_bytes)
+    return _extrapolated(points, about.moved_bytes + points[-1].copied_bytes)
 
 
 def _run_apart(work: Callable[[], None], directory: Path, deadline: float) -> int:
@@ -164,18 +158,16 @@ def _run_apart(work: Callable[[], None], directory: Path, deadline: float) -> in
                 (directory / "error").write_text(f"{type(error).__name__}: {error}"[:500])
         finally:
             os._exit(code)
+    ended, status = 0, 0
     try:
-        while True:
+        while not ended and time.monotonic() < deadline and len(os.listdir(directory)) < _MOST_FILES:
             ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                return os.waitstatus_to_exitcode(status)
-            if time.monotonic() > deadline or len(os.listdir(directory)) > _MOST_FILES:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(_PAUSE_S)
-    except BaseException:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise
+            time.sleep(0 if ended else _PAUSE_S)
+    finally:
+        if not ended:
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)
 
 
 def _confine(directory: Path) -> None:
@@ -196,8 +188,9 @@ def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_s
         found = kernels.grids(traced.jaxpr)
         outside = {each.primitive.name for each in jax_internals.equations(traced.jaxpr, closed={"pallas_call"})}
         unknown = _NO_END if "while" in outside else next((grid.unknown for grid in found if grid.unknown), "")
-        grids = [(grid.steps, grid.moved_bytes) for grid in found]
-        (directory / _ABOUT).write_text(json.dumps(_About(unknown, "scan" in outside, tuple(grids)).to_json()))
+        whole, moved = tuple(grid.steps for grid in found), sum(grid.moved_bytes for grid in found)
+        about = _About(unknown, "scan" in outside, whole, (), moved)
+        (directory / _ABOUT).write_text(json.dumps(about.to_json()))
         if unknown:
             return
         cores, compiled, began_s = (
@@ -211,13 +204,12 @@ def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_s
             smaller, steps = kernels.with_smaller_grids(traced.jaxpr, most_steps, cores)
             args = [jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for each in smaller.in_avals]
             lowered = jax.jit(jaxpr_as_fun(smaller)).trace(*args).lower(lowering_platforms=(target.platform,))
-            (directory / _BEGUN).write_text(json.dumps({"steps": steps}))
+            (directory / _ABOUT).write_text(json.dumps(about.to_json() | {"steps": steps}))
             text = lowered.compile().as_text()
             (directory / _TEXT).write_text(text)
-            _keep(directory, _BEGUN, _TEXT)
+            _keep(directory, _ABOUT, _TEXT)
             compiled += 1
-            is_whole = all(now >= grid.steps for now, grid in zip(steps, found, strict=True))
-            if is_whole or (compiled > 1 and time.process_time() - began_s > _LONG_S):
+            if tuple(steps) == whole or (compiled > 1 and time.process_time() - began_s > _LONG_S):
                 return
             most_steps *= 2
 
@@ -230,19 +222,19 @@ def _keep(directory: Path, *names: str) -> None:
         path.rename(place / path.name)
 
 
-def _read(directory: Path, kernels: int) -> list[_Point]:
-    """Returns what libtpu has written of a program with so many kernels, that with fewest steps first."""
+def _read(directory: Path) -> list[_Point]:
+    """Returns what libtpu has written of a program, that with the smallest grids first."""
     points = []
     for place in sorted(path for path in directory.iterdir() if path.name.isdigit()):
         texts = [_content(path) for path in sorted(place.glob(f"*{_SUFFIX}"))[:_MOST_FILES]]
         cycles = {name: count for text in texts for name, count in _parsed(text).items()}
         is_whole = (place / _TEXT).exists()
         turns = _turns(_content(place / _TEXT)) if is_whole else {}
-        steps = _Begun.from_json(json.loads(_content(place / _BEGUN))).steps
+        about = _About.from_json(json.loads(_content(place / _ABOUT)))
         named = {match[1] for name in cycles if (match := _KERNEL.fullmatch(name))}
-        if cycles and (is_whole or len(named) == kernels):
+        if cycles and (is_whole or len(named) == len(about.whole)):
             cycles = {name: count * turns.get(name, 1) for name, count in cycles.items()}
-            points.append(_Point(steps, cycles, is_whole, sum(map(_copied_bytes, texts))))
+            points.append(_Point(about, cycles, is_whole, sum(map(_copied_bytes, texts))))
     return points
 
 
@@ -319,18 +311,18 @@ def _turns(text: str) -> dict[str, float]:
     return {name: of(at) for at, names in made.items() for name in names}
 
 
-def _extrapolated(points: list[_Point], whole: Sequence[int], moved_bytes: float) -> CycleEstimate:
+def _extrapolated(points: list[_Point], moved_bytes: float) -> CycleEstimate:
     """Returns the cycles with all steps of all grids: each further step costs as much as the last ones did."""
-    last, before = points[-1], points[-2] if len(points) > 1 else None
+    last, before, whole = points[-1], points[-2] if len(points) > 1 else None, points[-1].about.whole
     total = of_kernels = 0.0
     for name, cycles in last.cycles.items():
         kernel = _KERNEL.fullmatch(name)
-        if kernel is not None and int(kernel[1]) < len(whole):
-            number = int(kernel[1])
-            left, steps = whole[number] - last.steps[number], last.steps[number]
-            if left > 0 and before is not None and name in before.cycles and before.steps[number] < steps:
-                cycles += left * (cycles - before.cycles[name]) / (steps - before.steps[number])
-            elif left > 0:
+        if kernel is not None and (number := int(kernel[1])) < len(whole):
+            steps = last.about.steps[number]
+            left, earlier = whole[number] - steps, before.about.steps[number] if before is not None else steps
+            if before is not None and name in before.cycles and earlier < steps:
+                cycles += left * (cycles - before.cycles[name]) / (steps - earlier)
+            else:
                 cycles *= whole[number] / steps
             of_kernels += cycles
         total += cycles
@@ -342,5 +334,7 @@ def _why_none(directory: Path, status: int) -> str:
         return f"it takes longer than {_LONGEST_S:g} s"
     if status < 0:
         return f"libtpu was ended by {signal.Signals(-status).name} before it wrote one"
-    error = directory / "error"
-    return _content(error) if error.exists() else "libtpu wrote none"
+    if (error := directory / "error").exists():
+        return _content(error)
+    about = _About.from_json(json.loads(_content(directory / _ABOUT)))
+    return about.unknown or "this version of libtpu writes no cycles"

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, cast
+from typing import Any, NoReturn, TypedDict, cast
 
 from quarantune import jax_internals
 from quarantune.host.waits import RunTime
@@ -27,7 +27,7 @@ from quarantune.transport.call import Call
 from quarantune.transport.program_lines import ProgramLines
 from quarantune.values import codec
 from quarantune.values.codec import Frame
-from quarantune.values.compiling import CompilerFigures, CompileTarget, CycleEstimate
+from quarantune.values.compiling import CompilerFigures, CompileTarget
 from quarantune.values.trial import Phase
 from quarantune.worker import deviceless, program_values
 from quarantune.worker.bench import Bench, Program
@@ -36,9 +36,6 @@ from quarantune.worker.error_report import describe_error, readable, shortened
 from quarantune.worker.failures import NeedsDeviceError, WrongResultError, outcome_of, place_of
 from quarantune.worker.first_run import FirstRunLimit
 from quarantune.worker.probe import probe
-
-if TYPE_CHECKING:
-    from quarantune.worker.estimates import NoEstimateError
 
 # A template imports this module, so that no worker has to.
 codec.prepare(*messages.TASKS, messages.BenchOptions, CompileTarget)
@@ -198,7 +195,12 @@ class Worker:
             raise RuntimeError("an earlier config has changed JAX's settings in this worker")
         self._trace_context = jax_internals.trace_context()
         self.program = None  # that of an earlier config, with its memory
-        estimate = self._estimate(bench, task)
+        estimated = None
+        if task.target is not None and task.target.estimates:
+            from quarantune.worker import estimates  # which imports what few workers need
+
+            # Before this process loads libtpu, since it forks.
+            estimated = estimates.estimate(bench, dict(task.config), task.target)
         self.program = bench.compile(
             dict(task.config),
             target=task.target,
@@ -212,7 +214,7 @@ class Worker:
         if fds:
             with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
                 bench.save(self.program, fds[0], as_data=task.as_data)
-        figures = read_figures(self.program.call, estimate) if task.is_check else None
+        figures = read_figures(self.program.call, estimated) if task.is_check else None
         yield self.compiled(self.program, figures)
 
     def compiled(self, program: Program, figures: CompilerFigures | None = None) -> Reply:
@@ -220,14 +222,6 @@ class Worker:
         return messages.Compiled(
             **self._heading(), compile_s=program.compile_s, modules=self.new_modules(), figures=figures
         )
-
-    def _estimate(self, bench: Bench, task: messages.Compile) -> CycleEstimate | NoEstimateError | None:
-        from quarantune.worker import estimates  # which imports what few workers need
-
-        if task.target is None or not task.target.estimates:
-            return None
-        # Before this process loads libtpu, since it forks.
-        return estimates.estimate(bench, dict(task.config), task.target)
 
     def _show(self, began_s: float, jaxpr: Any) -> None:
         """Tells a traced program, unless it is too large, or took so long that the caller should not trace it, too."""

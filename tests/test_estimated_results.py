@@ -1,0 +1,239 @@
+"""Estimates as results until something is measured, and as what sweeps and searches go by."""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import quarantune
+from quarantune.cache import Store, TuningCache
+from quarantune.cli import main
+from quarantune.devices import targets
+from quarantune.resolve import compiling, tuning_job
+from quarantune.resolve.call_key import keyed, keyed_to_tune
+from quarantune.resolve.compile_failures import CompileFailures, note_check
+from quarantune.resolve.layers import more_thorough
+from quarantune.resolve.sweep_records import SweepRecords
+from quarantune.results.report import CompileReport
+from quarantune.sweep.limits import SweepLimits
+from quarantune.values import settings as environment
+from quarantune.values.compiling import CompilerFigures, CycleEstimate
+from quarantune.values.findings import Findings
+from quarantune.values.trial import Outcome, Trial
+
+X = np.arange(8, dtype=np.float32)
+N = [1, 2, 3, 4]
+CYCLES = {1: 4001.0, 2: 1000.0, 3: 1100.0, 4: 9000.0}
+MEASURED = {"schema": 1, "config": {"n": 3}, "time_ms": 2.0, "created": "2026-01-01T00:00:00+00:00"}
+ESTIMATED = {
+    "schema": 1,
+    "config": {"n": 2},
+    "created": "2026-02-02T00:00:00+00:00",
+    "search": {"stopped": "estimated"},
+}
+
+
+def kernel(**options: Any) -> Any:
+    @quarantune.autotune([{"n": n} for n in N], name="scale", **options)
+    @functools.partial(jax.jit, static_argnames=["n"])
+    def scale(x: Any, n: int = 1) -> Any:
+        return x * 2 + 0 * n
+
+    return scale
+
+
+def checked(fn: Any, target: Any = None) -> CompileReport:
+    """Returns what a compile check with estimates finds, and notes it as one does."""
+    call = fn._resolver.bind((X,), {})
+    described, settings = keyed_to_tune(call, target), environment.current()
+    limits = SweepLimits.of(fn._resolver.function.options, settings)
+    trials = [
+        Trial(
+            config={"n": n},
+            outcome=Outcome.OK,
+            figures=CompilerFigures(argument_bytes=32, estimate=CycleEstimate(cycles=CYCLES[n])),
+        )
+        for n in N
+    ]
+    for trial in trials:
+        note_check(CompileFailures(described, settings.cache_dir, limits), trial)
+    target = target or targets.find("TPU v6e")
+    return CompileReport(name=fn.name, target=target, trials=tuple(trials), key=described.key.text, known=0)
+
+
+def save(directory: Path, fn: Any, entry: dict[str, Any], key: str | None = None) -> None:
+    call = keyed(fn._resolver.bind((X,), {}))
+    Store(directory).put(fn.name, call.key.device, key or call.key.text, {"space": None, **entry})
+
+
+# --- what a sweep does with estimates ---------------------------------------------------------------------------
+
+
+def test_a_sweep_leaves_out_what_a_check_estimated_far_behind_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning_job, "_FIRST", 1)
+    fn = kernel()
+    checked(fn)
+    fn(X)
+    assert fn.lookup(X)["n"] in (1, 2, 3)
+    (entry,) = (
+        Store(environment.current().cache_dir).read("scale")[keyed(fn._resolver.bind((X,), {})).key.device].values()
+    )
+    assert entry["trials"].get("pruned") == 1
+
+
+@pytest.mark.parametrize(("first", "pruned"), [(1, {3: "estimated at 9x the best"}), (16, {})])
+def test_the_best_by_their_estimates_and_the_defaults_always_run(
+    first: int, pruned: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning_job, "_FIRST", first)
+    fn = kernel()
+    checked(fn)
+    job = job_of(fn)
+    estimates = job._records.estimates(job._configs)
+    assert [*estimates] == [1, 2, 0, 3]
+    assert {index: trial.message for index, trial in job._far_behind(estimates).items()} == pruned
+    job._start_over = True  # as `tune()` does, which runs every config
+    assert job._far_behind(estimates) == {}
+
+
+def test_a_search_starts_with_the_best_estimates_and_never_asks_those_far_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tuning_job, "_FIRST", 2)
+    asked: list[int] = []
+
+    def run(job: Any, configs: Any, progress: Any, last: Any, source: Any = None) -> Any:
+        taken = dict(configs)
+        while taken:
+            for index, config in taken.items():
+                asked.append(config["n"])
+                trial = Trial(config=config, outcome=Outcome.OK, time_ms=1.0, own_ms=1.0)
+                job._trials[index] = trial
+                source.ended(index, trial)
+            taken = source.take(1)
+        raise StopIteration
+
+    monkeypatch.setattr(tuning_job.TuningJob, "_run", run)
+    fn = kernel(search="random", max_trials=4)
+    checked(fn)
+    job = job_of(fn)
+    with pytest.raises(StopIteration):
+        job.run()
+    assert asked == [1, 2, 3]  # the defaults, then by the estimates
+    assert job._trials[3].outcome is Outcome.PRUNED
+
+
+def test_a_check_with_estimates_adds_to_what_one_without_has_noted() -> None:
+    fn = kernel()
+    call = keyed_to_tune(fn._resolver.bind((X,), {}))
+    limits = SweepLimits.of(fn._resolver.function.options, environment.current())
+    failures = CompileFailures(call, environment.current().cache_dir, limits)
+    bare = Trial(config={"n": 2}, outcome=Outcome.OK, figures=CompilerFigures(argument_bytes=32))
+    note_check(failures, bare)
+    checked(fn)
+    job = job_of(fn)
+    assert len(job._records.estimates(job._configs)) == len(N)
+
+
+def job_of(fn: Any) -> Any:
+    resolver = fn._resolver
+    described = keyed_to_tune(resolver.bind((X,), {}))
+    return tuning_job.TuningJob(resolver._tuning, described, environment.current(), start_over=False)
+
+
+def test_nothing_is_read_where_the_cache_is_off() -> None:
+    fn = kernel()
+    with quarantune.settings(disable_cache=True):
+        call, settings = keyed_to_tune(fn._resolver.bind((X,), {})), environment.current()
+        records = SweepRecords(call, settings, SweepLimits.of(fn._resolver.function.options, settings))
+        assert records.estimates(call.call.configs) == {}
+
+
+# --- estimated results ------------------------------------------------------------------------------------------
+
+
+def test_a_measured_result_replaces_an_estimate_and_never_the_reverse() -> None:
+    assert more_thorough("", "", ESTIMATED, MEASURED) == MEASURED
+    assert more_thorough("", "", MEASURED, ESTIMATED) == MEASURED
+    newer = {**ESTIMATED, "config": {"n": 4}}
+    assert more_thorough("", "", ESTIMATED, newer) == newer
+
+
+def test_merged_caches_keep_what_was_measured(tmp_path: Path, cache_dir: Path) -> None:
+    fn = kernel()
+    save(cache_dir, fn, MEASURED)
+    save(tmp_path / "other", fn, ESTIMATED)
+    TuningCache(cache_dir).merge(tmp_path / "other")
+    assert fn.lookup(X) == {"n": 3}
+
+
+def test_an_estimate_serves_until_something_is_measured(
+    tmp_path: Path, cache_dir: Path, sweeps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(cache_dir, kernel(), ESTIMATED)
+    with quarantune.settings(on_miss="error"):
+        kernel()(X)
+    assert sweeps == []
+    save(tmp_path / "table", kernel(), MEASURED)
+    with quarantune.settings(on_miss="error", cache_path=str(tmp_path / "table")):
+        assert kernel().lookup(X) == {"n": 3}
+    fn = kernel()
+    fn(X)
+    assert sweeps == ["scale"], "where a miss is tuned for, an estimate is one"
+    (entry,) = [entry for entries in Store(cache_dir).read("scale").values() for entry in entries.values()]
+    assert not Findings.from_json(entry).is_estimate
+
+
+def test_the_nearest_result_is_rather_a_measured_one(cache_dir: Path) -> None:
+    fn = kernel()
+    key = keyed(fn._resolver.bind((X,), {})).key.text
+    save(cache_dir, fn, ESTIMATED, key.replace('"shape":[8]', '"shape":[9]'))
+    save(cache_dir, fn, MEASURED, key.replace('"shape":[8]', '"shape":[16]'))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is said once in a process
+        known = fn._resolver._known.nearest(keyed(fn._resolver.bind((X,), {})), environment.current())
+    assert known.config == {"n": 3}
+
+
+def test_the_best_estimate_is_saved_and_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kernels.py").write_text(
+        "import functools, jax, quarantune\n"
+        "@quarantune.autotune([{'n': n} for n in (1, 2, 3, 4)], name='scale')\n"
+        "@functools.partial(jax.jit, static_argnames=['n'])\n"
+        "def scale(x, n=1):\n    return x * 2 + 0 * n\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(targets, "usable", targets.find)
+    asked: list[Any] = []
+
+    def check_all(call: Any, target: Any, **_: Any) -> CompileReport:
+        asked.append(target.estimates)
+        return checked(kernel(), target)
+
+    monkeypatch.setattr(compiling, "check_all", check_all)
+    command = ["tune", "kernels.py:scale", "--args", "f32[8]", "--estimate-for"]
+    assert main([*command, "TPU v6e"]) == 0
+    assert "\nn=2, estimated, never measured\n" in capsys.readouterr().out
+    assert asked == [True]
+    assert main(["cache", "list"]) == 0
+    assert "estimated" in capsys.readouterr().out
+    assert main(["cache", "show", "--json"]) == 0
+    (shown,) = json.loads(capsys.readouterr().out)
+    assert (shown["device"], shown["config"], shown["time_ms"]) == ("TPU v6 lite", {"n": 2}, None)
+    assert shown["entry"]["estimated_ms"] == pytest.approx(1000 / 1.75e6)
+    assert main(["cache", "show"]) == 0
+    assert "estimated, never measured" in capsys.readouterr().out
+    assert main(["report", "scale", "-o", "page.html"]) == 0
+    assert "estimated, never measured" in (tmp_path / "page.html").read_text()
+    assert main(["cache", "verify"]) == 0
+    assert main([*command, "h100"]) == 2
+    assert "NVIDIA H100 is none" in capsys.readouterr().err
