@@ -175,7 +175,7 @@ def test_two_configs_are_compiled_at_a_time(tmp_path: Path) -> None:
 @needs_libtpu
 def test_compile_configs_for_a_target_tells_which_ones_compile() -> None:
     x = np.ones((64, 128), np.float32)
-    with pytest.warns(UserWarning, match=r"'scratch': 262144.*did not compile: error"):
+    with pytest.warns(UserWarning, match=r"scratch=262144.*did not compile: error"):
         small, large = quarantune.compile_configs(scaled, {"scratch": [8, 1 << 18]}, x, target="TPU v5e")
     assert small is not None
     assert large is None

@@ -127,15 +127,15 @@ def test_calls_that_are_none_are_refused_by_tune_many() -> None:
             quarantune.tune_many([call])
 
 
-def test_a_function_may_have_a_parameter_named_executor() -> None:
+def test_a_function_may_have_a_parameter_named_executor_or_resume() -> None:
     import inspect
 
     from quarantune.api.on_engine import on_engine
 
-    def function(x: Any, executor: int, n: int) -> None: ...
+    def function(x: Any, executor: int, resume: str, n: int) -> None: ...
 
-    with on_engine(inspect.signature(function), {"executor": 5}) as kwargs:
-        assert kwargs == {"executor": 5}
+    with on_engine(inspect.signature(function), {"executor": 5, "resume": "yes"}) as (kwargs, resume):
+        assert (kwargs, resume) == ({"executor": 5, "resume": "yes"}, False)
 
 
 def test_shards_divide_configs_evenly_and_leave_dangerous_ones_for_last() -> None:

@@ -110,10 +110,32 @@ def test_the_reason_for_the_winners_star_is_in_words(
 
 
 def test_a_config_that_is_too_long_for_its_column_is_wrapped_not_cut() -> None:
-    long = Trial(config={f"block_{name}": 128 for name in "abcdefgh"}, outcome=Outcome.OK, time_ms=1.0)
-    table = report.table([long], standing=Standing(best=long.config), width=50)
-    assert max(map(len, table.splitlines())) <= 50
-    assert all(f"block_{name}=128" in " ".join(table.split()) for name in "abcdefgh")
+    long = Trial(config={"tiles": "of eight by a hundred and twenty-eight"}, outcome=Outcome.OK, time_ms=1.0)
+    table = report.table([long], standing=Standing(best=long.config), width=40)
+    assert max(map(len, table.splitlines())) <= 40
+    rows = table.split("\n\n")[0].splitlines()[1:]
+    assert " ".join(re.sub("ok.*", "", line[3:]).strip() for line in rows) == long.config["tiles"]
+
+
+def test_eight_tunables_are_shown_by_column_and_those_of_one_value_once() -> None:
+    names = ["BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP_SIZE_M", "num_warps", "num_stages", "split_k", "layout"]
+    fixed = {"GROUP_SIZE_M": 8, "layout": "row"}
+    trials = [
+        Trial(config=dict.fromkeys(names, 32 << n) | fixed, outcome=Outcome.OK, time_ms=1.0 + n, compile_s=0.5)
+        for n in range(3)
+    ]
+    standing = Standing(best=trials[1].config, final=[trials[1]], default=trials[0].config, default_ms=1.0)
+    wide, narrow = (report.table(trials, standing=standing, width=width).splitlines() for width in (120, 60))
+    assert wide[0] == narrow[0] == "all: GROUP_SIZE_M=8 layout=row"
+    assert wide[1].split()[:7] == ["BLOCK_M", "BLOCK_N", "BLOCK_K", "num_warps", "num_stages", "split_k", "outcome"]
+    assert wide[2].split()[:8] == ["*", *["64"] * 6, "ok"]  # the winner, though not the lowest time
+    assert max(map(len, narrow)) <= 60
+    assert [line.split() for line in narrow[1:5]] == [
+        ["BLOCK_M", "BLOCK_N", "BLOCK_K", "outcome", "ms", "speed-up"],
+        ["num_warps", "num_stages", "split_k"],
+        ["*", "64", "64", "64", "ok", "2", "0.50x"],
+        ["64", "64", "64"],
+    ]
 
 
 def test_a_results_repr_is_two_lines_and_says_where_it_is_from() -> None:

@@ -40,6 +40,7 @@ from quarantune.sweep import sweep, sweep_inputs
 from quarantune.sweep.request import SweepRequest
 from quarantune.sweep.swept import Swept
 from quarantune.transport import inputs, payload, program_text
+from quarantune.values.shown import format_config
 from quarantune.values.tolerance import Tolerance
 from quarantune.worker.bench import Bench
 from quarantune.worker.judging import structure_of
@@ -406,7 +407,8 @@ def test_configs_that_lower_to_one_program_are_checked_and_measured_once(notes: 
     for pair in zip(trials[::2], trials[1::2], strict=True):
         ran, twin = sorted(pair, key=lambda trial: trial.message.startswith("the same"))
         assert not ran.message.startswith("the same")
-        assert twin.message == ": ".join(filter(None, (f"the same program as {ran.config}", ran.message)))
+        same = f"the same program as {format_config(ran.config)}"
+        assert twin.message == ": ".join(filter(None, (same, ran.message)))
         assert ran.samples_ms == twin.samples_ms
 
 

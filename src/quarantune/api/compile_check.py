@@ -23,6 +23,7 @@ from quarantune.values import config_space, naming
 from quarantune.values import settings as environment
 from quarantune.values.config_values import text_of
 from quarantune.values.options import Options
+from quarantune.values.shown import format_config
 from quarantune.values.trial import Config
 
 
@@ -135,7 +136,8 @@ def compile_configs(
     for config, (trial, executable) in zip(expanded, compiled, strict=True):
         functions[text_of(config)] = _callable_of(fn, config, executable, args, kwargs)
         if not executable and trial.outcome.is_failure:
-            warnings.warn(f"{label}: {config} did not compile: {trial.outcome.value}: {trial.message}", stacklevel=2)
+            ended = f"{format_config(config)} did not compile: {trial.outcome.value}: {trial.message}"
+            warnings.warn(f"{label}: {ended}", stacklevel=2)
             functions[text_of(config)] = None
     return [functions[text_of(config)] for config in listed]
 

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import functools
 import io
+import itertools
 import json
 import math
 import os
@@ -124,13 +125,13 @@ def terminal_width() -> int:
 
 
 def by_time(trials: Iterable[Trial], standing: Standing) -> list[Trial]:
-    """Returns the finalists in the order of their times, then the others so, then those without one, by outcome."""
+    """Returns the winner, the other finalists by their times, the rest by theirs, and those without one, by outcome."""
     outcomes = list(Outcome)
 
-    def rank(trial: Trial) -> tuple[bool, bool, float, int]:
+    def rank(trial: Trial) -> tuple[bool, bool, bool, float, int]:
         time_ms = shown_ms(trial)
         is_other, place = not standing.is_finalist(trial), outcomes.index(trial.outcome) if time_ms is None else 0
-        return (time_ms is None, is_other, time_ms or 0.0, place)
+        return (not standing.is_best(trial), time_ms is None, is_other, time_ms or 0.0, place)
 
     return sorted(trials, key=rank)
 
@@ -209,35 +210,41 @@ class _Reasons:
 
 
 def _grid(trials: Sequence[Trial], standing: Standing, figures: Figures, reasons: _Reasons, width: int) -> list[str]:
-    """Returns the lines of the table itself: a column for each tunable, or one for all where the width demands it."""
+    """Returns the lines of the table itself: tunables of one value above it, and a column for each other one.
+
+    Where the width demands it, each row takes several lines, and several tunables share a column.
+    """
     names = list(dict.fromkeys(name for trial in trials for name in trial.config))
-    figures = dict(figures)
-    tunables = [
-        [format_value(trial.config[name]) if name in trial.config else "" for name in names] for trial in trials
-    ]
-    titles = [printable(name) for name in names]
-    while True:
-        ends = [[f"{trial.outcome.value}{reasons.mark(trial)}", *(figure(trial) for figure in figures.values())]
-                for trial in trials]  # fmt: skip
-        header = ["", *titles, "outcome", *figures]
-        marks = ["*" if standing.is_best(trial) else "=" if standing.is_tie(trial) else "" for trial in trials]
-        rows = [[mark, *config, *end] for mark, config, end in zip(marks, tunables, ends, strict=True)]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    values = {
+        name: [format_value(trial.config[name]) if name in trial.config else "" for trial in trials] for name in names
+    }
+    same = [name for name in names if len(trials) > 1 and len(set(values[name])) == 1]
+    above = [_wrapped(f"all: {' '.join(f'{printable(name)}={values[name][0]}' for name in same)}", "  ", width)]
+    varied = [[printable(name), *values[name]] for name in names if name not in same]
+    marks = ["*" if standing.is_best(trial) else "=" if standing.is_tie(trial) else "" for trial in trials]
+    outcomes = [f"{trial.outcome.value}{reasons.mark(trial)}" for trial in trials]
+    fewer = {title: figure for title, figure in figures.items() if title != _COMPILE_HEADING}
+    for per_row, kept in itertools.product(range(len(varied) or 1, 0, -1), (figures, fewer)):
+        groups = [varied[at::per_row] for at in range(per_row) if varied]
+        stacks = [["\n".join(cells) for cells in zip(*group, strict=True)] for group in groups]
+        ends = [[title, *map(figure, trials)] for title, figure in kept.items()]
+        columns = [["", *marks], *stacks, ["outcome", *outcomes], *ends]
+        widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
         over = sum(widths) + len(_GAP) * (len(widths) - 1) - width
         if over <= 0:
             break
-        if len(titles) != 1 or titles != ["config"]:
-            titles, tunables = ["config"], [[format_config(trial.config)] for trial in trials]
-        elif figures.pop(_COMPILE_HEADING, None) is None or widths[1] - over >= _LEAST_CONFIG_WIDTH:
-            widths[1] = max(_LEAST_CONFIG_WIDTH, widths[1] - over)
-            break
-    return [line for cells in [header, *rows] for line in _lines(cells, widths, len(figures))]
+    if over > 0 and stacks:
+        widths[1] = max(_LEAST_CONFIG_WIDTH, widths[1] - over)
+    rows = [line for cells in zip(*columns, strict=True) for line in _lines(cells, widths, len(ends))]
+    return [*above, *rows] if same else rows
 
 
 def _lines(cells: Sequence[str], widths: Sequence[int], figures: int) -> list[str]:
-    """Returns a row's lines; a config that is too long for its column goes on in the next line."""
-    parts = [textwrap.wrap(cell, width) or [""] if len(cell) > width else [cell]
-             for cell, width in zip(cells, widths, strict=True)]  # fmt: skip
+    """Returns a row's lines; a value that is too long for its column goes on in the next line."""
+    parts = [
+        [part for line in cell.split("\n") for part in textwrap.wrap(line, max(width, 1)) or [""]]
+        for cell, width in zip(cells, widths, strict=True)
+    ]
     lines = []
     for number in range(max(map(len, parts))):
         at = [part[number] if number < len(part) else "" for part in parts]

@@ -389,7 +389,6 @@ def _key_values(key: str) -> Any:
 
 
 _MOST_ROWS = 30
-_STYLE = "text-align:left;font-variant-numeric:tabular-nums"
 
 
 def _winner(result: TuningResult) -> str:
@@ -444,6 +443,10 @@ def winner(result: TuningResult) -> Trial:
     return Trial(config=result.best_config, outcome=Outcome.OK, time_ms=known, device=result.device)
 
 
+def _style(title: str) -> str:
+    return f"text-align:{'right' if title in ('ms', 'speed-up') else 'left'};font-variant-numeric:tabular-nums"
+
+
 def html_text(result: TuningResult) -> str:
     """Returns the result as HTML for a notebook: two lines, and the fastest trials as a table."""
     import html  # needed here only, and no part of the import of this package
@@ -454,17 +457,16 @@ def html_text(result: TuningResult) -> str:
     standing, trials = result.standing, report.by_time(result.trials, result.standing)
     body = []
     for trial in trials[:_MOST_ROWS]:
-        cells = [
-            "★" if standing.is_best(trial) else "=" if standing.is_tie(trial) else "",
-            format_config(trial.config),
-            trial.outcome.value,
-            report.time_text(trial),
-            report.speedup_text(trial, standing),
-            report.reason(trial) if trial.outcome is not Outcome.SLOW else "",
-        ]
-        body.append("".join(f'<td style="{_STYLE}">{html.escape(cell)}</td>' for cell in cells))
-    titles = ["", "config", "outcome", "ms", "speed-up", "reason"]
-    header = "".join(f'<th scope="col" style="{_STYLE}">{title}</th>' for title in titles)
+        cells = {
+            "": "★" if standing.is_best(trial) else "=" if standing.is_tie(trial) else "",
+            "config": format_config(trial.config),
+            "outcome": trial.outcome.value,
+            "ms": report.time_text(trial),
+            "speed-up": report.speedup_text(trial, standing),
+            "reason": report.reason(trial) if trial.outcome is not Outcome.SLOW else "",
+        }
+        body.append("".join(f'<td style="{_style(title)}">{html.escape(cell)}</td>' for title, cell in cells.items()))
+    header = "".join(f'<th scope="col" style="{_style(title)}">{title}</th>' for title in cells)
     rest = len(trials) - _MOST_ROWS
     more = f"<div>and {rest:,} more: see table()</div>" if rest > 0 else ""
     rows = "".join(f"<tr>{row}</tr>" for row in body)

@@ -11,6 +11,7 @@ from quarantune.scheduler.plan import ConfigSource, Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.verdicts import with_diagnostic
 from quarantune.scheduler.workers import DeviceState, Job, Verdict, Worker
+from quarantune.values import shown
 from quarantune.values.trial import UNTUNED, Config, Outcome, Phase, Trial
 
 _Program = TypeVar("_Program")
@@ -53,7 +54,7 @@ class SamePrograms:
         """Returns the trial and the output of a job whose program `first` ran."""
         trial, log = self._ended[first.index]
         self.ran_as[job.index] = first.index
-        same = f"the same program as {'the defaults' if first.index == UNTUNED else first.config}"
+        same = f"the same program as {'the defaults' if first.index == UNTUNED else shown.format_config(first.config)}"
         message = f"{same}: {trial.message}" if trial.message else same
         return dataclasses.replace(trial, config=job.config, message=message), log
 
