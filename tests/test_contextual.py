@@ -58,7 +58,7 @@ def chosen(result: quarantune.ContextualResult) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_kernels_are_tuned_in_turn_with_the_others_at_their_best_so_far() -> None:
-    first, second = kernel("first", {"ms": [15, 3]}), kernel("second", {"ms": [12, 20, 2]})
+    first, second = kernel("first", {"ms": [55, 3]}), kernel("second", {"ms": [52, 100, 2]})
 
     @quarantune.contextual_autotune(n_repeat=2)
     def both(x: Any) -> Any:
@@ -66,17 +66,17 @@ def test_kernels_are_tuned_in_turn_with_the_others_at_their_best_so_far() -> Non
 
     result = both.tune(X)
     assert [tuple(trial.config.values()) for trial in result.trials] == [
-        ("ms=15", "ms=12"),
-        ("ms=3", "ms=12"),
-        ("ms=3", "ms=12"),
-        ("ms=3", "ms=20"),
+        ("ms=55", "ms=52"),
+        ("ms=3", "ms=52"),
+        ("ms=3", "ms=52"),
+        ("ms=3", "ms=100"),
         ("ms=3", "ms=2"),
     ]
     assert chosen(result) == {"first": 3, "second": 2}
     assert result.baseline_ms is not None
-    assert result.baseline_ms >= 27 > result.time_ms >= 5
+    assert result.baseline_ms >= 107 > result.time_ms >= 5
     # Every time is that of the whole function.
-    assert [min(trial.samples_ms) >= least for trial, least in zip(result.trials, (27, 15, 15, 23, 5), strict=True)]
+    assert [min(trial.samples_ms) >= least for trial, least in zip(result.trials, (107, 55, 55, 103, 5), strict=True)]
     assert [len(choice.trials) for choice in result.kernels] == [2, 3]
 
 
@@ -99,7 +99,7 @@ def test_a_config_may_win_alone_and_lose_in_its_context() -> None:
 @pytest.mark.slow
 def test_a_kernel_is_tuned_once_for_each_of_its_shapes() -> None:
     # Each shape has a config of its own that is quick.
-    shaped = kernel("shaped", {"ms": [4, 8]}, lambda x, ms: pause(x, 1 if x.size == ms else 15))
+    shaped = kernel("shaped", {"ms": [4, 8]}, lambda x, ms: pause(x, 1 if x.size == ms else 50))
 
     @quarantune.contextual_autotune(n_repeat=2)
     def twice(x: Any) -> Any:
@@ -114,8 +114,8 @@ def test_a_kernel_is_tuned_once_for_each_of_its_shapes() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_it_gets_there() -> None:
-    inner = kernel("inner", {"ms": [10, 1]})
-    outer = kernel("outer", {"ms": [2, 4]}, lambda x, ms: inner(x.reshape(ms, -1)).ravel() + pause(x, 40 / ms))
+    inner = kernel("inner", {"ms": [40, 1]})
+    outer = kernel("outer", {"ms": [2, 4]}, lambda x, ms: inner(x.reshape(ms, -1)).ravel() + pause(x, 160 / ms))
 
     @quarantune.contextual_autotune(n_repeat=2)
     def nested(x: Any) -> Any:

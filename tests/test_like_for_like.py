@@ -149,12 +149,12 @@ def far(x: Any, n: int = 40_000) -> Any:
 def test_defaults_far_behind_take_part_in_few_rounds_which_is_told() -> None:
     result = quarantune.AutoTuner(far, {"n": [100, 101]}, ref_fn=None, name="far").run(X)
     samples = {each.config["n"]: len(each.samples_ms) for each in result.finalists}
-    assert samples[40_000] <= 3
-    assert samples[100] == samples[101] >= 3
+    rounds = max(samples.values())  # a busy machine may rule out one of the two that are close
+    assert samples[40_000] <= 3 <= rounds
     assert result.speedup is not None
     assert result.speedup > 50
-    told = f"are far behind, so that they took part in {samples[40_000]} of the {samples[100]} rounds of the final"
-    assert (told in result.table(width=200)) is (samples[40_000] < samples[100])
+    told = f"are far behind, so that they took part in {samples[40_000]} of the {rounds} rounds of the final"
+    assert (told in result.table(width=200)) is (samples[40_000] < rounds)
 
 
 # --- playing --------------------------------------------------------------------------------------------------

@@ -365,7 +365,6 @@ def test_finalists_are_compared_again_and_what_the_final_says_counts(isolation: 
             break
     assert 2 <= len(swept.final.rounds_ms) <= finals.MOST_FINALISTS
     for index, rounds_ms in swept.final.rounds_ms.items():
-        assert len(rounds_ms) >= 3
         if result.trials[index].outcome is Outcome.SLOW:  # a second look that confirmed the first
             continue
         assert result.trials[index].samples_ms == tuple(rounds_ms)
@@ -554,7 +553,7 @@ def called_back(run: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
     def body(x: Any, do: Any) -> Any:
         def callback(x: Any) -> Any:
             run(do)
-            time.sleep(0.01)  # what the configs have in common, so that all are finalists
+            time.sleep(0.05)  # what the configs have in common, so that all are finalists
             return np.asarray(x) + 1
 
         return jax.pure_callback(callback, jax.ShapeDtypeStruct(x.shape, x.dtype), x)

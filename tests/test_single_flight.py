@@ -328,6 +328,7 @@ def test_waiting_is_visible_and_ctrl_c_ends_it_at_once(fleet: Fleet, cache_dir: 
     (place / "shut").touch()
     tuning.order(cache_dir, place, [True])
     assert eventually(lambda: notes(place) == [0], timeout_s=90)
+    began = time.monotonic()
     waiting.order(cache_dir, place, [True])
     said = f"{NAME}: waiting for process {tuning.pid} on "
     assert eventually(lambda: said in waiting.log, timeout_s=90)
@@ -336,7 +337,8 @@ def test_waiting_is_visible_and_ctrl_c_ends_it_at_once(fleet: Fleet, cache_dir: 
     assert waiting.answer() == "interrupted"
     # It takes a fraction of a second, and a busy machine longer; the tuning process goes on for as long as it is let.
     assert time.monotonic() - started < 20.0
-    assert waiting.log.count("waiting for process") <= 2, "once in a while, not at every look"
+    most = 2 + (time.monotonic() - began) / 5
+    assert waiting.log.count("waiting for process") <= most, "once in a while, not at every look"
     assert holder_pid(cache_dir) == tuning.pid
     waiting.order(cache_dir, place, [True])
     (place / "shut").unlink()
