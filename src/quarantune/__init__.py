@@ -6,36 +6,46 @@ from typing import TYPE_CHECKING, Any
 from quarantune._version import __version__
 
 if TYPE_CHECKING:
-    from quarantune.api.autotune import Autotuned, autotune
-    from quarantune.api.compile_check import compile_check, compile_configs
-    from quarantune.api.contextual import Contextual, contextual_autotune
-    from quarantune.api.jit import jit
-    from quarantune.api.tune_many import tune_many
-    from quarantune.api.tuner import AutoTuner
-    from quarantune.api.tuning_cache import TuningCache
-    from quarantune.cache import CacheWarning, CacheWriteError
-    from quarantune.devices.targets import Target, targets
-    from quarantune.metrics import KernelMetrics, compute_elementwise_metrics, compute_gemm_metrics
-    from quarantune.results.replay import ReplayResult, replay
-    from quarantune.results.report import CompileReport
-    from quarantune.results.result import ContextualResult, KernelChoice, TuningResult
-    from quarantune.results.saved_files import SavedResultError
-    from quarantune.spaces import filter_valid_configs, generate_configs, get_default_config
-    from quarantune.sweep.sweep_inputs import set_autotune_inputs
-    from quarantune.values.config_space import grid
-    from quarantune.values.search_choice import Search
-    from quarantune.values.settings import settings
-    from quarantune.values.trial import (
-        CacheMissError,
-        EngineError,
-        Outcome,
-        Phase,
-        ReferenceFailedError,
-        Route,
-        SandboxError,
-        Trial,
-        TuningFailedError,
-    )
+    from quarantune.api.autotune import Autotuned as Autotuned
+    from quarantune.api.autotune import autotune as autotune
+    from quarantune.api.compile_check import compile_check as compile_check
+    from quarantune.api.compile_check import compile_configs as compile_configs
+    from quarantune.api.contextual import Contextual as Contextual
+    from quarantune.api.contextual import contextual_autotune as contextual_autotune
+    from quarantune.api.jit import jit as jit
+    from quarantune.api.tune_many import tune_many as tune_many
+    from quarantune.api.tuner import AutoTuner as AutoTuner
+    from quarantune.api.tuning_cache import TuningCache as TuningCache
+    from quarantune.cache import CacheWarning as CacheWarning
+    from quarantune.cache import CacheWriteError as CacheWriteError
+    from quarantune.devices.targets import Target as Target
+    from quarantune.devices.targets import targets as targets
+    from quarantune.metrics import KernelMetrics as KernelMetrics
+    from quarantune.metrics import compute_elementwise_metrics as compute_elementwise_metrics
+    from quarantune.metrics import compute_gemm_metrics as compute_gemm_metrics
+    from quarantune.results.replay import ReplayResult as ReplayResult
+    from quarantune.results.replay import replay as replay
+    from quarantune.results.report import CompileReport as CompileReport
+    from quarantune.results.result import ContextualResult as ContextualResult
+    from quarantune.results.result import KernelChoice as KernelChoice
+    from quarantune.results.result import TuningResult as TuningResult
+    from quarantune.results.saved_files import SavedResultError as SavedResultError
+    from quarantune.spaces import filter_valid_configs as filter_valid_configs
+    from quarantune.spaces import generate_configs as generate_configs
+    from quarantune.spaces import get_default_config as get_default_config
+    from quarantune.sweep.sweep_inputs import set_autotune_inputs as set_autotune_inputs
+    from quarantune.values.config_space import grid as grid
+    from quarantune.values.search_choice import Search as Search
+    from quarantune.values.settings import settings as settings
+    from quarantune.values.trial import CacheMissError as CacheMissError
+    from quarantune.values.trial import EngineError as EngineError
+    from quarantune.values.trial import Outcome as Outcome
+    from quarantune.values.trial import Phase as Phase
+    from quarantune.values.trial import ReferenceFailedError as ReferenceFailedError
+    from quarantune.values.trial import Route as Route
+    from quarantune.values.trial import SandboxError as SandboxError
+    from quarantune.values.trial import Trial as Trial
+    from quarantune.values.trial import TuningFailedError as TuningFailedError
 
 _NAMES = {
     "api.autotune": ("Autotuned", "autotune"),
@@ -50,11 +60,7 @@ _NAMES = {
     "metrics": ("KernelMetrics", "compute_elementwise_metrics", "compute_gemm_metrics"),
     "results.replay": ("ReplayResult", "replay"),
     "results.report": ("CompileReport",),
-    "results.result": (
-        "ContextualResult",
-        "KernelChoice",
-        "TuningResult",
-    ),
+    "results.result": ("ContextualResult", "KernelChoice", "TuningResult"),
     "results.saved_files": ("SavedResultError",),
     "spaces": ("filter_valid_configs", "generate_configs", "get_default_config"),
     "sweep.sweep_inputs": ("set_autotune_inputs",),
@@ -78,49 +84,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 does not wait for it."""
 _PUBLIC_MODULES = ("cache", "doctor", "metrics", "ray", "spaces")
 
-__all__ = [
-    "AutoTuner",
-    "Autotuned",
-    "CacheMissError",
-    "CacheWarning",
-    "CacheWriteError",
-    "CompileReport",
-    "Contextual",
-    "ContextualResult",
-    "EngineError",
-    "KernelChoice",
-    "KernelMetrics",
-    "Outcome",
-    "Phase",
-    "ReferenceFailedError",
-    "ReplayResult",
-    "Route",
-    "SandboxError",
-    "SavedResultError",
-    "Search",
-    "Target",
-    "Trial",
-    "TuningCache",
-    "TuningFailedError",
-    "TuningResult",
-    "__version__",
-    "autotune",
-    "compile_check",
-    "compile_configs",
-    "compute_elementwise_metrics",
-    "compute_gemm_metrics",
-    "contextual_autotune",
-    "filter_valid_configs",
-    "generate_configs",
-    "get_default_config",
-    "grid",
-    "jit",
-    "replay",
-    "set_autotune_inputs",
-    "settings",
-    "targets",
-    "tune_many",
-]
+__all__ = [*_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
