@@ -114,6 +114,7 @@ def test_a_result_holds_no_compiler_options_that_its_config_lacked(tmp_path: Pat
 # --- a miss -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_nearest_config_is_warned_of_once_for_a_function() -> None:
     fn, other = scaled(name="near"), scaled(name="far")
     fn(X), other(X)

@@ -517,6 +517,7 @@ def test_failed_sweeps_leave_no_process_no_descriptor_and_no_file(
     assert eventually(lambda: left() == before)
 
 
+@pytest.mark.slow
 def test_a_remembered_failure_keeps_none_of_the_callers_arrays_alive() -> None:
     fn = hopeless()
 

@@ -117,6 +117,7 @@ def test_a_search_may_end_with_the_defaults() -> None:
     assert result.stopped == "max_trials"
 
 
+@pytest.mark.slow
 def test_a_shorter_list_is_compared_with_the_defaults_too(swept: list[list[Any]]) -> None:
     slower = [{"n": 300}, {"n": 310}, {"n": 320}]
     chained(slower).tune(X)
@@ -152,6 +153,7 @@ def test_level_with_a_config_the_defaults_win_only_where_they_are_clearly_quicke
     assert finals.decide({**level, UNTUNED: [0.99] * 9}, default=None) == finals.Verdict(UNTUNED, ())
 
 
+@pytest.mark.slow
 def test_verify_knows_an_entry_of_the_defaults() -> None:
     fn = chained()
     fn.tune(X)

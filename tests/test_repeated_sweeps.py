@@ -69,6 +69,7 @@ def test_threads_tune_beside_each_other() -> None:
         list(threads.map(work, range(4)))
 
 
+@pytest.mark.slow
 def test_a_killed_template_harms_no_sweep_in_another_thread() -> None:
     start = threading.Barrier(2)
 

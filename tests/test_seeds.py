@@ -102,6 +102,7 @@ def test_tonnos_usage_tunes_once_per_shape_and_respects_explicit_tunables(
     assert entry["key_values"]
 
 
+@pytest.mark.slow
 def test_tonnos_non_tunable_static_argument_is_part_of_the_key(sweeps: list[list[Any]], cache_dir: Path) -> None:
     @quarantune.autotune(configs=[{"BM": 32}, {"BM": 64}], warmup=1, rep=3)
     @jax.jit(static_argnames=["BM", "transpose"])
@@ -513,6 +514,7 @@ def test_triton_distributeds_config_objects_prune_and_run_as_listed() -> None:
     np.testing.assert_allclose(result.fn(A, B), A @ B, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_triton_distributeds_plain_function_needs_no_defaults() -> None:
     def my_gemm_function(A: Any, B: Any, gemm_config: Any, straggler_option: int = 0, **context: int) -> Any:
         BLOCK_SIZE_M, _ = gemm_config

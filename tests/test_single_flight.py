@@ -471,6 +471,7 @@ class Delayed(Executor):
         return self._pool.submit(lambda: (self._event.wait(60), fn(*args, **kwargs))[1])
 
 
+@pytest.mark.slow
 def test_a_job_whose_engine_is_busy_until_another_has_tuned_the_call_takes_its_result(swept: list[list[Any]]) -> None:
     scaled(TWO, bad=())(X)  # a result that is there already is no answer
     is_tuned = threading.Event()

@@ -75,6 +75,7 @@ def test_configs_are_timed_and_checked_together_with_their_gradients() -> None:
     assert result.key.rpartition("code")[2] != by_forward.key.rpartition("code")[2]
 
 
+@pytest.mark.slow
 def test_a_function_tuned_with_its_gradient_returns_its_output_alone(sweeps: list[str]) -> None:
     tuned = quarantune.autotune({"kind": ["slow forward", "no backward"]}, rep=1, time_grad=True)(kernel)
     np.testing.assert_array_equal(tuned(X, 3)["y"], X**2)

@@ -97,6 +97,7 @@ def test_the_call_that_it_was_made_for_is_not_traced() -> None:
     assert traced == [np.int16]
 
 
+@pytest.mark.slow
 @jax.tree_util.register_pytree_node_class
 class Pair:
     """Validates its contents."""
