@@ -105,7 +105,7 @@ def nothing_is_left() -> Iterator[None]:
     )
     before, place, shared = _belongings(), _place(), set(shared_memory())
     yield
-    assert not strays()
+    assert eventually(lambda: not strays()), strays()
     assert eventually(lambda: _belongings() == before), _differences(before, _belongings())
     assert eventually(lambda: set(shared_memory()) <= shared), f"{shared} -> {shared_memory()}"
     assert _place() == place, _differences(place, _place())

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+# Else, every process that a test starts would compile every module again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Lets each test process, and the processes it starts, measure without waiting for other test processes.
 os.environ["_QUARANTUNE_LEASE_NAMESPACE"] = f"tests-{os.getpid()}-"
 

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from helpers import ends
 
 import quarantune
-from quarantune import Outcome
 from quarantune.sweep import sweep
 from quarantune.transport import assignment
 
@@ -177,7 +177,7 @@ def test_a_config_that_crashes_in_its_context_is_contained() -> None:
         return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     fragile = kernel("fragile", {"ms": [9, 2, 3]}, crash_beside_others)
-    sound = kernel("sound", {"ms": [10, 1]})
+    sound = kernel("sound", {"ms": [60, 1]})
 
     @quarantune.contextual_autotune(n_repeat=2)
     def both(x: Any) -> Any:
@@ -186,7 +186,7 @@ def test_a_config_that_crashes_in_its_context_is_contained() -> None:
     with nothing_is_left():
         result = both.tune(X)
     trials = {choice.name.rpartition(".")[2]: choice.trials for choice in result.kernels}
-    assert [trial.outcome for trial in trials["fragile"]] == [Outcome.CRASHED, Outcome.OK, Outcome.OK]
+    assert ends(trials["fragile"]) == ["crashed", "ok", "ok"]
     assert "SIGABRT" in trials["fragile"][0].message
     assert [trial.outcome.is_failure for trial in trials["sound"]] == [False, False]
     assert chosen(result)["sound"] == 1
@@ -257,7 +257,7 @@ def test_first_and_default_configs_may_fail_where_another_works() -> None:
         return x + ms
 
     fragile, second = (kernel(name, {"ms": [7, 5, 3]}, only_the_third) for name in ("fragile", "second"))
-    sound = kernel("sound", {"ms": [10, 1]})
+    sound = kernel("sound", {"ms": [60, 1]})
 
     @quarantune.contextual_autotune(n_repeat=1, ref_fn=None)
     def three(x: Any) -> Any:

@@ -93,6 +93,12 @@ def test_waits_for_a_cpu_do_not_count() -> None:
         assert said(process) == ["done"]
 
 
+@pytest.mark.slow
+def test_a_run_is_stopped_however_many_rivals_its_cpu_has() -> None:
+    with on_one_cpu_with_a_rival(3):
+        assert said(limited("spin(10)", 300))[0] == "stopped"
+
+
 @quarantune.autotune({"n": [20, 2_000_000_000, 21, 22]}, rep=2, timeout=100.0)
 @functools.partial(jax.jit, static_argnames=["n"])
 def counted(x: Any, n: int = 20) -> Any:

@@ -19,15 +19,15 @@ MS = 1_000_000
 
 
 @contextlib.contextmanager
-def on_one_cpu_with_a_rival() -> Iterator[None]:
+def on_one_cpu_with_a_rival(rivals: int = 1) -> Iterator[None]:
     cpus = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cpus)})
     try:
-        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as rival:  # on the same CPU, as it inherits
-            try:
-                yield
-            finally:
-                rival.kill()
+        with contextlib.ExitStack() as stack:
+            for _ in range(rivals):  # on the same CPU, as they inherit
+                rival = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+                stack.callback(rival.kill)
+            yield
     finally:
         os.sched_setaffinity(0, cpus)
 

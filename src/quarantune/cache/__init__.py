@@ -3,17 +3,34 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from quarantune.cache.entry_file import SCHEMA, Contents, Entry
-from quarantune.cache.errors import CacheWarning, CacheWriteError, report_once
-from quarantune.cache.fingerprint import Fingerprint, fingerprint
-from quarantune.cache.keys import canonical_json, plain, safe_name, short_hash
-from quarantune.cache.store import Store
+from quarantune.cache.entry_file import SCHEMA as SCHEMA
+from quarantune.cache.entry_file import Contents as Contents
+from quarantune.cache.entry_file import Entry as Entry
+from quarantune.cache.errors import CacheWarning as CacheWarning
+from quarantune.cache.errors import CacheWriteError as CacheWriteError
+from quarantune.cache.errors import report_once as report_once
+from quarantune.cache.fingerprint import Fingerprint as Fingerprint
+from quarantune.cache.fingerprint import fingerprint as fingerprint
+from quarantune.cache.keys import canonical_json as canonical_json
+from quarantune.cache.keys import plain as plain
+from quarantune.cache.keys import safe_name as safe_name
+from quarantune.cache.keys import short_hash as short_hash
+from quarantune.cache.store import Store as Store
 
 if TYPE_CHECKING:
-    from quarantune.cache.claims import Claim, Holder, wait
-    from quarantune.cache.exchange import CacheDiff, CacheKey, EntryPair, MergeReport
-    from quarantune.cache.journal import Journal, conclusions, remember_trouble, troublesome
-    from quarantune.cache.tuning_cache import CacheRecord, TuningCache
+    from quarantune.cache.claims import Claim as Claim
+    from quarantune.cache.claims import Holder as Holder
+    from quarantune.cache.claims import wait as wait
+    from quarantune.cache.exchange import CacheDiff as CacheDiff
+    from quarantune.cache.exchange import CacheKey as CacheKey
+    from quarantune.cache.exchange import EntryPair as EntryPair
+    from quarantune.cache.exchange import MergeReport as MergeReport
+    from quarantune.cache.journal import Journal as Journal
+    from quarantune.cache.journal import conclusions as conclusions
+    from quarantune.cache.journal import remember_trouble as remember_trouble
+    from quarantune.cache.journal import troublesome as troublesome
+    from quarantune.cache.tuning_cache import CacheRecord as CacheRecord
+    from quarantune.cache.tuning_cache import TuningCache as TuningCache
 
 _LATER = {
     "claims": ("Claim", "Holder", "wait"),
@@ -23,35 +40,6 @@ _LATER = {
 }
 _MODULES = {name: module for module, names in _LATER.items() for name in names}
 """The modules of the names that a cached call does not need, imported with their first use."""
-
-__all__ = [
-    "SCHEMA",
-    "CacheDiff",
-    "CacheKey",
-    "CacheRecord",
-    "CacheWarning",
-    "CacheWriteError",
-    "Claim",
-    "Contents",
-    "Entry",
-    "EntryPair",
-    "Fingerprint",
-    "Holder",
-    "Journal",
-    "MergeReport",
-    "Store",
-    "TuningCache",
-    "canonical_json",
-    "conclusions",
-    "fingerprint",
-    "plain",
-    "remember_trouble",
-    "report_once",
-    "safe_name",
-    "short_hash",
-    "troublesome",
-    "wait",
-]
 
 
 def __getattr__(name: str) -> Any:

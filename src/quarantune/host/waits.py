@@ -115,7 +115,7 @@ class Watch:
 
     def so_far(self) -> RunTime:
         """Returns the time of the work since `start`, in seconds; for another thread to call."""
-        return self._taken(time.perf_counter() - self._started, self._before, self.read(), 0)
+        return self._taken(time.perf_counter() - self._started, self._before, self.read(), None)
 
     def read(self) -> dict[str, ThreadTimes]:
         """Returns how long each thread of this process has run and waited until now."""
@@ -141,15 +141,15 @@ class Watch:
         return times
 
     def _taken(
-        self, whole_s: float, before: Mapping[str, ThreadTimes], after: Mapping[str, ThreadTimes], ran_ns: int
+        self, whole_s: float, before: Mapping[str, ThreadTimes], after: Mapping[str, ThreadTimes], ran_ns: int | None
     ) -> RunTime:
         none = ThreadTimes(0, 0)
         waited_s = 1e-9 * sum(times.waited_ns - before.get(thread, none).waited_ns for thread, times in after.items())
         if waited_s < _NEGLIGIBLE * whole_s:
             return RunTime.exactly(whole_s)
         # The kernel's figure for a running thread, such as this one, is some milliseconds old.
-        others = {thread: times for thread, times in after.items() if thread != self._me}
-        ran = [ran_ns, *(times.ran_ns - before.get(thread, none).ran_ns for thread, times in others.items())]
+        others = {thread: times for thread, times in after.items() if ran_ns is None or thread != self._me}
+        ran = [ran_ns or 0, *(times.ran_ns - before.get(thread, none).ran_ns for thread, times in others.items())]
         busiest_s = min(whole_s, 1e-9 * max(ran))
         least_s = max(0.0, whole_s - waited_s)
         cpu_s = max(busiest_s, least_s)
