@@ -9,14 +9,18 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import SOURCE
 
+import quarantune
 from quarantune.doctor import check, device_checks, failed, machine_checks, trial_checks
+from quarantune.values.compiling import CompilerFigures, CycleEstimate
 from quarantune.values.settings import Settings
+from quarantune.values.trial import Outcome, Trial
 
 PROGRAM = """
 import json, resource, sys
@@ -268,3 +272,25 @@ def test_the_findings_are_plain_data() -> None:
         "found": "1 of 2",
         "remedy": "more",
     }
+
+
+@pytest.mark.parametrize(
+    ("figures", "message", "status", "told"),
+    [
+        (CompilerFigures(estimate=CycleEstimate(cycles=5.0)), "", "ok", "estimates cycles"),
+        (CompilerFigures(no_estimate="it has no option"), "", "warn", "no estimates for TPUs: it has no option"),
+        (None, "it has ended", "warn", "no estimates for TPUs: it has ended"),
+    ],
+)
+def test_what_the_compiler_for_tpus_gives_is_said(
+    figures: CompilerFigures | None, message: str, status: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial(config={"scale": 1}, outcome=Outcome.OK, figures=figures, message=message)
+    report = types.SimpleNamespace(trials=[trial])
+    monkeypatch.setattr(quarantune, "compile_check", lambda *_, **__: report)
+    monkeypatch.setattr(trial_checks.importlib.util, "find_spec", lambda name: True)
+    (check,) = trial_checks.tpu_compiler()
+    assert check.status == status
+    assert told in check.found
+    monkeypatch.setattr(trial_checks.importlib.util, "find_spec", lambda name: None)
+    assert [*trial_checks.tpu_compiler()] == []

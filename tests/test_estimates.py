@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import importlib.util
 import json
@@ -364,6 +365,55 @@ class TestRealCompiler:
         unknown = quarantune.compile_check(until, {"step": [1]}, x, target="v5e", estimate=True)
         assert unknown.trials[0].figures is not None
         assert unknown.trials[0].figures.no_estimate == "it has a loop whose end depends on data"
+
+    @pytest.mark.parametrize(
+        ("option", "environ", "told"),
+        [
+            (
+                "--xla_jf_no_such_option=",
+                {},
+                "this version of libtpu takes no option for it: it ended with exit code 1",
+            ),
+            (estimates._OPTION, {"TMPDIR": "/proc"}, ""),
+            (estimates._OPTION, {"ALLOW_MULTIPLE_LIBTPU_LOAD": "0"}, "libtpu multi-process lockfile"),
+            (estimates._OPTION, {}, ""),
+        ],
+        ids=["a libtpu without the option", "a read-only temporary directory", "one libtpu at a time", "two libtpu"],
+    )
+    def test_what_is_in_the_way_of_an_estimate_is_said(self, option: str, environ: dict[str, str], told: str) -> None:
+        program = textwrap.dedent(
+            f"""
+            import contextlib, types, jax
+            from quarantune.devices import targets
+            from quarantune.worker import deviceless, estimates
+            from test_estimates import matmul, struct
+
+            @contextlib.contextmanager
+            def traced_for(config, target, *, is_check):
+                with deviceless.abstract_device(target, is_check=is_check) as sharding:
+                    x = jax.ShapeDtypeStruct((256, 256), "bfloat16", sharding=sharding)
+                    yield matmul.trace(x, x), sharding
+
+            estimates._OPTION = {option!r}
+            bench = types.SimpleNamespace(traced_for=traced_for)
+            found = estimates.estimate(bench, {{}}, targets.find("TPU v5e").for_compiling)
+            print(found.no_estimate or found.estimate.cycles)
+            """
+        )
+        with open("/tmp/libtpu_lockfile", "a") as lock:  # as another process with libtpu in it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            usual = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
+            done = subprocess.run(
+                [sys.executable, "-c", program],
+                env={**usual, "PYTHONPATH": str(Path(__file__).parent), "JAX_PLATFORMS": "cpu", **environ},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+        answer = done.stdout.strip()
+        assert told in answer
+        assert told or float(answer) > 0
 
     def test_a_killed_caller_leaves_no_directory(self, tmp_path: Path) -> None:
         (tmp_path / "program.py").write_text(

@@ -4,29 +4,38 @@
     python examples/benchmarks/tpu_estimates.py documented
     python examples/benchmarks/tpu_estimates.py tables estimates.jsonl --tpu-inference CLONE --tokamax CLONE
     python examples/benchmarks/tpu_estimates.py show estimates.jsonl
+    python examples/benchmarks/tpu_estimates.py many matmul.json
+    python examples/benchmarks/tpu_estimates.py search matmul.json
 
 Without a TPU. The first prints the estimates of a matmul beside the times in the guide "Matrix Multiplication" (Pallas
 on TPU, in JAX's documentation; a v5e by `timeit`, launches included). The second estimates the published config of
 problems from the tables of tuned configs in vLLM's tpu-inference and OpenXLA's tokamax, small problems first, beside
 random configs. It adds a line to a file for each problem, goes on where it was stopped, and takes hours for all. The
-third prints what the file says of each family of kernels.
+third prints what the file says of each family of kernels. The fourth estimates some 400 configs of a matmul, among them
+two that abort or hang their process, and prints what that takes in time and on disk. The fifth replays searches of
+these that begin with the estimates and leave out those far behind, beside searches that know nothing: the times are the
+estimates with noise.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib
 import itertools
 import json
 import math
+import os
 import random
 import re
 import shutil
 import statistics
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -371,6 +380,101 @@ def show(results: Path) -> None:
         print(summary(lines))
 
 
+@functools.partial(jax.jit, static_argnames=["bm", "bk", "bn"])
+def unruly(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128) -> Any:
+    """Is the matmul above; two configs end or hold up the process that compiles them."""
+    if bm == 1:
+        os.abort()
+    if bm == 2:
+        time.sleep(10_000)
+    return matmul(x, y, bm=bm, bk=bk, bn=bn)
+
+
+def many(results: Path, target: str) -> None:
+    """Estimates all configs of a matmul, and watches what that leaves on disk meanwhile and in the end."""
+    places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    sizes = divisors(3072, 1536)
+    space = [{"bm": 1, "bk": 128, "bn": 128}, {"bm": 2, "bk": 128, "bn": 128}]
+    space += [{"bm": bm, "bk": bk, "bn": bn} for bm, bk, bn in itertools.product(sizes, [*sizes, 3072], sizes)]
+    before = {path for place in places for path in place.iterdir()}
+    most, is_over = [0], threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(0.2):
+            found = [path for place in places for path in place.iterdir() if path not in before]
+            most[0] = max(most[0], sum(map(size_of, found)))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    x = struct(jnp.bfloat16, 3072, 3072)
+    began = time.monotonic()
+    report = quarantune.compile_check(
+        unruly, space, x, x, target=target, estimate=True, compile_timeout=30, again=True, num_workers=2
+    )
+    took = time.monotonic() - began
+    is_over.set()
+    watcher.join()
+    left = [path.name for place in places for path in place.iterdir() if path not in before]
+    counts = {str(trial.outcome): 0 for trial in report.trials}
+    for trial in report.trials:
+        counts[str(trial.outcome)] += 1
+    known = [trial for trial in report.trials if trial.figures and trial.figures.estimate]
+    print(f"{len(space)} configs in {took:.0f} s, {took / len(space):.2f} s each: {counts}, {len(known)} estimates")
+    print(f"on disk at most {most[0] / 1e6:.0f} MB, and in the end {left or 'nothing'}")
+    for trial in report.trials[:2]:
+        print(f"{trial.config}: {trial.outcome}: {trial.message}")
+    found = [{"config": trial.config, "ms": report.estimated_ms(trial)} for trial in known]
+    results.write_text(json.dumps({"failed": len(space) - len(known), "estimates": found}))
+
+
+def size_of(path: Path) -> int:
+    """Returns the bytes of a file, or of all files in a directory; 0 for one that is gone."""
+    inner = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
+    total = 0
+    for each in inner:
+        with contextlib.suppress(OSError):
+            total += each.lstat().st_size
+    return total
+
+
+def searches(results: Path, seeds: int) -> None:
+    """Replays searches on estimates that are disturbed by noise, with and without knowing the estimates."""
+    from quarantune.search import Space, make
+    from quarantune.values.trial import Outcome, Trial
+
+    found = json.loads(results.read_text())["estimates"]
+    best = sorted(found, key=lambda each: each["ms"])
+    near = [each["config"] for each in best if each["ms"] <= 4 * best[0]["ms"]]
+    print(f"{len(found)} configs; {len(found) - len(near)} are estimated at more than 4 times the best and left out\n")
+
+    def started(kind: str) -> Callable[[list[dict[str, Any]], int], Any]:
+        def make_search(configs: list[dict[str, Any]], seed: int) -> Any:
+            return make(kind, Space(near), seed=seed, starts=near[:16])
+
+        make_search.__name__ = f"{kind}, with estimates"
+        return make_search
+
+    for noise in (0.2, 0.5):
+        rows = []
+        for draw in range(seeds):
+            rng = random.Random(draw)
+            trials = [
+                Trial(config=each["config"], outcome=Outcome.OK, time_ms=ms, own_ms=ms)
+                for each in found
+                for ms in [each["ms"] * math.exp(rng.gauss(0, noise))]
+            ]
+            kinds = ("surrogate", started("surrogate"), "random", started("random"))
+            replayed = quarantune.replay(trials, kinds, seeds=[draw], max_trials=400, batch=8, within=0.05)
+            rows.append({name: runs[0].evaluations for name, runs in replayed.runs.items()})
+        print(f"times are the estimates with {noise:.0%} of noise: trials until one within 5% of the best was found")
+        print("| search | median | worst of nine in ten | not found |\n|---|---|---|---|")
+        for name in rows[0]:
+            needed = sorted(math.inf if row[name] is None else row[name] for row in rows)
+            lost = sum(map(math.isinf, needed))
+            print(f"| {name} | {statistics.median(needed):g} | {needed[int(0.9 * len(needed)) - 1]:g} | {lost} |")
+        print()
+
+
 def main() -> None:
     """Prints one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -385,11 +489,21 @@ def main() -> None:
     tables.add_argument("--candidates", type=int, default=30)
     tables.add_argument("--seed", type=int, default=0)
     commands.add_parser("show").add_argument("results", type=Path)
+    several = commands.add_parser("many")
+    several.add_argument("results", type=Path)
+    several.add_argument("--target", default="TPU v6e")
+    replayed = commands.add_parser("search")
+    replayed.add_argument("results", type=Path)
+    replayed.add_argument("--seeds", type=int, default=50)
     options = parser.parse_args()
     if options.command == "documented":
         documented()
     elif options.command == "show":
         show(options.results)
+    elif options.command == "many":
+        many(options.results, options.target)
+    elif options.command == "search":
+        searches(options.results, options.seeds)
     else:
         with tempfile.TemporaryDirectory() as place:
             problems: list[Problem] = []

@@ -53,6 +53,7 @@ def _all() -> Iterator[Check]:
         "devices": device_checks.devices,
         "ranks": lambda: trial_checks.ranks(settings),
         "trials": trial_checks.trials,
+        "TPU compiler": trial_checks.tpu_compiler,
     }
     for name, step in steps.items():
         try:

@@ -54,6 +54,22 @@ def _jitted(x: jax.Array, scale: int = 2) -> jax.Array:
     return x @ x * scale
 
 
+def tpu_compiler() -> Iterator[Check]:
+    """Yields what the compiler for TPUs gives without a TPU, where it is installed."""
+    if importlib.util.find_spec("libtpu") is not None:
+        x = jax.ShapeDtypeStruct(_SHAPE, np.float32)
+        with settings(disable_cache=True):
+            report = quarantune.compile_check(_jitted, {"scale": [1]}, x, target="TPU v5e", estimate=True)
+        figures = report.trials[0].figures
+        why = report.trials[0].message if figures is None else figures.no_estimate
+        found = (
+            f"no estimates for TPUs: {why}"
+            if why
+            else "libtpu compiles for TPUs that are not here, and estimates cycles"
+        )
+        yield judged("TPU compiler", found, "install another version of libtpu", is_good=not why)
+
+
 def _plain(x: np.ndarray[Any, Any], scale: int = 2) -> np.ndarray[Any, Any]:
     return x * scale
 

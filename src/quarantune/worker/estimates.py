@@ -336,5 +336,6 @@ def _why_none(directory: Path, status: int) -> str:
         return f"libtpu was ended by {signal.Signals(-status).name} before it wrote one"
     if (error := directory / "error").exists():
         return _content(error)
-    about = _About.from_json(json.loads(_content(directory / _ABOUT)))
-    return about.unknown or "this version of libtpu writes no cycles"
+    if not (about := directory / _ABOUT).exists():
+        return f"this version of libtpu takes no option for it: it ended with exit code {status}"
+    return _About.from_json(json.loads(_content(about))).unknown or "this version of libtpu writes no cycles"
