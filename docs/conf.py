@@ -29,6 +29,7 @@ _PAGES = {
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
 }
 
 

@@ -24,9 +24,9 @@ from quarantune.values.trial import Outcome
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "quarantune"
-DOCUMENTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md"]
+DOCUMENTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md"]
 DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
-THE_READERS = {"attention.py", "targets/"}
+THE_READERS = {"attention.py", "rmsnorm.py", "targets/"}
 """Files that the documents name, and that are made where the reader works."""
 DOCUMENTS = [name for name in DOCUMENTS if (ROOT / name).exists()]  # a source distribution may leave some out
 
@@ -94,7 +94,8 @@ def test_python_in_a_document_has_valid_syntax(document: str) -> None:
 
 def test_the_python_reference_lists_every_public_name() -> None:
     assert not [name for name in quarantune.__all__ if not hasattr(quarantune, name)]
-    listed = set(re.findall(r"^\.\. auto\w+:: quarantune\.(\w+)$", text_of("docs/api.md"), flags=re.MULTILINE))
+    pages = "\n".join(text_of(f"docs/{name}.md") for name in ("api", "api-results", "api-tools"))
+    listed = set(re.findall(r"^\.\. auto\w+:: quarantune\.(\w+)$", pages, flags=re.MULTILINE))
     of_modules = {name for module in (quarantune.spaces, quarantune.metrics) for name in vars(module)}
     assert not set(quarantune.__all__) - listed - of_modules - {"__version__"}
 

@@ -82,7 +82,7 @@ def test_reasons_are_whole_below_the_table_and_cover_many_configs() -> None:
         assert max(map(len, table.splitlines())) <= width
         notes = " ".join(table.split("\n\n")[1].split())
         assert "* n=1 is the fastest; the next, n=2, takes 210% longer" in notes
-        assert "> even the fastest run took so long, so the config was stopped early" in notes
+        assert "> stopped early: even its fastest run took this long" in notes
         assert "[1] error (compile), 2 configs, for n=8: ValueError: 300 KiB of 227 KiB" in notes
         assert f"[2] timeout (measure): {('no end within 5 s ' * 12).strip()}" in notes
         assert "..." not in table

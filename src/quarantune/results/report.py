@@ -339,7 +339,7 @@ def explain(trials: Sequence[Trial], standing: Standing) -> list[str]:
         if interval := finals.speedup_interval(best.samples_ms, timed.samples_ms):
             notes.append(f"speed-up of *: {interval_text(interval)}, as far as the noise of the final tells")
     if any(trial.outcome is Outcome.SLOW and trial.level_ms is not None for trial in trials):
-        notes.append("> even the fastest run took so long, so the config was stopped early")
+        notes.append("> stopped early: even its fastest run took this long")
     return notes
 
 
