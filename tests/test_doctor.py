@@ -278,8 +278,8 @@ def test_the_findings_are_plain_data() -> None:
     ("figures", "message", "status", "told"),
     [
         (CompilerFigures(estimate=CycleEstimate(cycles=5.0)), "", "ok", "estimates cycles"),
-        (CompilerFigures(no_estimate="it has no option"), "", "warn", "no estimates for TPUs: it has no option"),
-        (None, "it has ended", "warn", "no estimates for TPUs: it has ended"),
+        (CompilerFigures(no_estimate="it has no option"), "", "warn", "no estimates: it has no option"),
+        (None, "it has ended", "warn", "no estimates: it has ended"),
     ],
 )
 def test_what_the_compiler_for_tpus_gives_is_said(

@@ -60,14 +60,10 @@ def tpu_compiler() -> Iterator[Check]:
         x = jax.ShapeDtypeStruct(_SHAPE, np.float32)
         with settings(disable_cache=True):
             report = quarantune.compile_check(_jitted, {"scale": [1]}, x, target="TPU v5e", estimate=True)
-        figures = report.trials[0].figures
-        why = report.trials[0].message if figures is None else figures.no_estimate
-        found = (
-            f"no estimates for TPUs: {why}"
-            if why
-            else "libtpu compiles for TPUs that are not here, and estimates cycles"
-        )
-        yield judged("TPU compiler", found, "install another version of libtpu", is_good=not why)
+        (trial,) = report.trials
+        why = trial.message if trial.figures is None else trial.figures.no_estimate
+        told = f"no estimates: {why}" if why else "it compiles for TPUs that are not here, and estimates cycles"
+        yield judged("TPU compiler", told, "install another version of libtpu", is_good=not why)
 
 
 def _plain(x: np.ndarray[Any, Any], scale: int = 2) -> np.ndarray[Any, Any]:

@@ -27,6 +27,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from quarantune import jax_internals
+from quarantune.host import shared_files
 from quarantune.jax_internals import kernels
 from quarantune.sandbox import shared_names
 from quarantune.values.codec import DamageError, Record, within
@@ -193,11 +194,8 @@ def _compile_growing(bench: Bench, config: Config, target: CompileTarget, most_s
         (directory / _ABOUT).write_text(json.dumps(about.to_json()))
         if unknown:
             return
-        cores, compiled, began_s = (
-            target.num_cores or 1,
-            0,
-            time.process_time(),
-        )  # of all threads, and of no other program
+        # The time is that of all threads, and of no other program.
+        cores, compiled, began_s = target.num_cores or 1, 0, time.process_time()
         while True:
             if all(grid.steps <= 2 * most_steps * cores for grid in found):
                 most_steps *= 2
@@ -239,11 +237,7 @@ def _read(directory: Path) -> list[_Point]:
 
 
 def _content(path: Path) -> str:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        return os.read(fd, _MOST_BYTES).decode("utf-8", errors="replace")
-    finally:
-        os.close(fd)
+    return shared_files.read(path, largest_bytes=_MOST_BYTES).decode("utf-8", errors="replace")
 
 
 def _parsed(text: str) -> dict[str, float]:
