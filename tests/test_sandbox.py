@@ -9,6 +9,7 @@ import importlib
 import json
 import mmap
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -690,6 +691,33 @@ def test_a_plugin_that_makes_a_template_unfit_is_loaded_by_no_later_one(
     assert (first != warmed[0]) is is_spoiled
     template.close_shared()
     template.shared()  # the next tests' one does not have the plugin
+
+
+@pytest.mark.parametrize(("is_installed", "imports"), [(True, 3), (False, 4)])
+def test_an_installed_package_is_imported_once_for_all_later_sweeps(
+    is_installed: bool, imports: int, load: Callable[..., ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, notes = f"library_{secrets.token_hex(4)}", tmp_path / "notes"
+    folder = tmp_path / "site"
+    (folder / "some-1.0.dist-info" if is_installed else folder).mkdir(parents=True)
+    (folder / f"{library}.py").write_text(
+        f"import os\nwith open({str(notes)!r}, 'a') as notes:\n    notes.write(f'{{os.getpid()}} ')\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    act = load(f"import {library}\n{WORKLOAD}").act
+    template.close_shared()
+    for _ in range(3):
+        with sandbox_for(act) as sandbox:
+            assert sandbox.forks_loaded
+            assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
+    shared_pid = str(template.shared().pid)
+    pids = notes.read_text().split()
+    assert len(set(pids)) == len(pids) == imports, (
+        "this process, the first sweep's template, and the shared or two more"
+    )
+    assert (shared_pid in pids) is is_installed
+    template.close_shared()
+    template.shared()  # the next tests' one does not have the package
 
 
 def test_templates_that_keep_dying_end_the_sweep_with_an_error(load: Callable[..., ModuleType]) -> None:

@@ -38,6 +38,8 @@ _OPS = {
 }
 """The module and the class of each operation."""
 _ROUNDS = 5
+_PREPARED_S = 3.0
+"""After a sweep, quarantune imports tokamax once more, for all later ones."""
 
 
 def _problem(name: str) -> tuple[Any, tuple[jax.Array, ...], dict[str, Any]]:
@@ -68,7 +70,7 @@ def sweep(*, contender: str, name: str, is_first: bool) -> dict[str, Any]:
     Args:
         contender: `quarantune` or `tokamax`.
         name: the operation's.
-        is_first: whether this is the process's first sweep; otherwise the contender has tuned before.
+        is_first: whether this is the process's first sweep; otherwise the contender has tuned one config before.
 
     Returns:
         `sweep_s`, the sweep's seconds, `config`, the choice's place among the configs, and `working`, the number of
@@ -82,7 +84,8 @@ def sweep(*, contender: str, name: str, is_first: bool) -> dict[str, Any]:
         if contender == "tokamax":
             bound.autotune(set(configs[:1]), cache_results=False)
         else:
-            quarantune.autotune([{"factor": 1}, {"factor": 2}], name="warm-up")(_scaled).tune(args[0])
+            quarantune.autotune({"place": [0]}, name="warm-up")(run).tune(*args)
+            time.sleep(_PREPARED_S)
     start = time.perf_counter()
     if contender == "tokamax":
         data = bound.autotune(set(configs), cache_results=False)
@@ -93,11 +96,6 @@ def sweep(*, contender: str, name: str, is_first: bool) -> dict[str, Any]:
         working = sum(trial.outcome in ("ok", "slow", "pruned") for trial in result.trials)
         place = result.best_config["place"]
     return {"sweep_s": time.perf_counter() - start, "config": {"place": place}, "working": working}
-
-
-@functools.partial(jax.jit, static_argnames=["factor"])
-def _scaled(x: jax.Array, factor: int = 1) -> jax.Array:
-    return x * factor
 
 
 def exhaust(*, name: str, configs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -173,12 +173,14 @@ class Forker:
         before, own = _count_threads(), dict(os.environ)
         os.environ.update(order.environ)
         try:
-            worker_program.load().warm_up(order.task)
+            if order.task is not None:
+                worker_program.load().warm_up(order.task)
+            spawning.import_modules(order.modules, are_installed=True)
         except BaseException:  # a plugin may raise anything; every worker will meet it again
             traceback.print_exc()
         os.environ.clear()
         os.environ.update(own)
-        if _count_threads() > before:
+        if _count_threads() > before or (order.modules and _fork_hazard()):
             os._exit(SPOILED)
         prepare_to_fork()
 
@@ -316,6 +318,7 @@ def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> NoRetu
     os.environ.clear()
     os.environ.update(client.environ or {})
     program = worker_program.load()
+    before = set(sys.modules)
     try:
         client.call = program.load_call(client.payload_fd, client.cwd)
         if loads_plugins:
@@ -327,7 +330,7 @@ def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> NoRetu
         client.connection.send_message(LoadFailed(described.text, error=described.error, traceback=described.traceback))
         os._exit(0)
     hazard = _fork_hazard()
-    client.connection.send_message(Loaded(hazard))
+    client.connection.send_message(Loaded(hazard, spawning.installed(sys.modules.keys() - before)))
     if hazard:
         os._exit(0)
     prepare_to_fork()

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from quarantune.host import origins
@@ -28,12 +28,28 @@ _IMPORTABLE = ("jax", "jaxlib", "numpy", "ml_dtypes", "opt_einsum", "quarantune"
 """Packages whose modules may be imported ahead of their use, because importing them has no side effects."""
 
 
-def import_modules(names: Sequence[str]) -> None:
-    """Imports modules that will be needed here or in a fork, and ignores those that cannot be imported."""
+def import_modules(names: Sequence[str], *, are_installed: bool = False) -> None:
+    """Imports modules that will be needed here or in a fork, and ignores those that cannot be imported.
+
+    Args:
+        names: the modules.
+        are_installed: whether they are to be imported although they may have side effects.
+    """
     for name in names:
-        if name.partition(".")[0] in _IMPORTABLE and name not in sys.modules:
+        if (are_installed or name.partition(".")[0] in _IMPORTABLE) and name not in sys.modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+
+
+def installed(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns those of some imported modules that are part of installed packages, which nobody edits meanwhile."""
+    roots = []
+    for directory in sys.path:
+        with contextlib.suppress(OSError):
+            if any(entry.endswith(".dist-info") for entry in os.listdir(directory or ".")):
+                roots.append(os.path.join(directory, ""))
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in names}
+    return tuple(sorted(name for name, file in files.items() if file and file.startswith(tuple(roots))))
 
 
 @contextlib.contextmanager

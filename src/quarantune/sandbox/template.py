@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from quarantune.host import locks, proc
 from quarantune.sandbox import MARK, shortages, spawning, spool, wire
@@ -30,7 +30,8 @@ class Template:
         self.users = 0
         """Number of sandboxes that are connected to this template."""
         self.token = f"{os.getpid()}-{secrets.token_hex(8)}"
-        self._warm = False
+        self._prepared: set[str] = set()
+        """What it was told to prepare: the names of modules, and the empty name for a task."""
         self._sending = locks.new()  # sweeps of several threads share this connection
         with contextlib.ExitStack() as undo, spawning.standard_descriptors():
             ours, theirs = socket.socketpair()
@@ -87,19 +88,22 @@ class Template:
             self.users += 1
         return connection
 
-    def warm_up(self, task: Frame, environ: Mapping[str, str]) -> None:
-        """Has the template prepare, once, for sweeps like one that is about to begin, before it obeys the next order.
+    def warm_up(self, environ: Mapping[str, str], task: Frame | None = None, modules: Sequence[str] = ()) -> None:
+        """Has the template prepare, once, for sweeps like this one, before it obeys the next order.
 
         A template that warming up has made unfit for forking exits, and no later one is warmed up.
 
         Args:
-            task: the task for the workers' program.
             environ: the environment of the sweep's workers.
+            task: a task for the workers' program; None for none.
+            modules: modules to import, of installed packages.
         """
         with self._sending, contextlib.suppress(wire.WireError):
-            if not (self._warm or _is_spoiled_by_warmth):
-                self._warm = True
-                self._connection.send_message(WarmUp(task, environ))
+            wanted = {*modules, *([] if task is None else [""])} - self._prepared
+            if wanted and not _is_spoiled_by_warmth:
+                self._prepared |= wanted
+                named = tuple(sorted(wanted - {""}))
+                self._connection.send_message(WarmUp(environ, task if "" in wanted else None, named))
 
     def await_end(self) -> None:
         """Waits, within a bound, until a template whose connection broke has exited."""
@@ -113,6 +117,8 @@ class Template:
     def close(self) -> None:
         """Ends the template and waits, within a bound, until it has exited."""
         self._connection.hang_up()
+        if self.users <= 0:
+            self._process.kill()  # it has no children, and may be importing modules
         try:
             self._process.wait(_EXIT_WAIT_S)
         except subprocess.TimeoutExpired:

@@ -101,6 +101,7 @@ class TemplateLink:
         self._sweep_link: Connection | None = None
         self._sweep_pid: int | None = None
         self._sweep_log_fd = -1
+        self._modules: tuple[str, ...] = ()
         self._deaths = 0
         self._watch = TemplateWatch()
 
@@ -138,7 +139,7 @@ class TemplateLink:
             **self._extra_environ,
         }
         if self._warm_up is not None:
-            self._template.warm_up(self._warm_up, self._environ)
+            self._template.warm_up(self._environ, self._warm_up)
         self._process_link = self._template.open(
             payload_fd=self._payload_fd, arrays_fd=self._arrays_fd, environ=self._environ, cwd=_cwd()
         )
@@ -178,6 +179,7 @@ class TemplateLink:
         match report:
             case Loaded(fork_hazard=None):
                 self._sweep_link, self._sweep_pid = sweep_link, load.pid
+                self._modules = report.modules
                 self._selector.register(sweep_link, selectors.EVENT_READ, sweep_link)
             case Loaded():
                 sweep_link.hang_up()
@@ -218,6 +220,8 @@ class TemplateLink:
                 for number in running - {SWEEP}:
                     self._process_link.send_message(Kill(number))
                 self._await_exits(self._process_link, running)
+                if self._template is not None and self._sweep_link is not None:
+                    self._template.warm_up(self._environ, modules=self._modules)
         except wire.WireError:
             pass
 

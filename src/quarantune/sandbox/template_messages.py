@@ -36,12 +36,14 @@ class WarmUp:
     A template that must not be forked afterwards exits with `SPOILED`.
 
     Attributes:
-        task: the frame of a task for the workers' program, which templates pass on unread.
         environ: the environment of the sweep's workers, from which plugins take their options as they are loaded.
+        task: the frame of a task for the workers' program, which templates pass on unread; None for none.
+        modules: modules that a sweep's template has imported, to be imported once for those of later sweeps.
     """
 
-    task: Frame
     environ: Mapping[str, str]
+    task: Frame | None = None
+    modules: tuple[str, ...] = ()
 
 
 SPOILED = 76
@@ -152,9 +154,11 @@ class Loaded:
 
     Attributes:
         fork_hazard: why the process must not be forked and therefore ends; None where it serves the sweep.
+        modules: what it has imported of installed packages.
     """
 
     fork_hazard: str | None
+    modules: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
