@@ -334,7 +334,7 @@ def plan_for(route: Route, **changes: Any) -> Plan:
         slots=SLOTS,
         devices=fake_devices(1),
         configs_per_worker=1 if together else 4,
-        exclusive=together,
+        exclusive=route is not Route.APART,
         parked=4,
         compile_timeout_s=5.0,
         timeout_s=2.0,
@@ -426,9 +426,11 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
     return held
 
 
-ROUTES = pytest.mark.parametrize("route", [Route.TOGETHER, Route.APART])
+ROUTES = pytest.mark.parametrize("route", [Route.TOGETHER, Route.HANDED_OVER, Route.APART])
+ROUTES_OF_ONE_OWNER = pytest.mark.parametrize("route", [Route.TOGETHER, Route.APART])
 EVERY_WAY = pytest.mark.parametrize(
-    ("route", "exclusive"), [(Route.TOGETHER, True), (Route.APART, True), (Route.APART, False)]
+    ("route", "exclusive"),
+    [(Route.TOGETHER, True), (Route.HANDED_OVER, True), (Route.APART, True), (Route.APART, False)],
 )
 
 
@@ -468,7 +470,7 @@ class OneOwner(FakeSandbox):
         return number
 
 
-@ROUTES
+@ROUTES_OF_ONE_OWNER
 def test_a_device_with_one_owner_is_never_used_by_two_workers(route: Route) -> None:
     is_together = route is Route.TOGETHER
 
@@ -487,7 +489,7 @@ def test_a_device_with_one_owner_is_never_used_by_two_workers(route: Route) -> N
     assert sandbox.owned >= 3
 
 
-@ROUTES
+@ROUTES_OF_ONE_OWNER
 def test_the_owner_of_a_device_ends_before_a_side_task_or_another_run(route: Route) -> None:
     is_together = route is Route.TOGETHER
     clock = Clock()

@@ -125,8 +125,7 @@ class Bursts:
         if waiting and (self._runs_alone() or (pending and pending[0].is_alone)):
             return False
         is_heavy = waiting > 1 and run.memory.held_share > _PARKED_SHARE
-        # For this process, a batch is compiled as a whole: its programs wait in files, and no worker holds them.
-        is_late = not run.plan.measures_here and (is_long or is_heavy)
+        is_late = not self._route.waits_in_files and (is_long or is_heavy)
         return waiting < min(run.plan.parked, run.scarcity.most) and not is_late
 
     def _suspect_runs(self) -> bool:

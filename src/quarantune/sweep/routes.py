@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -44,7 +45,7 @@ trials in batches of 16 than in batches of 8."""
 _CPU_SHARES = 4
 """The least number of configs among which the memory is divided."""
 _DEVICE_PARKED = 4
-"""How many compiled configs wait for each accelerator, where every one of them holds a context."""
+"""How many workers compile on each accelerator, and how many compiled configs wait in workers that hold a context."""
 _CONFIGS_PER_ACCELERATOR_WORKER = 32
 _CONFIGS_PER_TPU_WORKER = 1000
 """No worker can be made ready while another one owns the TPU, which takes seconds to initialise."""
@@ -56,8 +57,11 @@ _COMPILES_PER_WORKER = 32
 configs of which 59% fail take a second less than with 8 for each worker, which grows by less than 1 MB per config."""
 
 
-_need_their_device: weakref.WeakSet[Callable[..., object]] = weakref.WeakSet()
-"""Functions of which an earlier sweep of this process could compile no config without its device."""
+_unfit: dict[Route, weakref.WeakSet[Callable[..., object]]] = {
+    Route.APART: weakref.WeakSet(),
+    Route.HANDED_OVER: weakref.WeakSet(),
+}
+"""By route, the functions of which no config of an earlier sweep of this process could take it."""
 
 
 class _Unshared(Lease):
@@ -182,11 +186,6 @@ class Routes:
             return
         left = self._run_route(Route.APART, ordered, self._finish, source)
         if left.unfit:
-            reason = next(iter(left.unfit.values()))
-            _logger.info("%s: compiling on the device, because %s", self._problem.name, reason)
-            if left.none_fits:
-                with contextlib.suppress(TypeError):  # not every callable can be referred to
-                    _need_their_device.add(self._problem.fn)
             self._run_with_device(left.unfit_configs, self._finish, source)
         # The configs that failed where there was no device.
         self._confirmed |= left.first_at.keys() if self._on_tpu else left.confirmed
@@ -198,12 +197,20 @@ class Routes:
             return False  # a worker without a device compiles for a single device
         if self._on_cpu and (self._compile_only or self._measures_here):
             return True
-        if self._problem.fn in _need_their_device:
+        if self._problem.fn in _unfit[Route.APART]:
             return False
         if self._on_cpu:
             # A CPU worker is cheap: handing an executable to another one saves no time.
             return self._configs_per_worker() > 1 and jax_internals.is_jitted(self._problem.fn)
         return self._target is not None and jax_internals.is_jitted(self._problem.fn)
+
+    def _can_hand_over(self, configs: Mapping[int, Config], source: ConfigSource) -> bool:
+        """Returns whether workers with the device compile several configs each, and another one measures them."""
+        at_once = len(configs) > 1 or not source.is_closed
+        is_whole = self._measures_here or self._is_alone or self._compile_only or self._on_many_devices
+        if is_whole or self._on_cpu or self._on_tpu or not at_once or self._problem.fn in _unfit[Route.HANDED_OVER]:
+            return False
+        return self._configs_per_worker() > 1 and jax_internals.is_jitted(self._problem.fn)
 
     @property
     def _route_with_device(self) -> Route:
@@ -213,7 +220,14 @@ class Routes:
 
     def _run_with_device(self, configs: dict[int, Config], finish: Finish, source: ConfigSource) -> Leftovers:
         if not (self._compile_only and self._device_is_taken):
-            return self._run_route(self._route_with_device, configs, finish, source)
+            raised_at = {}
+            if self._can_hand_over(configs, source):
+                left = self._run_route(Route.HANDED_OVER, configs, finish, source)
+                if not left.unfit:
+                    return left
+                configs, raised_at = left.unfit_configs, left.raised_at
+            left = self._run_route(self._route_with_device, configs, finish, source)
+            return dataclasses.replace(left, raised_at=raised_at | left.raised_at)
         for index, config in configs.items():
             finish(index, Trial(config=config, outcome=Outcome.OK, phase=Phase.COMPILE), "")
         return Leftovers()
@@ -221,7 +235,14 @@ class Routes:
     def _run_route(
         self, route: Route, configs: dict[int, Config], finish: Finish, source: ConfigSource = NOTHING_MORE
     ) -> Leftovers:
-        return self._new_scheduler(route, finish, source).run(configs)
+        left = self._new_scheduler(route, finish, source).run(configs)
+        if left.unfit:
+            reason = next(iter(left.unfit.values()))
+            _logger.info("%s: the programs take another route than %s, because %s", self._problem.name, route, reason)
+            if left.none_fits:
+                with contextlib.suppress(TypeError):  # not every callable can be referred to
+                    _unfit[route].add(self._problem.fn)
+        return left
 
     def _new_scheduler(self, route: Route, finish: Finish, source: ConfigSource = NOTHING_MORE) -> Scheduler:
         if self._made:
@@ -254,15 +275,18 @@ class Routes:
         exclusive = (self._on_cpu or with_device or self._measures_here) and not self._compile_only
         # Where workers with the device compile, and only one at a time may have it, they do all one after another.
         slots = 1 if route is Route.IN_PROCESS or (self._on_tpu and with_device) else limits.compile_slots
+        in_files = measures_here or route is Route.HANDED_OVER
+        if route is Route.HANDED_OVER:
+            slots = min(slots, len(self._devices) * _DEVICE_PARKED)
         if route is Route.IN_PROCESS:
             parked = 1
-        elif measures_here:
+        elif in_files:
             parked = _BATCH if is_closed else max(_SEARCH_PARKED, slots)
         elif self._on_cpu:
             parked = max(_CPU_PARKED if is_closed else _SEARCH_PARKED, 2 * slots)
         else:
             parked = len(self._devices) * min(_DEVICE_PARKED, slots)
-        if not exclusive or measures_here:
+        if not exclusive or in_files:
             workers = slots + len(self._devices)
         else:
             workers = max(_CPU_SHARES, 2 * slots) if self._on_cpu else parked
@@ -294,7 +318,7 @@ class Routes:
     def _compiles_per_worker(self, route: Route) -> int:
         if route is not Route.APART:
             # What a plain callable does to its process, no other config may meet.
-            is_reused = route is Route.TOGETHER and not (self._compile_only or self._measures_here)
+            is_reused = route in (Route.TOGETHER, Route.HANDED_OVER) and not (self._compile_only or self._measures_here)
             return self._configs_per_worker() if is_reused and jax_internals.is_jitted(self._problem.fn) else 1
         # libtpu may take tens of seconds for what does not fit into a TPU. A deadline missed in a used worker must be
         # waited for twice, and in a check, which measures nothing, that is more than used workers save.

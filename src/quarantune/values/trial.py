@@ -71,6 +71,8 @@ class Route(enum.StrEnum):
     """One worker compiled and measured."""
     APART = "apart"
     """One worker compiled without the device, another measured on it."""
+    HANDED_OVER = "handed_over"
+    """One worker compiled with the device, another measured on it."""
     COMPILED_APART = "compiled_apart"
     """One worker compiled, the caller's own process measured."""
     IN_PROCESS = "in_process"
