@@ -225,6 +225,7 @@ def test_modules_that_ask_for_their_device_when_imported_are_answered_too(
 
         @functools.partial(jax.jit, static_argnames=["asks"])
         def asking(x, asks="cpu"):
+            assert TABLE.device.platform == next(iter(TABLE.devices())).platform == PLATFORM
             assert f"{PLATFORM} {KIND}".startswith(asks), f"{PLATFORM} {KIND}"
             return x + TABLE[:256]
         """,

@@ -334,3 +334,19 @@ def test_a_shard_map_without_a_mesh_uses_that_of_the_context_in_workers(tmp_path
         tmp_path,
     )
     assert told.splitlines() == ["True", "True", "True True", "True", "None"]
+
+
+class Absent:
+    """Describes a device that is not here."""
+
+    platform = "gpu"
+
+
+def test_an_array_answers_for_the_device_that_a_program_is_traced_for_and_is_used_where_it_is() -> None:
+    x, device, asked = jnp.arange(3.0), Absent(), list[str]()
+    with jax_internals.answer_for_device(device, asked.append):
+        assert x.devices() == {device}
+        assert x.device is device
+        assert float(jax.jit(lambda y: y + x)(x)[2]) == 4
+    assert set(asked) == {"Array.devices", "Array.device"}
+    assert x.devices() == {jax.devices("cpu")[0]}

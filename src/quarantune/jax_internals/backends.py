@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 from jax._src import xla_bridge
+from jax._src.array import ArrayImpl
 
 _ASKING = frozenset({"default_backend", "devices", "device_count", "local_device_count"})
 """The functions of JAX that say what `get_backend` returned."""
@@ -60,11 +61,13 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
     """Makes JAX answer for one device that this process does not have, while a program is traced for that device.
 
     A kernel may choose its code by `jax.default_backend()` or by the kind of `jax.devices()[0]`, which are the CPU's in
-    a process without the device, but must be those of the device that the kernel is compiled for. Calls from JAX's own
-    code are unaffected, apart from the kernels that come with it.
+    a process without the device, but must be those of the device that the kernel is compiled for. So must the device of
+    an array that the kernel closes over. Calls from JAX's own code are unaffected, apart from the kernels that come
+    with it.
 
     Private (`xla_bridge.get_backend`) because nearly all the public functions get their answer from it, however a
-    module has imported them. The calling frames tell which function was called, and by whose code.
+    module has imported them. The calling frames tell which function was called, and by whose code. `ArrayImpl`, because
+    the public `jax.Array` only declares its methods.
 
     Args:
         device: JAX's description of the device.
@@ -107,14 +110,30 @@ def answer_for_device(device: Any, asked: Callable[[str], None]) -> Iterator[Non
         tell("extend.backend.get_default_device", sys._getframe(1))
         return device
 
-    def answer_with(*answers: Any) -> None:
-        xla_bridge.get_backend, jax.local_devices, extension.get_default_device = answers
+    array_type: Any = ArrayImpl
+    real_devices, real_device = array_type.devices, array_type.device
 
-    answer_with(get_backend, local_devices, get_default_device)
+    def devices(array: Any) -> Any:
+        if _is_jax(asker := sys._getframe(1)):
+            return real_devices(array)
+        tell("Array.devices", asker)
+        return {device}
+
+    def device_of(array: Any) -> Any:
+        if _is_jax(asker := sys._getframe(1)):
+            return real_device.fget(array)
+        tell("Array.device", asker)
+        return device
+
+    def answer_with(*answers: Any) -> None:
+        xla_bridge.get_backend, jax.local_devices, extension.get_default_device = answers[:3]
+        array_type.devices, array_type.device = answers[3:]
+
+    answer_with(get_backend, local_devices, get_default_device, devices, property(device_of))
     try:
         yield
     finally:
-        answer_with(real, real_local_devices, real_default)
+        answer_with(real, real_local_devices, real_default, real_devices, real_device)
 
 
 def _is_jax(frame: types.FrameType) -> bool:
