@@ -237,3 +237,10 @@ def test_the_best_estimate_is_saved_and_marked(
     assert main(["cache", "verify"]) == 0
     assert main([*command, "h100"]) == 2
     assert "NVIDIA H100 is none" in capsys.readouterr().err
+
+
+def test_configs_that_wait_for_memory_alike_are_ranked_by_their_cycles() -> None:
+    figures = [CompilerFigures(argument_bytes=1 << 30, estimate=CycleEstimate(cycles=cycles)) for cycles in (9.0, 8.0)]
+    trials = tuple(Trial(config={"n": n}, outcome=Outcome.OK, figures=it) for n, it in enumerate(figures))
+    report = CompileReport(name="scale", target=targets.find("TPU v6e"), trials=trials, key="", known=0)
+    assert [trial.config["n"] for trial in report.ranked] == [1, 0]

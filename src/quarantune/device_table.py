@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,10 +84,10 @@ def estimated_ms(figures: CompilerFigures | None, kind: str) -> float | None:
     return max(figures.estimate.cycles / peaks.ghz, moved / peaks.gbps) / 1e6
 
 
-def estimated_cost(figures: CompilerFigures | None, kind: str) -> float | None:
-    """Returns a number by which programs for a kind of device compare: a time, or cycles where its clock is unknown."""
-    cycles = figures.estimate.cycles if figures is not None and figures.estimate is not None else None
-    return estimated_ms(figures, kind) or cycles
+def estimated_order(figures: CompilerFigures | None, kind: str) -> tuple[float, float]:
+    """Returns the time and the cycles by which programs for a kind of device are ranked; infinite where not known."""
+    estimate = None if figures is None else figures.estimate
+    return estimated_ms(figures, kind) or math.inf, math.inf if estimate is None else estimate.cycles
 
 
 def _gpu(shared_memory_kib: int, registers_per_block: int = 65536, registers_per_thread: int = 255) -> DeviceLimits:

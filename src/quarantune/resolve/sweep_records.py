@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -176,12 +177,16 @@ class SweepRecords:
 
     def estimates(self, configs: Space) -> dict[int, float]:
         """Returns how long configs take by the estimates of compile checks, the best one 1, the fastest first."""
-        found: dict[int, float] = {}
+        found: dict[int, tuple[float, float]] = {}
         for text, trial in self._compile_failures.known(with_compiled=True).items() if self.directory else ():
-            cost, index = device_table.estimated_cost(trial.figures, self._key.device), configs.find_text(text)
-            if cost and index is not None and configs.keeps(index):
-                found[index] = cost
-        return {index: found[index] / min(found.values()) for index in sorted(found, key=found.__getitem__)}
+            order, index = device_table.estimated_order(trial.figures, self._key.device), configs.find_text(text)
+            if 0 < order[1] < math.inf and index is not None and configs.keeps(index):
+                found[index] = order
+        ms, cycles = min(found.values(), default=(math.inf, math.inf))
+        return {
+            index: found[index][0] / ms if ms < math.inf else found[index][1] / cycles
+            for index in sorted(found, key=found.__getitem__)
+        }
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:

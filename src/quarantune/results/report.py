@@ -8,7 +8,6 @@ import functools
 import io
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -513,9 +512,7 @@ class CompileReport:
     def ranked(self) -> tuple[Trial, ...]:
         """The trials by their estimates, the fastest first; then those without an estimate, in their order."""
         kind = self.target.device_kind
-        return tuple(
-            sorted(self.trials, key=lambda trial: device_table.estimated_cost(trial.figures, kind) or math.inf)
-        )
+        return tuple(sorted(self.trials, key=lambda trial: device_table.estimated_order(trial.figures, kind)))
 
     @property
     def failures(self) -> dict[str, int]:
