@@ -25,6 +25,7 @@ from typing import Any
 import cloudpickle
 import jax
 import jax.numpy as jnp
+import misdeeds
 import numpy as np
 import psutil
 import pytest
@@ -32,7 +33,6 @@ from aftermath import eventually
 
 import quarantune
 from quarantune import Outcome, jax_internals
-from quarantune.sandbox import template
 from quarantune.values import naming
 from quarantune.values.options import ContextualKeywords, OptionKeywords, Options
 from quarantune.values.settings import SettingKeywords, Settings
@@ -40,14 +40,6 @@ from quarantune.values.settings import SettingKeywords, Settings
 pytestmark = pytest.mark.usefixtures("two_slots")
 
 X = np.arange(4, dtype=np.float32)
-
-
-@pytest.fixture
-def no_process() -> Iterator[None]:
-    """Fails the test if it starts a process: the first one would be the template, which stays."""
-    template.close_shared()
-    yield
-    assert psutil.Process().children(recursive=True) == []
 
 
 def choosy(configs: Any = ({"n": 1}, {"n": 2}), **options: Any) -> quarantune.Autotuned:
@@ -631,17 +623,9 @@ def test_a_script_is_named_after_its_file(tmp_path: Path, cache_dir: Path) -> No
 # --- travelling ---------------------------------------------------------------------------------------------
 
 
-@quarantune.autotune({"n": [1, 2]}, rep=1)
-@functools.partial(jax.jit, static_argnames=["n"])
-def at_home(x: Any, n: int = 1) -> Any:
-    if n != 2:
-        raise ArithmeticError(n)
-    return x * n
-
-
 def test_pickle_carries_a_function_of_a_module_by_name() -> None:
     for pickler in (pickle, cloudpickle):
-        assert pickler.loads(pickler.dumps(at_home)) is at_home
+        assert pickler.loads(pickler.dumps(misdeeds.kernel)) is misdeeds.kernel
 
 
 def test_cloudpickle_carries_a_closure_that_still_tunes(sweeps: list[str]) -> None:
