@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import csv
 import dataclasses
 import html.parser
+import io
 import itertools
 import json
 import math
 import random
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -355,6 +359,107 @@ def test_a_browser_draws_a_report_without_complaint(window: Browser, tmp_path: P
     )
     window.click("#theme")
     assert window.complaints() == []
+
+
+OVERLAPS = """
+const found = [];
+for (const svg of document.querySelectorAll("section:not([hidden]) svg")) {
+  const frame = svg.getBoundingClientRect();
+  const boxes = [...svg.querySelectorAll("text")].filter((node) => node.textContent)
+    .map((node) => [node.textContent, node.getBoundingClientRect()]).filter(([, box]) => box.width);
+  boxes.forEach(([text, a], i) => {
+    if (a.left < frame.left - 1 || a.right > frame.right + 1 || a.top < frame.top - 1 || a.bottom > frame.bottom + 1)
+      found.push(`cut: ${text}`);
+    for (const [other, b] of boxes.slice(i + 1)) {
+      const wide = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+      const tall = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+      if (wide > 1 && tall > 3) found.push(`${text} over ${other}`);
+    }
+  });
+}
+for (const node of document.querySelectorAll("h1, h2, h3, .finding, .note, dd, .chip, button"))
+  if (node.offsetParent && node.scrollWidth > node.clientWidth + 1 && getComputedStyle(node).overflow !== "visible")
+    found.push(`cut: ${node.textContent.slice(0, 60)}`);
+return found;
+"""
+"""Texts of charts that lie over each other or reach out of their chart, and other texts that are cut off."""
+
+
+@needs_browser
+@pytest.mark.clients
+@pytest.mark.parametrize("width", [390, 800, 1440])
+def test_no_text_is_cut_or_lies_over_another(window: Browser, tmp_path: Path, width: int) -> None:
+    for make in (result, lambda: result(5000), failures):
+        window.size(width, 900)
+        html_report.write(tmp_path / "report.html", [make()])
+        window.open(tmp_path / "report.html")
+        assert window.run(OVERLAPS) == []
+
+
+@needs_browser
+@pytest.mark.clients
+def test_the_filter_refuses_what_it_does_not_understand(window: Browser, tmp_path: Path) -> None:
+    shown(window, tmp_path, result())
+    for words, why in [
+        ("blok=3", "There is no “blok” to compare: use BM, BN, stages, time"),
+        ("bm>many", "“bm>many” needs a number after >"),
+        ("time<20parsecs", "“time<20parsecs” needs a number"),
+        ("bm=", "“bm=” needs a value"),
+    ]:
+        window.type("#filter", words)
+        assert why in count(window)
+        assert window.run("return document.getElementById('filter').getAttribute('aria-invalid')") == "true"
+        assert window.run("return document.querySelectorAll('#table td.empty').length") == 1
+    numbers = []
+    for words in ("time<40", "time<40us", "us<40", "ms<0.04", "memory>100MiB time<40µs"):
+        window.type("#filter", words)
+        numbers.append(count(window))
+        assert column(window, "BM")
+    assert len(set(numbers)) == 1
+
+
+@needs_browser
+@pytest.mark.clients
+def test_a_config_is_copied_as_python_and_trials_are_taken_along(window: Browser, tmp_path: Path) -> None:
+    named = changed(result(), name="kernels.matmul")
+    shown(window, tmp_path, named)
+    assert "f32[512,512], b f32[512,512] · cpu" in window.run("return document.getElementById('subtitle').textContent")
+    window.click("#table tbody button.open")
+    command = window.run("return document.querySelector('.repeat').textContent")
+    assert shlex.split(command)[:4] == ["quarantune", "run", "kernels:matmul", "--config"]
+    assert json.loads(shlex.split(command)[4]) == named.result.best_config
+    assert shlex.split(command)[5:] == ["--args", "f32[512,512] f32[512,512]"]
+    window.run(
+        """window.taken = {};
+        URL.createObjectURL = (blob) => { blob.text().then((text) => { window.taken[text[0]] = text; }); return "#"; };
+        HTMLAnchorElement.prototype.click = () => {};
+        navigator.clipboard.writeText = async (text) => { window.taken.python = text; };"""
+    )
+    window.click("#save-csv")
+    window.click("#save-json")
+    window.click("#winner-copy button")
+    taken = window.run(
+        """return new Promise((done) => {
+            const look = () => (Object.keys(window.taken).length === 3 ? done(window.taken) : setTimeout(look, 20));
+            look();
+        });"""
+    )
+    assert ast.literal_eval(taken["python"]) == named.result.best_config
+    rows = json.loads(taken["["])
+    assert len(rows) == 48
+    assert len(list(csv.DictReader(io.StringIO(taken["B"])))) == 48
+    assert {"BM", "outcome", "time_ms", "message"} <= rows[0].keys()
+
+
+@needs_browser
+@pytest.mark.clients
+def test_a_printed_report_has_every_row(window: Browser, tmp_path: Path) -> None:
+    shown(window, tmp_path, result(300))
+    assert len(column(window, "BM")) == 50
+    window.run("dispatchEvent(new Event('beforeprint'))")
+    assert len(column(window, "BM")) == 300
+    window.run("dispatchEvent(new Event('afterprint'))")
+    assert len(column(window, "BM")) == 50
 
 
 @needs_browser

@@ -227,7 +227,8 @@ def _columns(trials: Sequence[Trial]) -> tuple[list[JsonObject], list[list[int]]
         positions = {text: index for index, text in enumerate(ordered)}
         shown = _fitted([_shown(by_text[text]) for text in ordered], _VALUE_BYTES // len(names))
         numeric = all(_is_number(value) for value in by_text.values())
-        tunables.append({"name": _label(name), "values": shown, "numeric": numeric})
+        json_texts = _fitted(ordered, _VALUE_BYTES // len(names))
+        tunables.append({"name": _label(name), "values": shown, "json": json_texts, "numeric": numeric})
         columns.append([positions[text_of(value)] for value in column])
     return tunables, columns
 

@@ -20,7 +20,8 @@ function drawWinner() {
   drawBars(bars, p, wins);
   body.append(outcomeStrip(p));
   const searchEnd = { exhausted: "every config tried", max_trials: "ended by max_trials", time_budget: "ended by its time budget", patience: "ended by patience" }[p.stopped];
-  $("winner-note").textContent = [p.label, p.label.endsWith(` on ${p.device}`) ? "" : p.device, searchEnd, p.versions, p.created && `saved ${p.created.replace("T", " ")}`, p.note].filter(Boolean).join(" · ");
+  $("winner-note").textContent = [searchEnd, p.note].filter(Boolean).join(" · ");
+  $("winner-copy").replaceChildren(...(p.best ? [copyButton("Copy config as Python", () => asPython(p, p.best))] : []));
 }
 
 function drawBars(host, p, wins) {

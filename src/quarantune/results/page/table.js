@@ -1,16 +1,29 @@
 // The table of trials: filtered, sorted, a page at a time.
 const PAGE_ROWS = 50;
+let pageRows = PAGE_ROWS;
 const view = { key: null, descending: false, page: 0, open: new Set(), rows: [] };
 let matching = new Set();
 
-// A filter is words that must all be there, and terms such as BM=128 or ms<0.5.
+// A filter is words that must all be there, and terms such as BM=128, time<20us or compile>2. Times without a unit are in
+// that of the page. What is not understood is told, and selects nothing.
+const FIELDS = "time, compile, memory, outcome, phase, device";
+const IN_MS = { ns: 1e-6, us: 1e-3, "µs": 1e-3, "μs": 1e-3, ms: 1, s: 1e3 };
+const IN_BYTES = { "": 1, b: 1, kb: 1e3, mb: 1e6, gb: 1e9, kib: 2 ** 10, mib: 2 ** 20, gib: 2 ** 30 };
+let complaint = "";
 function termsOf(words) {
+  complaint = "";
   return words.trim().toLowerCase().split(/\s+/).filter(Boolean).map((word) => {
-    const [, name, sign, text] = /^([^<>=]+)(<=|>=|=|<|>)(.+)$/.exec(word) || [];
+    const refuse = (why) => { complaint ||= why; return () => false; };
+    const [, name, sign, text] = /^([^<>=]*)(<=|>=|=|<|>)(.*)$/.exec(word) || [];
     if (!sign) return (trial) => trial.search().includes(word);
     const get = fieldNamed(name);
-    if (!get) return (trial) => trial.search().includes(word);
-    const number = Number(text);
+    if (!get) return refuse(`There is no “${name}” to compare: use ${[...problem.tunables.map((tunable) => tunable.name), FIELDS].join(", ")}.`);
+    const [, amount, unit] = /^([-+.\de]*\d\.?)([a-zµμ]*)$/.exec(text) || [];
+    const factors = { time: IN_MS, memory: IN_BYTES, compile: { "": 1, s: 1, ms: 1e-3 } }[IN_MS[name] ? "time" : name] || { "": 1 };
+    const factor = IN_MS[name] && unit === "" ? IN_MS[name] : unit === "" && name === "time" ? 1 / problem.unit[0] : factors[unit];
+    const number = amount === undefined || factor === undefined ? NaN : Number(amount) * factor;
+    if (sign !== "=" && Number.isNaN(number)) return refuse(`“${word}” needs a number after ${sign}, as in ${name || "time"}${sign}20.`);
+    if (text === "") return refuse(`“${word}” needs a value after ${sign}.`);
     if (sign === "=") return (trial) => String(get(trial) ?? "").toLowerCase() === text || (!Number.isNaN(number) && get(trial) !== null && get(trial) !== "" && Number(get(trial)) === number);
     const is = { "<": (a) => a < number, ">": (a) => a > number, "<=": (a) => a <= number, ">=": (a) => a >= number }[sign];
     return (trial) => { const found = get(trial); return found !== null && found !== "" && is(Number(found)); };
@@ -19,7 +32,8 @@ function termsOf(words) {
 function fieldNamed(name) {
   const at = problem.tunables.findIndex((tunable) => tunable.name.toLowerCase() === name);
   if (at >= 0) return (trial) => value(problem, trial, at);
-  return { ms: (t) => t.ms, time: (t) => t.ms, compile: (t) => t.compile, memory: (t) => t.memory, outcome: (t) => t.outcome.name, phase: (t) => t.phase, device: (t) => t.device }[name] || null;
+  if (IN_MS[name]) return (t) => t.ms;
+  return { time: (t) => t.ms, compile: (t) => t.compile, memory: (t) => t.memory, outcome: (t) => t.outcome.name, phase: (t) => t.phase, device: (t) => t.device }[name] || null;
 }
 
 function columnsOf(p) {
@@ -86,20 +100,21 @@ function sortRows() {
 }
 
 function drawRows() {
-  const p = problem, pages = Math.max(1, Math.ceil(view.rows.length / PAGE_ROWS));
+  const p = problem, pages = Math.max(1, Math.ceil(view.rows.length / pageRows));
   view.page = Math.max(0, Math.min(view.page, pages - 1));
   for (const th of $("table").querySelectorAll("th[data-key]")) {
     if (th.dataset.key === view.key) th.setAttribute("aria-sort", view.descending ? "descending" : "ascending");
     else th.removeAttribute("aria-sort");
   }
   const body = el("tbody", {});
-  for (const trial of view.rows.slice(view.page * PAGE_ROWS, (view.page + 1) * PAGE_ROWS)) addRow(body, p, trial);
-  if (!view.rows.length) body.append(el("tr", {}, el("td", { colspan: view.columns.length + 1, class: "muted empty", text: "No trial matches." })));
+  for (const trial of view.rows.slice(view.page * PAGE_ROWS, view.page * PAGE_ROWS + pageRows)) addRow(body, p, trial);
+  if (!view.rows.length) body.append(el("tr", {}, el("td", { colspan: view.columns.length + 1, class: "muted empty", text: complaint ? "The filter is not understood." : "No trial matches." })));
   $("table").tBodies[0].replaceWith(body);
-  const first = view.rows.length ? view.page * PAGE_ROWS + 1 : 0, last = Math.min(view.rows.length, (view.page + 1) * PAGE_ROWS);
+  const first = view.rows.length ? view.page * PAGE_ROWS + 1 : 0, last = Math.min(view.rows.length, view.page * PAGE_ROWS + pageRows);
   const brushes = [...selection.values].map(([at, chosen]) => `${p.tunables[at].name} ${chosen.size > 4 ? `${chosen.size} values` : [...chosen].map((v) => p.tunables[at].values[v]).join(" or ")}`);
   if (selection.time) brushes.push(`time ${selection.time[0] ? `from ${p.ms(selection.time[0])} ` : ""}to ${p.ms(selection.time[1])}`);
-  $("count").textContent = `${view.rows.length.toLocaleString("en")} of ${plural(p.trials.length, "trial")}${brushes.length ? ` with ${brushes.join(", ")}` : ""}`;
+  $("filter").setAttribute("aria-invalid", String(Boolean(complaint)));
+  $("count").textContent = complaint || `${view.rows.length.toLocaleString("en")} of ${plural(p.trials.length, "trial")}${brushes.length ? ` with ${brushes.join(", ")}` : ""}`;
   $("page").textContent = pages > 1 ? `${first.toLocaleString("en")} to ${last.toLocaleString("en")} of ${view.rows.length.toLocaleString("en")}` : "";
   document.querySelector(".pager").hidden = pages < 2;
   $("previous").disabled = view.page === 0;
@@ -119,8 +134,8 @@ function addRow(body, p, trial) {
   } }, el("span", { class: "caret", "aria-hidden": "true", text: open ? "▾" : "▸" }), el("span", { class: "flag", title: what || null, text: mark }));
   body.append(el("tr", { class: trial === p.best ? "won" : trial === p.default ? "was" : null }, el("td", {}, button),
     view.columns.map((column) => column.key === "outcome"
-      ? el("td", { class: "outcome" }, el("span", { class: `key ${trial.outcome.name}`, "aria-hidden": "true", text: trial.outcome.letter }), trial.outcome.label + (trial.outcome.failed && trial.phase ? `, ${trial.phase}` : ""))
-      : el("td", { class: column.number ? "number" : column.key === "message" ? "message" : "value-cell", title: /^t\d/.test(column.key) && column.get(trial).length > 24 ? column.get(trial) : null, text: column.get(trial) }))));
+      ? el("td", { class: "outcome", "data-name": "outcome" }, el("span", { class: `key ${trial.outcome.name}`, "aria-hidden": "true", text: trial.outcome.letter }), trial.outcome.label + (trial.outcome.failed && trial.phase ? `, ${trial.phase}` : ""))
+      : el("td", { "data-name": column.get(trial) === "" ? null : column.name, class: column.number ? "number" : column.key === "message" ? "message" : "value-cell", title: /^t\d/.test(column.key) && column.get(trial).length > 24 ? column.get(trial) : null, text: column.get(trial) }))));
   if (open) body.append(el("tr", { class: "more" }, el("td", { colspan: view.columns.length + 1 }, detailsOf(p, trial))));
 }
 
@@ -130,8 +145,46 @@ function detailsOf(p, trial) {
     el("dl", {}, facts.filter(([, text]) => text).map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", { text })))),
     trial.message ? el("div", {}, el("h4", { text: "Message" }), el("pre", { text: trial.message })) : null,
     trial.log ? el("div", {}, el("h4", { text: "Last lines of its log" }), el("pre", { text: trial.log })) : null,
+    el("div", { class: "row tools" }, copyButton("Copy config as Python", () => asPython(p, trial)), repeatText(p, trial) ? copyButton("Copy the command that repeats it alone", () => repeatText(p, trial)) : null),
+    repeatText(p, trial) ? el("pre", { class: "repeat", text: repeatText(p, trial) }) : null,
     trial.message || trial.log ? null : el("p", { class: "muted", text: "It left neither a message nor a log." }));
 }
+
+// What can be taken along: a config as Python, the command that repeats one config alone, all trials as CSV or JSON.
+const jsonOf = (p, trial) => `{${p.tunables.map((tunable, at) => [tunable, tunable.json[trial.values[at]]]).filter(([, json]) => json !== '{"$unset":null}').map(([tunable, json]) => `${JSON.stringify(tunable.name)}: ${json}`).join(", ")}}`;
+const asPython = (p, trial) => jsonOf(p, trial).replace(/"(?:[^"\\]|\\.)*"|\b(?:true|false|null)\b/g, (word) => ({ true: "True", false: "False", null: "None" }[word] || word));
+function repeatText(p, trial) {
+  const shapes = p.label.split(", ").length && [...p.label.matchAll(/(?:^|, )(?:\w+ )?(\w+\[[\d,]*\])/g)].map((found) => found[1]);
+  const known = p.tunables.every((tunable, at) => /^[^.$]+$/.test(tunable.name) && !/\$(?!unset)/.test(tunable.json[trial.values[at]]));
+  const [, module, name] = /^(.+)\.([^.]+)$/.exec(data.title) || [null, "MODULE", data.title];
+  if (!known || !/^[\w.]+$/.test(data.title) || !shapes.length) return "";
+  return `quarantune run ${module}:${name} --config '${jsonOf(p, trial).replaceAll("'", "'\\''")}' --args '${shapes.join(" ")}'`;
+}
+function copyButton(text, get) {
+  const button = el("button", { type: "button", class: "plain", text, onclick: async () => {
+    let done = "Copied";
+    try { await navigator.clipboard.writeText(get()); } catch { done = "Not allowed here: select the text below"; button.after(el("pre", { class: "repeat", text: get() })); }
+    button.textContent = done;
+    setTimeout(() => { button.textContent = text; }, 2000);
+  } });
+  return button;
+}
+function exported(kind) {
+  const p = problem, rows = view.rows.map((trial) => ({ ...JSON.parse(jsonOf(p, trial)), outcome: trial.outcome.name, phase: trial.phase, time_ms: trial.ms, compile_s: trial.compile, peak_memory_bytes: trial.memory, message: trial.message }));
+  if (kind === "json") return JSON.stringify(rows, null, 1);
+  const names = [...new Set(rows.flatMap((row) => Object.keys(row)))];
+  const cell = (v) => { const text = v === null || v === undefined ? "" : typeof v === "object" ? JSON.stringify(v) : String(v); return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text; };
+  return [names, ...rows.map((row) => names.map((name) => row[name]))].map((row) => row.map(cell).join(",")).join("\r\n");
+}
+for (const kind of ["csv", "json"]) $(`save-${kind}`).addEventListener("click", () => {
+  const link = el("a", { href: URL.createObjectURL(new Blob([exported(kind)])), download: `${data.title.replace(/[^\w.-]+/g, "_").slice(0, 60)}.${kind}` });
+  link.click();
+  URL.revokeObjectURL(link.href);
+});
+
+// On paper there is nothing to scroll or to turn over.
+addEventListener("beforeprint", () => { pageRows = Infinity; view.page = 0; drawRows(); });
+addEventListener("afterprint", () => { pageRows = PAGE_ROWS; drawRows(); });
 
 $("filter").addEventListener("input", (event) => { selection.words = event.target.value; changed(); });
 $("clear-all").addEventListener("click", () => { clearBrushes(); selection.hidden.clear(); selection.words = ""; $("filter").value = ""; changed(); });
