@@ -59,9 +59,9 @@ PUBLISHED_MS = {
 """JAX's guide, docs/pallas/tpu/matmul.ipynb: bfloat16, by the matrices' size and the blocks."""
 
 
-@functools.partial(jax.jit, static_argnames=["bm", "bk", "bn"])
-def matmul(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128) -> Any:
-    """Multiplies matrices in blocks, with a float32 accumulator in VMEM."""
+@functools.partial(jax.jit, static_argnames=["bm", "bk", "bn", "by_columns"])
+def matmul(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128, by_columns: bool = False) -> Any:
+    """Multiplies matrices in blocks, with a float32 accumulator in VMEM, block row by block row or by columns."""
 
     def body(x_ref: Any, y_ref: Any, o_ref: Any, total: Any) -> None:
         @pl.when(pl.program_id(2) == 0)
@@ -74,12 +74,18 @@ def matmul(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128) -> Any:
         def store() -> None:
             o_ref[...] = total[...].astype(o_ref.dtype)
 
+    def ordered(i: Any, j: Any) -> tuple[Any, Any]:
+        return (j, i) if by_columns else (i, j)
+
     (m, k), n = x.shape, y.shape[1]
     return pl.pallas_call(
         body,
-        grid=(m // bm, n // bn, k // bk),
-        in_specs=[pl.BlockSpec((bm, bk), lambda i, j, k: (i, k)), pl.BlockSpec((bk, bn), lambda i, j, k: (k, j))],
-        out_specs=pl.BlockSpec((bm, bn), lambda i, j, k: (i, j)),
+        grid=(*ordered(m // bm, n // bn), k // bk),
+        in_specs=[
+            pl.BlockSpec((bm, bk), lambda i, j, k: (ordered(i, j)[0], k)),
+            pl.BlockSpec((bk, bn), lambda i, j, k: (k, ordered(i, j)[1])),
+        ],
+        out_specs=pl.BlockSpec((bm, bn), lambda i, j, k: ordered(i, j)),
         scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)],
         out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
@@ -380,22 +386,22 @@ def show(results: Path) -> None:
         print(summary(lines))
 
 
-@functools.partial(jax.jit, static_argnames=["bm", "bk", "bn"])
-def unruly(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128) -> Any:
+@functools.partial(jax.jit, static_argnames=["bm", "bk", "bn", "by_columns"])
+def unruly(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128, by_columns: bool = False) -> Any:
     """Is the matmul above; two configs end or hold up the process that compiles them."""
     if bm == 1:
         os.abort()
     if bm == 2:
         time.sleep(10_000)
-    return matmul(x, y, bm=bm, bk=bk, bn=bn)
+    return matmul(x, y, bm=bm, bk=bk, bn=bn, by_columns=by_columns)
 
 
 def many(results: Path, target: str) -> None:
     """Estimates all configs of a matmul, and watches what that leaves on disk meanwhile and in the end."""
     places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
-    sizes = divisors(3072, 1536)
-    space = [{"bm": 1, "bk": 128, "bn": 128}, {"bm": 2, "bk": 128, "bn": 128}]
-    space += [{"bm": bm, "bk": bk, "bn": bn} for bm, bk, bn in itertools.product(sizes, [*sizes, 3072], sizes)]
+    sizes, names = divisors(1536, 1536), ("bm", "bk", "bn", "by_columns")
+    space = [{"bm": bm, "bk": 128, "bn": 128, "by_columns": False} for bm in (1, 2)]
+    space += [dict(zip(names, each, strict=True)) for each in itertools.product(sizes, sizes, sizes, (False, True))]
     before = {path for place in places for path in place.iterdir()}
     most, is_over = [0], threading.Event()
 
@@ -406,7 +412,7 @@ def many(results: Path, target: str) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    x = struct(jnp.bfloat16, 3072, 3072)
+    x = struct(jnp.bfloat16, 1536, 1536)
     began = time.monotonic()
     report = quarantune.compile_check(
         unruly, space, x, x, target=target, estimate=True, compile_timeout=30, again=True, num_workers=2

@@ -123,7 +123,6 @@ class TuningJob:
             if self._search.tries_all:
                 self._prune(progress)
                 self._trials |= self._known_not_to_compile()
-                self._trials |= self._far_behind(self._records.estimates(self._configs))
                 return self._conclude(self._sweep(progress), progress)
             return self._conclude(self._sweep_by_search(progress), progress)
 
@@ -222,8 +221,8 @@ class TuningJob:
     # The sweep
 
     def _prune(self, progress: Progress) -> None:
-        for index in sorted(self._call.pruned):
-            trial = pruned_trial(self._configs[index])
+        dropped = {index: pruned_trial(self._configs[index]) for index in sorted(self._call.pruned)}
+        for index, trial in (self._far_behind(self._records.estimates(self._configs)) | dropped).items():
             self._trials[index] = trial
             progress.step(trial)
 

@@ -41,7 +41,7 @@ _OPTION = "--xla_jf_dump_static_llo_profile_to="
 _SUFFIX = "_static_llo_profile.textproto"
 _LONGEST_S = 20.0
 """Seconds for all estimates of a program; a matmul of 8192 x 8192 takes 2 to 6 with the first steps of its grid."""
-_LONG_S = 2.0
+_LONG_S = 1.0
 """After so much CPU time, no further program is compiled if there are two: the next takes up to twice as long."""
 _MOST_BYTES = 4 << 20
 """Of one file that libtpu or a process of it writes; an operation takes about 200."""
