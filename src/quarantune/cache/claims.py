@@ -57,7 +57,7 @@ class Holder(Record):
         return f"process {self.owner.pid} on {self.host_name}"
 
 
-class Claim:
+class Claim(contextlib.AbstractContextManager["Claim"]):
     """The right to tune one problem.
 
     The claim is a file that names its holder, made in one step that fails if there is one already. It is stale when
@@ -92,10 +92,6 @@ class Claim:
         self._lock: SideLock | None = None
         self._locked = False
         self._gave_way = False
-
-    def __enter__(self) -> Claim:
-        """Returns the claim, acquired or not."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Releases the claim."""

@@ -41,7 +41,7 @@ class TooLargeError(OSError):
     """The file is larger than what is read."""
 
 
-class Directory:
+class Directory(contextlib.AbstractContextManager["Directory"]):
     """An open directory; files in it are opened, renamed and removed by their names, without following links.
 
     The way to the directory may lead over links, because the user has chosen it. Folders below it may be no links.
@@ -69,10 +69,6 @@ class Directory:
         except BaseException:
             os.close(self._fd)
             raise
-
-    def __enter__(self) -> Directory:
-        """Returns the directory."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Closes the directory."""
@@ -200,7 +196,7 @@ class Directory:
         return _open_folder(name, self._fd)
 
 
-class Draft:
+class Draft(contextlib.AbstractContextManager["Draft"]):
     """The new content of a file, under a name of its own until it takes the file's place.
 
     Use it as a context manager to remove it, unless it has been renamed.
@@ -215,10 +211,6 @@ class Draft:
         self.name = name
         self._directory = directory
         self._fd = directory.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-
-    def __enter__(self) -> Draft:
-        """Returns the draft."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Removes the draft, if it is still there."""
@@ -242,7 +234,7 @@ class Draft:
         self._directory.sync()
 
 
-class SideLock:
+class SideLock(contextlib.AbstractContextManager["SideLock"]):
     """The lock on a side file that is never removed; the kernel releases it when its holder dies."""
 
     def __init__(self, place: Directory, name: str) -> None:
@@ -252,10 +244,6 @@ class SideLock:
             OSError: it cannot be opened.
         """
         self.fd = place.open(name, os.O_RDWR | os.O_CREAT)
-
-    def __enter__(self) -> SideLock:
-        """Returns the lock, not held yet."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Releases the lock."""

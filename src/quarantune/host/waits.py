@@ -68,7 +68,7 @@ class ThreadTimes(NamedTuple):
     waited_ns: int
 
 
-class Watch:
+class Watch(contextlib.AbstractContextManager["Watch"]):
     """Times work, and the part of it spent waiting for a CPU, by Linux's `schedstat`; elsewhere that part counts as 0.
 
     Threads wait one after another as often as at the same time, so that the sum of their waits is taken off. Where they
@@ -87,9 +87,6 @@ class Watch:
         self._me = str(threading.get_native_id())
         self._started = 0.0
         self._before: dict[str, ThreadTimes] = {}
-
-    def __enter__(self) -> Watch:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

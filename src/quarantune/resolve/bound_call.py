@@ -85,7 +85,7 @@ class BoundCall:
             made = config_space.called(space, struct_args, struct_kwargs, fn_name=function.name)
             space = Space(made, fn_name=function.name, parameters=function.signature, reads_all=False)
             function.check(space.examples())
-        return space.where(None if function.options.prune_fn is None else self._keep)
+        return space.where(None if function.options.prune_fn is None else self.keeps)
 
     @property
     def has_unread_configs(self) -> bool:
@@ -132,10 +132,7 @@ class BoundCall:
 
     def keeps(self, config: Config) -> bool:
         """Returns whether `prune_fn` accepts a config, or there is no `prune_fn`."""
-        return self.function.options.prune_fn is None or self._keep(config)
-
-    def _keep(self, config: Config) -> bool:
-        return self._prune_fn(config)
+        return self.function.options.prune_fn is None or self._prune_fn(config)
 
     @locks.lazy
     def _prune_fn(self) -> Callable[[Config], bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import datetime
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -124,7 +125,6 @@ class CompileFailures:
         self._others = [self._journal_in(other) for other in also]
         self._limits = limits
         self._compilers = versions.compilers(keyed.platform)
-        self._known: dict[str, _Failure] | None = None
 
     def known(self, *, start_over: bool = False, with_compiled: bool = False) -> dict[str, Trial]:
         """Returns the trials of configs that need not be compiled again, by the text of the config.
@@ -135,7 +135,7 @@ class CompileFailures:
         """
         return {
             text: self._with_origin(it)
-            for text, it in self._read().items()
+            for text, it in self._known.items()
             if (with_compiled or it.trial.outcome is not Outcome.OK) and it.counts(self._limits, start_over=start_over)
         }
 
@@ -150,10 +150,10 @@ class CompileFailures:
             CacheWriteError: it cannot be remembered; the message says why.
         """
         is_verdict = _is_verdict(trial)
-        if not is_verdict and (not self._read() or not _compiled(trial)):
+        if not is_verdict and (not self._known or not _compiled(trial)):
             return
         text = text_of(trial.config)
-        before = self._read().get(text)
+        before = self._known.get(text)
         if not is_verdict and (before is None or before.trial.outcome is Outcome.OK):
             return
         failure = _Failure(
@@ -168,9 +168,9 @@ class CompileFailures:
             return
         self._journal.append(failure.to_json())
         if is_verdict:
-            self._read()[text] = failure
+            self._known[text] = failure
         else:
-            self._read().pop(text, None)
+            self._known.pop(text, None)
 
     def discard(self) -> None:
         """Forgets all failures in the cache directory.
@@ -179,15 +179,14 @@ class CompileFailures:
             CacheWriteError: they could not be removed; the message says why.
         """
         self._journal.discard()
-        self._known = None
+        vars(self).pop("_known", None)
 
     def _journal_in(self, directory: Path) -> cache.Journal:
         return journal.compile_failures(directory, self._name, self._key.device, self._key.text)
 
-    def _read(self) -> dict[str, _Failure]:
-        """Returns the last verdict on each config under the present versions."""
-        if self._known is not None:
-            return self._known
+    @functools.cached_property
+    def _known(self) -> dict[str, _Failure]:
+        """The last verdict on each config under the present versions."""
         last: dict[str, _Failure] = {}
         refused = 0
         for record in (record for source in [*self._others, self._journal] for record in source.records()):
@@ -204,8 +203,7 @@ class CompileFailures:
                 f"{refused} records of failed compilations in {str(self._journal.directory)!r} cannot be understood: "
                 "their configs are compiled again"
             )
-        self._known = {text: failure for text, failure in last.items() if _is_verdict(failure.trial)}
-        return self._known
+        return {text: failure for text, failure in last.items() if _is_verdict(failure.trial)}
 
     def _with_origin(self, failure: _Failure) -> Trial:
         trial = failure.trial

@@ -122,43 +122,40 @@ class Ranks:
         return agreed
 
 
+@dataclasses.dataclass(eq=False)
 class _Agreement:
     """One agreement on one call."""
 
-    def __init__(
-        self,
-        known: KnownResults,
-        keyed: KeyedCall,
-        settings: Settings,
-        coordination: Coordination,
-        tune: Callable[[], TuningResult | None] | None = None,
-    ) -> None:
-        self._known = known
-        self._keyed = keyed
-        self._settings = settings
-        self._coordination = coordination
-        self._tune = tune
-        self._progress = Progress(keyed.label, name=keyed.call.name, shown=settings.progress, has_last_line=False)
+    known: KnownResults
+    keyed: KeyedCall
+    settings: Settings
+    coordination: Coordination
+    tune: Callable[[], TuningResult | None] | None = None
+
+    def __post_init__(self) -> None:
+        self._progress = Progress(
+            self.keyed.label, name=self.keyed.call.name, shown=self.settings.progress, has_last_line=False
+        )
         self._poll_s = _FIRST_POLL_S
         self._next_message: tuple[int | None, float] = (None, 0.0)
         self._own: Known | None = None
         self._found: TuningResult | None = None
-        self._label = _label(keyed, coordination)
+        self._label = _label(self.keyed, self.coordination)
         self._who = self._label.rpartition(": ")[2]
 
     def settle(self, own: Known | None, near: Callable[[], Known | None]) -> Resolved:
         """Returns the outcome; the arguments are as for `Ranks.settle`."""
-        self._own, rank = own, self._coordination.rank
-        if own is None and isolation_of(self._settings, self._keyed.problem()) is not Isolation.PROCESS:
+        self._own, rank = own, self.coordination.rank
+        if own is None and isolation_of(self.settings, self.keyed.problem()) is not Isolation.PROCESS:
             # The rank that tunes uses JAX itself, whose first use waits in each rank for that of all others.
             jax.local_devices()
-        member = self._member(_deadline_s(self._keyed, self._settings))
+        member = self._member(_deadline_s(self.keyed, self.settings))
         offer = None if own is None else _answer(own, rank, Source.CACHE)
         last = Answer(config=None, rank=rank, source=Source.NOBODY)
         if own is None and (nearest := near()) is not None:
             last = _answer(nearest, rank, Source.NEAREST)
         try:
-            return self._outcome(drive(member.settle(offer, last=last, may_tune=self._tune is not None), self._perform))
+            return self._outcome(drive(member.settle(offer, last=last, may_tune=self.tune is not None), self._perform))
         finally:
             self._progress.close()
 
@@ -169,7 +166,7 @@ class _Agreement:
         if self._own is None:
             answer = drive(member.read(), self._perform)
         else:
-            answer = drive(member.offer(_answer(self._own, self._coordination.rank, source)), self._perform)
+            answer = drive(member.offer(_answer(self._own, self.coordination.rank, source)), self._perform)
         return None if answer is None else self._outcome(answer)
 
     def _outcome(self, answer: Answer) -> Resolved:
@@ -179,19 +176,19 @@ class _Agreement:
                 if answer.source is Source.LATE
                 else "no rank had a config or could find one"
             )
-            log = _logger.warning if self._settings.on_miss == "tune" else _logger.info
+            log = _logger.warning if self.settings.on_miss == "tune" else _logger.info
             log("%s runs the defaults, as all ranks do: %s%s", self._label, reason, self._besides())
             return Resolved(known=None, reason=reason)
-        config = self._known.config_from(answer.config, self._keyed.call)
+        config = self.known.config_from(answer.config, self.keyed.call)
         if config is None:
             raise RuntimeError(
                 f"{self._label}: all ranks run {answer.config!r}, which rank {answer.rank} offers and this rank cannot "
                 f"use: start all ranks with the same code and versions"
             )
         is_ours = self._own is not None and self._own.config == config
-        who = "it" if answer.rank == self._coordination.rank else f"rank {answer.rank}"
+        who = "it" if answer.rank == self.coordination.rank else f"rank {answer.rank}"
         told = f"{who} {_HOW[answer.source]}{'' if is_ours else self._besides()}"
-        _logger.info("%s runs %s, as all ranks do: %s", self._label, self._known.text_of(config), told)
+        _logger.info("%s runs %s, as all ranks do: %s", self._label, self.known.text_of(config), told)
         return Resolved(
             known=Known(config, Findings.from_json(answer.to_json())),
             is_nearest=answer.source is Source.NEAREST,
@@ -201,7 +198,7 @@ class _Agreement:
     def _besides(self) -> str:
         if self._own is None:
             return ""
-        text = self._known.text_of(self._own.config)
+        text = self.known.text_of(self._own.config)
         if self._found is None:
             return f"; its own cache has {text}"
         return f"; its own sweep saved {text} for the next program"
@@ -210,30 +207,30 @@ class _Agreement:
 
     def _member(self, deadline_s: float) -> Member:
         """Returns this rank's part in the agreement."""
-        rank, ranks = self._coordination.rank, self._coordination.ranks
-        return Member(_topic(self._keyed), rank=rank, ranks=ranks, deadline_s=deadline_s, clock=time.monotonic)
+        rank, ranks = self.coordination.rank, self.coordination.ranks
+        return Member(_topic(self.keyed), rank=rank, ranks=ranks, deadline_s=deadline_s, clock=time.monotonic)
 
     def _perform(self, step: Read | Write | Count | Tune | Wait) -> Any:
         """Performs one step, and returns its result."""
         match step:
             case Read(key):
-                return self._coordination.read(key)
+                return self.coordination.read(key)
             case Write(key, text):
-                return self._coordination.write(key, text)
+                return self.coordination.write(key, text)
             case Count(directory):
-                return self._coordination.count(directory)
+                return self.coordination.count(directory)
             case Tune():
                 return self._tuned()
             case Wait():
                 return self._wait(step)
 
     def _tuned(self) -> Answer | None:
-        assert self._tune is not None
+        assert self.tune is not None
         self._progress.say(f"{self._who} tunes it for all")
-        if (found := self._tune()) is None:
+        if (found := self.tune()) is None:
             return None
         self._found, self._own = found, Known.of(found)
-        return _answer(self._own, self._coordination.rank, Source.TUNED)
+        return _answer(self._own, self.coordination.rank, Source.TUNED)
 
     def _wait(self, step: Wait) -> None:
         tuner, due_s = self._next_message
@@ -245,7 +242,7 @@ class _Agreement:
                 f"{self._who} waits for {whom} to {for_what} ({step.waited_s:.0f} s, at most {step.most_s:.0f} s)"
             )
         time.sleep(self._poll_s)
-        self._poll_s = min(1.5 * self._poll_s, max(_LONGEST_POLL_S, self._coordination.ranks * _POLL_S_PER_RANK))
+        self._poll_s = min(1.5 * self._poll_s, max(_LONGEST_POLL_S, self.coordination.ranks * _POLL_S_PER_RANK))
 
 
 def _label(keyed: KeyedCall, coordination: Coordination) -> str:

@@ -34,7 +34,7 @@ class _Worker:
     has_ended: bool = False
 
 
-class Sandbox:
+class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
     """Starts a sweep's workers and reports what happens to them.
 
     Use it as a context manager, which kills every process that is left at its end.
@@ -74,7 +74,7 @@ class Sandbox:
         self._arrays_fd = arrays_fd if arrays_fd >= 0 else self._null_fd
         self._workers: dict[int, _Worker] = {}
         self._link = TemplateLink(
-            self._selector,
+            selector=self._selector,
             payload_fd=self._payload_fd,
             arrays_fd=self._arrays_fd,
             environ=environ or {},
@@ -87,9 +87,6 @@ class Sandbox:
         self._imported: set[str] = set()
         self._next_check = 0.0
         self._pending: list[Event] = []
-
-    def __enter__(self) -> Sandbox:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

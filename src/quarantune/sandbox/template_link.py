@@ -59,42 +59,32 @@ class LoadError(Exception):
         self.report = report
 
 
+@dataclasses.dataclass(eq=False, kw_only=True)
 class TemplateLink:
     """Sends orders to the templates, reports the exits of their children, and replaces templates that die.
 
     A sweep's template that dies is replaced by the process's template, and a process's template by a new one.
+
+    Attributes:
+        selector: watches each connection, with the connection as its data.
+        payload_fd: the pickled call.
+        arrays_fd: its arrays' bytes.
+        environ: environment variables that all processes get in addition to the caller's.
+        loads_plugins: whether workers need JAX's plugins for devices other than the CPU.
+        warm_up: the task by which the process's template prepares for such sweeps; None for none.
+        on_lost: called when a template has died, and its workers with it, before it is replaced.
     """
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        *,
-        payload_fd: int,
-        arrays_fd: int,
-        environ: Mapping[str, str],
-        loads_plugins: bool,
-        warm_up: Frame | None,
-        on_lost: Callable[[], None],
-    ) -> None:
-        """Prepares a closed link.
+    selector: selectors.BaseSelector
+    payload_fd: int
+    arrays_fd: int
+    environ: Mapping[str, str]
+    loads_plugins: bool
+    warm_up: Frame | None
+    on_lost: Callable[[], None]
 
-        Args:
-            selector: watches each connection, with the connection as its data.
-            payload_fd: the pickled call.
-            arrays_fd: its arrays' bytes.
-            environ: environment variables that all processes get in addition to the caller's.
-            loads_plugins: whether workers need JAX's plugins for devices other than the CPU.
-            warm_up: the task by which the process's template prepares for such sweeps; None for none.
-            on_lost: called when a template has died, and its workers with it, before it is replaced.
-        """
-        self._selector = selector
-        self._payload_fd = payload_fd
-        self._arrays_fd = arrays_fd
-        self._extra_environ = dict(environ)
-        self._environ: dict[str, str] = {}
-        self._loads_plugins = loads_plugins
-        self._warm_up = warm_up
-        self._on_lost = on_lost
+    def __post_init__(self) -> None:
+        self._whole_environ: dict[str, str] = {}
         self._template: template.Template | None = None
         self._used: template.Template | None = None
         self._process_link: Connection | None = None
@@ -131,20 +121,20 @@ class TemplateLink:
         """
         self._leave_template()
         self._template = template.shared()
-        self._environ = {
+        self._whole_environ = {
             **os.environ,
             # A worker shares the device with the caller, who may hold most of its memory.
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             MARK: self._template.token,
-            **self._extra_environ,
+            **self.environ,
         }
-        if self._warm_up is not None:
-            self._template.warm_up(self._environ, self._warm_up)
+        if self.warm_up is not None:
+            self._template.warm_up(self._whole_environ, self.warm_up)
         self._process_link = self._template.open(
-            payload_fd=self._payload_fd, arrays_fd=self._arrays_fd, environ=self._environ, cwd=_cwd()
+            payload_fd=self.payload_fd, arrays_fd=self.arrays_fd, environ=self._whole_environ, cwd=_cwd()
         )
         self._used = self._template
-        self._selector.register(self._process_link, selectors.EVENT_READ, self._process_link)
+        self.selector.register(self._process_link, selectors.EVENT_READ, self._process_link)
 
     def disconnect(self) -> None:
         """Undoes `connect`, so that it can be repeated after the template has died."""
@@ -180,7 +170,7 @@ class TemplateLink:
             case Loaded(fork_hazard=None):
                 self._sweep_link, self._sweep_pid = sweep_link, load.pid
                 self._modules = report.modules
-                self._selector.register(sweep_link, selectors.EVENT_READ, sweep_link)
+                self.selector.register(sweep_link, selectors.EVENT_READ, sweep_link)
             case Loaded():
                 sweep_link.hang_up()
             case LoadFailed():
@@ -193,8 +183,8 @@ class TemplateLink:
         assert self._template is not None
         self._sweep_log_fd = spool.create_log()
         sweep_link, theirs = wire.connection_pair()
-        order = StartSweep(number=SWEEP, environ=self._environ, cwd=_cwd(), loads_plugins=self._loads_plugins)
-        fds = [self._sweep_log_fd, theirs.fileno(), self._payload_fd, self._arrays_fd]
+        order = StartSweep(number=SWEEP, environ=self._whole_environ, cwd=_cwd(), loads_plugins=self.loads_plugins)
+        fds = [self._sweep_log_fd, theirs.fileno(), self.payload_fd, self.arrays_fd]
         try:
             process_link.send_message(order, fds, within_s=_SEND_WAIT_S)
         except wire.WireError as error:
@@ -221,7 +211,7 @@ class TemplateLink:
                     self._process_link.send_message(Kill(number))
                 self._await_exits(self._process_link, running)
                 if self._template is not None and self._sweep_link is not None:
-                    self._template.warm_up(self._environ, modules=self._modules)
+                    self._template.warm_up(self._whole_environ, modules=self._modules)
         except wire.WireError:
             pass
 
@@ -319,7 +309,7 @@ class TemplateLink:
 
     def _replace(self, lost: Connection) -> None:
         """Goes on with another template after the one at the end of `lost` has died, and its workers with it."""
-        self._on_lost()
+        self.on_lost()
         self._deaths += 1
         if self._deaths > _MAX_DEATHS:
             raise SandboxError(f"the template process died {self._deaths} times in one sweep")
@@ -339,7 +329,7 @@ class TemplateLink:
             self.connect()
 
     def _drop(self, connection: Connection) -> None:
-        self._selector.unregister(connection)
+        self.selector.unregister(connection)
         connection.hang_up()
 
 

@@ -14,6 +14,7 @@ The constants were chosen by replays of recorded GPU spaces with 1,280 to 18,000
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -104,41 +105,32 @@ class Models:
         return np.concatenate([order[:half], self._rng.choice(order[half:], half, replace=False)])
 
 
+@dataclasses.dataclass(eq=False)
 class Forecast:
-    """What is expected of candidates: it chooses among them, and learns from their trials, until it is made anew."""
+    """What is expected of candidates: it chooses among them, and learns from their trials, until it is made anew.
 
-    def __init__(
-        self,
-        prediction: Prediction,
-        scale: tuple[Floats, Floats],
-        deviation: float,
-        rank: Floats,
-        densities: tuple[Floats, Floats],
-        rng: np.random.Generator,
-    ) -> None:
-        """Has chosen nothing yet.
+    Attributes:
+        prediction: the Gaussian process at the candidates, and at other points after them.
+        scale: the logarithms of the known times in order, and the process's values for them.
+        deviation: the standard deviation of its values.
+        rank: how much less than the others each candidate promises, because it may fail.
+        densities: as `Densities.logs` returns them.
+        rng: the source of randomness.
+    """
 
-        Args:
-            prediction: the Gaussian process at the candidates, and at other points after them.
-            scale: the logarithms of the known times in order, and the process's values for them.
-            deviation: the standard deviation of its values.
-            rank: how much less than the others each candidate promises, because it may fail.
-            densities: as `Densities.logs` returns them.
-            rng: the source of randomness.
-        """
-        self._prediction = prediction
-        self._scale = scale
-        self._deviation = deviation
-        self._rank = rank
-        self._among_good, self._among_others = densities
-        self._rng = rng
+    prediction: Prediction
+    scale: tuple[Floats, Floats]
+    deviation: float
+    rank: Floats
+    densities: tuple[Floats, Floats]
+    rng: np.random.Generator
 
     def tell(self, index: int, log: float) -> None:
         """Takes the logarithm of a point's time, NaN for a failure; the point is not chosen any more."""
-        if index < len(self._rank):
-            self._rank[index] = -np.inf
+        if index < len(self.rank):
+            self.rank[index] = -np.inf
         if np.isfinite(log):
-            self._prediction.tell(index, float(np.interp(log, *self._scale)))
+            self.prediction.tell(index, float(np.interp(log, *self.scale)))
 
     def choose(self, n: int, turn: int) -> list[int]:
         """Returns the indices of the candidates that promise most, each as if those before it were measured.
@@ -149,28 +141,29 @@ class Forecast:
         """
         with blas.one_thread():
             chosen: list[int] = []
-            for number in range(turn, turn + min(n, int(np.isfinite(self._rank).sum()))):
+            for number in range(turn, turn + min(n, int(np.isfinite(self.rank).sum()))):
                 index = self._densest() if number % _BY_DENSITIES == 0 else self._most_improving(_CAUTION[number % 2])
-                self._prediction.observe(index)
-                self._rank[index] = -np.inf
+                self.prediction.observe(index)
+                self.rank[index] = -np.inf
                 chosen.append(index)
             return chosen
 
     def _most_improving(self, caution: float) -> int:
         """Returns the index of the candidate with the greatest expected improvement."""
-        mean, variance = (each[: len(self._rank)] for each in (self._prediction.mean, self._prediction.variance))
-        deviation = caution * self._deviation * np.sqrt(variance)
-        gain = (self._scale[1][:_IMPROVABLE][-1] - mean) / deviation
+        mean, variance = (each[: len(self.rank)] for each in (self.prediction.mean, self.prediction.variance))
+        deviation = caution * self.deviation * np.sqrt(variance)
+        gain = (self.scale[1][:_IMPROVABLE][-1] - mean) / deviation
         improvement = deviation * (gain * special.ndtr(gain) + np.exp(-0.5 * gain**2) / np.sqrt(2 * np.pi))
         # Where there is no improvement to be expected anywhere, the process's times decide.
-        return int(np.argmax(self._rank + np.log(np.maximum(improvement, 1e-30)) - 1e-3 * mean))
+        return int(np.argmax(self.rank + np.log(np.maximum(improvement, 1e-30)) - 1e-3 * mean))
 
     def _densest(self) -> int:
         """Returns the index of the drawn candidate whose values the best configs have most more often than others."""
-        weights = np.where(np.isfinite(self._rank), np.exp(self._among_good - self._among_good.max()), 0)
+        among_good, among_others = self.densities
+        weights = np.where(np.isfinite(self.rank), np.exp(among_good - among_good.max()), 0)
         count = min(_DRAWN, int((weights > 0).sum()))
-        drawn = self._rng.choice(len(weights), count, replace=False, p=weights / weights.sum())
-        return int(drawn[np.argmax((self._among_good - self._among_others + self._rank)[drawn])])
+        drawn = self.rng.choice(len(weights), count, replace=False, p=weights / weights.sum())
+        return int(drawn[np.argmax((among_good - among_others + self.rank)[drawn])])
 
 
 def _best(logs: Floats) -> NDArray[np.bool_]:

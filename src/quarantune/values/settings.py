@@ -272,6 +272,7 @@ class settings:
     """Sets options of the environment for a block of code, in this thread only; blocks nest.
 
     Attributes:
+        values: the parsed overrides by name.
         tuned: what was tuned in the block because its `always_tune` demands it, once each.
 
     Args:
@@ -289,12 +290,12 @@ class settings:
 
     def __init__(self, **overrides: Unpack[SettingKeywords]) -> None:
         check_options("settings", overrides, _FIELDS)
-        self._values = {name: _parse(name, name, value) for name, value in overrides.items()}
+        self.values: Mapping[str, Any] = {name: _parse(name, name, value) for name, value in overrides.items()}
         self.tuned: set[Any] = set()
 
     def __enter__(self) -> None:
         _blocks.enter(self)
-        if self._values.get("always_tune"):
+        if self.values.get("always_tune"):
             self.tuned.clear()
             remembered.forget()
 
@@ -302,11 +303,6 @@ class settings:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _blocks.leave(self)
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        """The parsed overrides by name."""
-        return self._values
 
 
 _blocks: ScopedStack[settings] = ScopedStack()

@@ -67,7 +67,7 @@ class Space(Sequence[Config]):
         self._fn_name = fn_name
         self._keep = keep
         self._kept: dict[int, bool] = {}
-        self._dropped = 0
+        self.dropped = 0
         if reads_all and isinstance(configs, (list, tuple)):
             self.whole()
 
@@ -83,7 +83,7 @@ class Space(Sequence[Config]):
     def where(self, keep: Callable[[Config], bool] | None) -> Space:
         """Returns the same space with another predicate; what a generator has yielded is known to both."""
         space = object.__new__(Space)
-        space._source, space._keep, space._kept, space._dropped = self._source, keep, {}, 0
+        space._source, space._keep, space._kept, space.dropped = self._source, keep, {}, 0
         space._fn_name = self._fn_name
         return space
 
@@ -106,11 +106,6 @@ class Space(Sequence[Config]):
     def size(self) -> int | None:
         """The number of configs, dropped ones included; None for a generator that has not ended yet."""
         return self._source.size
-
-    @property
-    def dropped(self) -> int:
-        """The number of configs that the predicate has dropped so far; of a huge grid those that are remembered."""
-        return self._dropped
 
     @property
     def is_grid(self) -> bool:
@@ -253,7 +248,7 @@ class Space(Sequence[Config]):
             kept = bool(self._keep(config))
             if len(self._kept) < _MOST_REMEMBERED or (self.size or 0) <= MOST_CONFIGS:
                 self._kept[position] = kept
-                self._dropped += not kept
+                self.dropped += not kept
         return kept
 
 
