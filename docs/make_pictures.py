@@ -41,7 +41,7 @@ def program() -> str:
         ('static_argnames=["rows", "columns"]', 'static_argnames=["rows", "columns", "unroll"]'),
         ("columns: int = 256):", "columns: int = 256, unroll: int = 1):"),
         ("jnp.zeros((rows, 1), jnp.float32))", "jnp.zeros((rows, 1), jnp.float32), unroll=unroll)"),
-        ('    result.report("rmsnorm.html")\n', ""),
+        ('    result.report("rmsnorm.html")', ""),
     ):
         assert old in code
         code = code.replace(old, new)
