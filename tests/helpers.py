@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +24,13 @@ everywhere = pytest.mark.parametrize(
     "isolation", ["process", "none", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.long])]
 )
 """Runs a test with configs in workers, in this process, and compiled there but measured here; see `isolated`."""
+
+
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """Returns the values of a parameter that tests of the fixture's module ask for in this session."""
+    items = (item for item in request.session.items if item.path == request.path)
+    params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+    return sorted({param[parameter] for param in params if parameter in param})
 
 
 @contextlib.contextmanager

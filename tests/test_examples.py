@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from aftermath import MARK, carriers, eventually, shared_memory
+from helpers import selected
 
 import quarantune
 from quarantune.devices import targets
@@ -60,10 +61,9 @@ def run(example: str, place: Path, *, timeout_s: float = 110) -> str:
 @pytest.fixture(scope="module")
 def printed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Runs the examples that tests of this session ask for, two at a time: each leaves a core idle most of the time."""
-    params = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
-    examples = {param.params["example"] for param in params if param is not None}
     with ThreadPoolExecutor(2) as pool:
-        yield {name: pool.submit(run, name, tmp_path_factory.mktemp(Path(name).stem)) for name in sorted(examples)}
+        places = {name: tmp_path_factory.mktemp(Path(name).stem) for name in selected(request, "example")}
+        yield {name: pool.submit(run, name, place) for name, place in places.items()}
 
 
 @pytest.mark.timeout(300)

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import rich.text
 from aftermath import eventually
+from helpers import selected
 from terminals import Recording, python, record
 
 import quarantune
@@ -422,7 +423,9 @@ def settled_screens(recording: Recording, columns: int) -> list[tuple[float, lis
 
 
 @pytest.fixture(scope="module")
-def recordings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Future[Recording]]]:
+def recordings(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[int, Future[Recording]]]:
     """Records the sweep in terminals of two widths at once: each sleeps most of the time."""
     place = tmp_path_factory.mktemp("terminals")
     file = place / "program.py"
@@ -433,7 +436,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, F
         return record(python(str(file), "48", "0.3", "noisy"), columns=columns, lines=100, environ=about)
 
     with ThreadPoolExecutor(2) as pool:
-        yield {columns: pool.submit(run, columns) for columns in (60, 200)}
+        yield {columns: pool.submit(run, columns) for columns in selected(request, "columns") if columns in (60, 200)}
 
 
 @pytest.mark.slow
