@@ -542,6 +542,12 @@ def test_a_report_is_written(run: Run, tmp_path: Path, filled: Store) -> None:
     assert page.read_text().startswith("<!doctype html>")
     written = json.loads(run("report", "kernels.scale", "-o", page, "--json")[1])
     assert written == {"file": str(page), "function": "kernels.scale", "results": 3, "trials": 0}
+    shutil.copytree(filled.directory, tmp_path / "old")
+    code, out, _ = run("report", f"{tmp_path}/old/kernels.scale", "kernels.scale", "-o", page, "--device", "H200")
+    assert (code, out) == (0, f"4 results with 0 trials written to {page}\n")
+    assert page.read_text().count('"when":"before"') == page.read_text().count('"when":"after"') == 2
+    code, _, err = run("report", f"{tmp_path}/none/kernels.scale", "kernels.scale", "-o", page)
+    assert (code, "none" in err) == (2, True)
 
 
 # --- other commands -----------------------------------------------------------------------------------------

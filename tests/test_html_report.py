@@ -453,6 +453,18 @@ def test_a_config_is_copied_as_python_and_trials_are_taken_along(window: Browser
 
 @needs_browser
 @pytest.mark.clients
+def test_two_results_are_compared_as_before_and_after(window: Browser, tmp_path: Path) -> None:
+    before = dataclasses.replace(changed(result(), time_ms=0.04), when="before")
+    after = dataclasses.replace(changed(result(), time_ms=0.02), when="after")
+    shown(window, tmp_path, before, after)
+    assert window.run("return document.getElementById('shapes-title').textContent") == "Before and after"
+    finding = window.run("return document.getElementById('shapes-finding').textContent")
+    assert "a f32[512,512], b f32[512,512]: 40.0 µs before, 20.0 µs after, 2.00" in finding
+    assert "faster than before, with BM" in finding
+
+
+@needs_browser
+@pytest.mark.clients
 def test_a_printed_report_has_every_row(window: Browser, tmp_path: Path) -> None:
     shown(window, tmp_path, result(300))
     assert len(column(window, "BM")) == 50

@@ -72,7 +72,7 @@ def _print(out: Output, store: Store, blocks: Iterable[tuple[str, Iterable[str]]
 
 def cache_diff(options: argparse.Namespace, out: Output) -> int:
     """Compares the configs of two caches."""
-    here, there = _all(opened()), _all(_other(options.other))
+    here, there = _all(opened()), _all(another(options.other))
     found = exchange.compare(here, there)
     out.line(printable_lines(str(found)))
     out.json(
@@ -121,7 +121,7 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
 
 def cache_merge(options: argparse.Namespace, out: Output) -> int:
     """Copies the results of other caches into this one."""
-    others = [_other(other).directory for other in options.others]
+    others = [another(name).directory for name in options.others]
     cache = TuningCache(opened().directory)
     records = []
     for other in others:
@@ -188,7 +188,8 @@ def opened() -> Store:
     return _opened(directory, remedy="give another one with --cache-dir or QUARANTUNE_CACHE_DIR")
 
 
-def _other(directory: str) -> Store:
+def another(directory: str) -> Store:
+    """Returns the entries of another cache, which has to be there."""
     return _opened(Path(directory).expanduser(), remedy="give the directory of a cache")
 
 

@@ -277,12 +277,16 @@ COMMANDS: Mapping[str, Command] = {
         "write a page about the cached results of a function: one HTML file, to be opened in a browser",
         (
             _value("name NAME", "the function's name in the cache, as `quarantune cache list` shows"),
+            _value("after AFTER", "compare NAME with this: each a NAME, or DIR/NAME of another cache", nargs="?"),
             _value("-o --output FILE", "the file (default: NAME.html)"),
             _KIND,
             _flag("--open", "open the page in a browser"),
             *_COMMON,
         ),
-        examples=("quarantune report kernels.matmul -o matmul.html",),
+        examples=(
+            "quarantune report kernels.matmul -o matmul.html",
+            "quarantune report last-week/kernels.matmul kernels.matmul -o gain.html",
+        ),
     ),
     "replay": Command(
         "compare searches on recorded trials, without a device",

@@ -182,7 +182,8 @@ def _problem(data: ResultData, texts: _Texts, budget: _Budget, *, names_device: 
     label = call_text(data.key_values) or "all calls"
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())
     return {
-        "label": _label(f"{label} on {result.device}" if names_device else label),
+        "label": _label(", ".join(filter(None, (f"{label} on {result.device}" if names_device else label, data.when)))),
+        "when": data.when,
         "device": _label(result.device),
         "size": call_size(data.key_values),
         "best": places.get(text_of(result.best_config)),

@@ -372,11 +372,13 @@ class ResultData:
         result: the result, whose trials have the times of the final where they took part in it.
         key_values: the description of the call, as an entry of the cache holds it.
         note: a sentence on the origin of the data; may be empty.
+        when: `before` or `after`, where two are compared; else empty.
     """
 
     result: TuningResult
     key_values: Any
     note: str = ""
+    when: str = ""
 
 
 def _key_values(key: str) -> Any:

@@ -9,7 +9,9 @@ function drawShapes() {
   const distinct = new Set(all.map((p) => p.bestText)).size;
   const moving = names.filter((name) => new Set(all.map((p) => choiceOf(p, name))).size > 1);
   const universal = oneForAll(all);
-  $("shapes-finding").textContent = (distinct === 1 ? `One config wins for all ${all.length} problems. `
+  const pairs = all.filter((p) => p.when === "before").map((p) => [p, all.find((q) => q.when === "after" && callOf(q) === callOf(p))]).filter(([, q]) => q);
+  $("shapes-title").textContent = pairs.length ? "Before and after" : "How the choice changes with the problem";
+  $("shapes-finding").textContent = pairs.length ? pairs.map(([p, q]) => `${callOf(p)}: ${gainText(p, q)}.`).join(" ") : (distinct === 1 ? `One config wins for all ${all.length} problems. `
     : `${distinct} different configs win for ${all.length} problems; ${moving.length ? `${moving.join(", ")} change${moving.length === 1 ? "s" : ""}` : "nothing changes"} with the problem. `)
     + (universal && distinct > 1 ? `With ${universal.text} for all, none would be more than ${percent(universal.regret - 1)} slower.` : "");
   const most = Math.max(...all.map((p) => (p.bestMs && p.defaultMs ? p.defaultMs / p.bestMs : 0)));
@@ -23,6 +25,13 @@ function drawShapes() {
       el("td", { class: "number", text: p.bestMs === null ? "–" : p.ms(p.bestMs) }),
       gainCell(p, most))))));
   drawElsewhere(all);
+}
+const callOf = (p) => p.label.replace(/, (before|after)$/, "");
+function gainText(before, after) {
+  if (!before.bestMs || !after.bestMs) return "the times are not known";
+  const gain = before.bestMs / after.bestMs, choice = before.bestText === after.bestText ? `with ${after.bestText} as before` : `with ${after.bestText} in place of ${before.bestText}`;
+  const compared = Math.abs(gain - 1) < 0.005 ? "as fast as before" : gain > 1 ? `${times2(gain)} faster than before` : `${times2(1 / gain)} slower than before`;
+  return `${before.ms(before.bestMs)} before, ${after.ms(after.bestMs)} after, ${compared}, ${choice}`;
 }
 const choiceOf = (p, name) => (p.choice.find(([own]) => own === name) || [name, ""])[1];
 function valuesIn(all, name) {
