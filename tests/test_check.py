@@ -142,8 +142,19 @@ def test_bugs_that_are_small_beside_fixed_tolerances_are_found(name: str) -> Non
     assert result.best_config == {"do": "right"}
 
 
-def judged_as(fn: Any, args: list[Any], *values: str, on_device: bool) -> list[bool]:
-    """Returns which configs are right, as a worker judges them; on a CPU it compares on the device only if told to."""
+def judged_as(
+    fn: Any, args: list[Any], *values: str, on_device: bool, programs: int | None = None, told: Any = lambda: None
+) -> list[bool]:
+    """Returns which configs are right, as a worker judges them; on a CPU it compares on the device only if told to.
+
+    Args:
+        fn: the function.
+        args: its arguments.
+        *values: its configs.
+        on_device: whether outputs are compared on the device.
+        programs: a file with the programs for that.
+        told: called before the worker is told which outputs there will be, and after that.
+    """
     packed = payload.pack_call(jax.jit(fn, static_argnames=["do"]), tuple(args), {}, {})
     options = BenchOptions(platform="cpu", warmup=0, rep=1, supply="auto", tolerance=None)
     found: list[bool] = []
@@ -156,9 +167,10 @@ def judged_as(fn: Any, args: list[Any], *values: str, on_device: bool) -> list[b
         if on_device:
             bench.judge._shortcut = on_device_module.Comparer()
         defaults = bench.compile({}, target=None)
-        bench.judge.expect(
-            [OutputArray(info.shape, info.dtype.name) for info in jax.tree.leaves(defaults.call.out_info)]
-        )
+        outputs = [OutputArray(info.shape, info.dtype.name) for info in jax.tree.leaves(defaults.call.out_info)]
+        told()
+        bench.judge.expect(outputs, programs)
+        told()
         bench.check(defaults, output_fd=standard)
         for value in values:
             program = bench.compile({"do": value}, target=None)
@@ -168,6 +180,33 @@ def judged_as(fn: Any, args: list[Any], *values: str, on_device: bool) -> list[b
             except WrongResultError:
                 found.append(False)
     return found
+
+
+def test_later_sweeps_compare_outputs_with_the_programs_of_earlier_ones(compiles: list[str]) -> None:
+    def halved(x: Any, do: str = "right") -> Any:
+        return x / 2 if do == "right" else x / 2.2
+
+    x, counts = np.sin(np.arange(96.0, dtype=np.float32)).reshape(2, 48), list[int]()
+    programs = spool.create("comparisons")
+    try:
+        for content in ("none", "its own", "torn"):
+            if content == "torn":
+                os.ftruncate(programs, 100)
+            found = judged_as(
+                halved,
+                [x],
+                "right",
+                "wrong",
+                on_device=True,
+                programs=programs,
+                told=lambda: counts.append(len(compiles)),
+            )
+            assert found == [True, False], content
+    finally:
+        os.close(programs)
+    first, later, _ = (after - before for before, after in zip(counts[::2], counts[1::2], strict=True))
+    assert first > 0
+    assert later == 0
 
 
 @pytest.mark.slow

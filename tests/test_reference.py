@@ -377,11 +377,11 @@ def test_a_kept_output_is_compared_by_programs_compiled_ahead() -> None:
     on_host = [np.asarray(array) for array in output]
     comparer.expect([OutputArray(array.shape, array.dtype.name) for array in output])
     comparer.keep(output, on_host)
-    ahead = set(comparer._programs)
+    ahead = set(comparer.programs)
     noise = Noise(output[0], coarsest=None, run=comparer.run)
     noise.add(output[0])
     assert comparer(output[0], on_host[0], noise.allowance()) == Mismatches(0)
-    assert set(comparer._programs) == ahead
+    assert set(comparer.programs) == ahead
     assert comparer(output[1], on_host[1], allowance) == Mismatches(0)
     double = output[0] * 2
     found = comparer(double, on_host[0], allowance)

@@ -30,12 +30,16 @@ _NARROW = frozenset({"float32", "bfloat16", "float16"})
 
 
 class Comparer:
-    """Compares one worker's outputs with the expected ones."""
+    """Compares one worker's outputs with the expected ones.
+
+    Attributes:
+        programs: what it has compiled, by names, numbers of devices, shapes and dtypes.
+    """
 
     def __init__(self) -> None:
         """Sets up a comparer with nothing on the device."""
         self._there: dict[int, tuple[Any, jax.Array]] = {}
-        self._programs: dict[Any, jax.stages.Compiled] = {}
+        self.programs: dict[Any, Any] = {}
 
     def __call__(self, got: Any, wanted: Any, allowance: Allowance) -> Mismatches | None:
         """Compares two arrays of one shape.
@@ -92,9 +96,9 @@ class Comparer:
             three = jax.ShapeDtypeStruct((3,), "float32")
             noise = (rounding.add_deviations, squares, like, like, three)
             _, _, block, column, *_ = jax.eval_shape(*noise)
+            programs = [noise, (rounding.no_squares, like), (_judge, like, like, block, column, three)]
             with ThreadPoolExecutor(3) as pool:  # XLA compiles without holding the interpreter's lock
-                pool.submit(jnp.zeros, output.shape, np.float32)  # where squares are added up
-                list(pool.map(lambda work: self._compiled(*work), [noise, (_judge, like, like, block, column, three)]))
+                list(pool.map(lambda work: self._compiled(*work), programs))
 
     def keep(self, output: Sequence[Any], on_host: Sequence[Any]) -> None:
         """Keeps an output on the device, to compare others with it.
@@ -111,12 +115,12 @@ class Comparer:
         """Runs one of the programs that `expect` compiles, or compiles it now."""
         return self._compiled(program, *args)(*args)
 
-    def _compiled(self, program: Any, *args: Any) -> jax.stages.Compiled:
-        devices = frozenset(args[0].sharding.device_set)
-        kind = (program, devices, *((np.shape(arg), jnp.result_type(arg)) for arg in args))
-        if kind not in self._programs:
-            self._programs[kind] = program.lower(*args).compile(_RUNS_NOTHING)
-        return self._programs[kind]
+    def _compiled(self, program: Any, *args: Any) -> Any:
+        devices = tuple(sorted(device.id for device in args[0].sharding.device_set))
+        kind = (program.__name__, devices, *((np.shape(arg), str(jnp.result_type(arg))) for arg in args))
+        if kind not in self.programs:
+            self.programs[kind] = program.lower(*args).compile(_RUNS_NOTHING)
+        return self.programs[kind]
 
     def _carried(self, wanted: Any, sharding: Any = None) -> jax.Array:
         if id(wanted) not in self._there:

@@ -9,6 +9,7 @@ that take `xp` run with NumPy on the host, and with `jax.numpy` on a device.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -246,7 +247,8 @@ class Noise:
         """Takes the output of a run on moved inputs, and the share of its deviations that rounding explains."""
         self._scale = scale
         if self._squares is None:
-            self._squares = (np if self._run is None else jnp).zeros(self._wanted.shape, np.float32)
+            zeros = functools.partial(np.zeros, dtype=np.float32)
+            self._squares = zeros(self._wanted.shape) if self._run is None else self._run(no_squares, self._wanted)
         if self._run is not None:
             terms = np.asarray([len(self._sums) + 1, *self._terms(is_known=True)], np.float32)
             self._squares, sums, *self._smooth = self._run(add_deviations, self._squares, moved, self._wanted, terms)
@@ -296,6 +298,12 @@ class Noise:
         least = 0.0 if is_known else _UNITS * 2.0 ** -(self._coarsest or 23)
         # The noise of fewer elements than a block has is known less well.
         return max(_ACCUMULATED * self._wide, least), _MULTIPLE * self._scale * (1 + 2 / min(BLOCK, self._wanted.size))
+
+
+@jax.jit
+def no_squares(wanted: jax.Array) -> jax.Array:
+    """Returns the squares of no deviations yet, on the device."""
+    return jnp.zeros(wanted.shape, jnp.float32)
 
 
 @jax.jit

@@ -94,6 +94,9 @@ class Prepare(BenchTask):
 class Expect(BenchTask):
     """Compile the comparison of such outputs, ahead of the first; there is no answer.
 
+    Descriptor, at most one: a file with the programs that an earlier worker has compiled, or an empty one to leave them
+    in. Nothing of a config has run in the worker that leaves them.
+
     Attributes:
         outputs: the arrays of each config's output.
     """

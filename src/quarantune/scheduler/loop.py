@@ -129,6 +129,7 @@ class Scheduler:
                 self._reference_task.update()
                 self._step()
         finally:
+            self._route.close()
             for device in run.devices:
                 device.lease.release()
             for job in run.jobs.begun:

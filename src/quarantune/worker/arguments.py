@@ -69,13 +69,13 @@ class CallArguments:
         """Returns unmodified arguments for one run: fresh ones where an earlier run may have overwritten its own."""
         return self.fresh() if self.may_be_overwritten else self.shared()
 
-    def moved(self, run: int, coarsest: int | None, *, on_device: bool) -> tuple[Arguments, float]:
+    def moved(self, run: int, coarsest: int | None, on_device: rounding.Run | None) -> tuple[Arguments, float]:
         """Returns the arguments with their floats moved at random by up to half a unit in the last place.
 
         Args:
             run: which run on moved arguments they are for.
             coarsest: as for `rounding.Motion`.
-            on_device: whether arrays are moved on their device; to compile that there pays for many configs only.
+            on_device: moves arrays on their device; None to move them here.
 
         Returns:
             The arguments, and the share of the deviations that rounding explains.
@@ -91,8 +91,8 @@ class CallArguments:
 
         def move(leaf: Any) -> Any:
             seed, units = np.uint32(next(seeds)), motion.units(leaf)
-            if on_device and isinstance(leaf, jax.Array):
-                found = rounding.move(leaf, seed, units)
+            if on_device is not None and isinstance(leaf, jax.Array):
+                found = on_device(rounding.move, leaf, seed, units)
                 return jax_internals.as_weak(found) if leaf.weak_type else found
             return _with_data(leaf, rounding.moved(np, np.asarray(leaf), seed, units))
 

@@ -24,7 +24,7 @@ from quarantune.measure.compare import Flat, NoArray
 from quarantune.measure.rounding import Allowance
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
-from quarantune.transport import binding, differentiation, inputs, pickling
+from quarantune.transport import binding, differentiation, executable, inputs, pickling
 from quarantune.transport.arrays import is_key_dtype
 from quarantune.transport.call import Arguments, Call
 from quarantune.values.compiling import OutputArray
@@ -122,13 +122,25 @@ class Judge:
                     values = expected.output.values
                     self._shortcut.prepare(values, expected.allowances[: len(values)])
 
-    def expect(self, outputs: Sequence[OutputArray]) -> None:
-        """Compiles the comparison of such outputs on an accelerator, ahead of the first; errors are left to `check`."""
-        if self._shortcut is not None:
-            with contextlib.suppress(Exception), ThreadPoolExecutor(1) as pool:
+    def expect(self, outputs: Sequence[OutputArray], fd: int | None = None) -> None:
+        """Compiles the comparison of such outputs on an accelerator, ahead of the first; errors are left to `check`.
+
+        Args:
+            outputs: the arrays of each config's output.
+            fd: a file with the programs of an earlier sweep, or an empty one for later sweeps; None for none.
+        """
+        if (device := self._shortcut) is None:
+            return
+        with contextlib.suppress(Exception):
+            if is_known := fd is not None and bool(kept := spool.read(fd)):
+                device.programs |= {kind: executable.loads(blob) for kind, blob in pickling.loads(kept).items()}
+            with ThreadPoolExecutor(1) as pool:
                 if self._fixed is None:
-                    pool.submit(self._arguments.moved, 0, None, on_device=True)
-                self._shortcut.expect(outputs)
+                    pool.submit(self._arguments.moved, 0, None, device.run)
+                device.expect(outputs)
+            if fd is not None and not is_known:
+                programs = {kind: executable.dumps(program) for kind, program in device.programs.items()}
+                spool.write(fd, pickling.dumps(programs))
 
     def compute_reference(self, fd: int) -> None:
         """Writes the reference's output, and its gradients where those count, for the configs to be compared with."""
@@ -338,7 +350,7 @@ class Judge:
             # Whatever is wrong, such as too little memory or no floats, the noise is taken from the runs before that.
             with contextlib.suppress(Exception):
                 for run in rounding.runs(checked.taken_s):
-                    arguments, scale = self._arguments.moved(run, checked.coarsest, on_device=device is not None)
+                    arguments, scale = self._arguments.moved(run, checked.coarsest, device and device.run)
                     again = dataclasses.replace(checked, output=checked.run(arguments))
                     found = self._compared(again, self._call.fn, arguments)
                     if found.output.structure != own.output.structure:
