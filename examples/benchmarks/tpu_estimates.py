@@ -397,7 +397,10 @@ def unruly(x: Any, y: Any, bm: int = 128, bk: int = 128, bn: int = 128, by_colum
 
 
 def many(results: Path, target: str) -> None:
-    """Estimates all configs of a matmul, and watches what that leaves on disk meanwhile and in the end."""
+    """Estimates all configs of a matmul, and watches what that leaves on disk meanwhile and in the end.
+
+    Those that an earlier run has estimated are not estimated again.
+    """
     places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
     sizes, names = divisors(1536, 1536), ("bm", "bk", "bn", "by_columns")
     space = [{"bm": bm, "bk": 128, "bn": 128, "by_columns": False} for bm in (1, 2)]
@@ -415,7 +418,7 @@ def many(results: Path, target: str) -> None:
     x = struct(jnp.bfloat16, 1536, 1536)
     began = time.monotonic()
     report = quarantune.compile_check(
-        unruly, space, x, x, target=target, estimate=True, compile_timeout=30, again=True, num_workers=2
+        unruly, space, x, x, target=target, estimate=True, compile_timeout=30, num_workers=2
     )
     took = time.monotonic() - began
     is_over.set()
@@ -425,7 +428,8 @@ def many(results: Path, target: str) -> None:
     for trial in report.trials:
         counts[str(trial.outcome)] += 1
     known = [trial for trial in report.trials if trial.figures and trial.figures.estimate]
-    print(f"{len(space)} configs in {took:.0f} s, {took / len(space):.2f} s each: {counts}, {len(known)} estimates")
+    new = len(space) - report.known
+    print(f"{new} configs in {took:.0f} s, {took / max(new, 1):.2f} s each; of all: {counts}, {len(known)} estimates")
     print(f"on disk at most {most[0] / 1e6:.0f} MB, and in the end {left or 'nothing'}")
     for trial in report.trials[:2]:
         print(f"{trial.config}: {trial.outcome}: {trial.message}")
@@ -435,10 +439,9 @@ def many(results: Path, target: str) -> None:
 
 def size_of(path: Path) -> int:
     """Returns the bytes of a file, or of all files in a directory; 0 for one that is gone."""
-    inner = path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]
     total = 0
-    for each in inner:
-        with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):
+        for each in path.rglob("*") if path.is_dir() and not path.is_symlink() else [path]:
             total += each.lstat().st_size
     return total
 
