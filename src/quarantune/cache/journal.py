@@ -210,7 +210,8 @@ def _append_line(place: Directory, name: str, line: bytes) -> bool:
     try:
         # A line torn by a full disk lacks its end: one is added, or this record would be lost with it.
         size = os.fstat(fd).st_size
-        if size > content.LARGEST_JOURNAL_BYTES // 2:  # whatever the line's length is, so that records stay in order
+        # The line's own length does not count, so that records stay in order.
+        if size > content.LARGEST_JOURNAL_BYTES // 2:
             return False
         separator = b"\n" if size and os.pread(fd, 1, size - 1) != b"\n" else b""
         written = os.write(fd, separator + line)

@@ -228,7 +228,7 @@ class Store:
             return {main: offered}
         Directory(self.directory, _folder(main).name, make=True).close()
         present: Contents = {}
-        with contextlib.suppress(TooLargeError):  # that file stays as it is
+        with contextlib.suppress(TooLargeError):  # a file that is too large stays as it is
             present = self._file(main).load_or_set_aside()
         if present and size > 2 * _MAIN_BYTES:  # an earlier version wrote it
             for path, part in _divided(main, present).items():

@@ -134,7 +134,7 @@ class _Final:
         self._name = problem.name
         default = problem.default
         self._default = default if finals.default_among(measured, default) == default else None
-        self._has_untuned = default is None and problem.untuned is not None  # which runs beside the finalists
+        self._has_untuned = default is None and problem.untuned is not None  # they run beside the finalists
         self._measured = measured
 
     def run(self, complaint: str) -> Swept:

@@ -77,7 +77,7 @@ class KeyedCall:
         """The text of the key in earlier versions."""
 
         def text() -> str:
-            former = _description(self.call).key_values  # what `key_fn` returned is kept
+            former = _description(self.call).key_values  # the part that `key_fn` returned stays
             values = {name: former.get(name, value) for name, value in self.values.items()}
             return _text(values, self.call, self.jax_state)
 

@@ -62,7 +62,7 @@ def _module_of(
     A worker without the device compiled it, so that JAX has another key for it here. The program's text tells whether
     it is the same.
     """
-    from quarantune.worker.judging import structure_of  # which calls do not need that find their result
+    from quarantune.worker.judging import structure_of  # calls that find their result do not need it
 
     try:
         _, options = binding.split(fn, config)

@@ -36,7 +36,7 @@ def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[
     """
     settings = request.settings
     if settings.executor is None:
-        from quarantune.sweep import sweep  # which cached calls do not need
+        from quarantune.sweep import sweep  # cached calls do not need it
 
         return sweep.run(request, configs, known=known)
     if settings.isolation not in (AUTO, Isolation.PROCESS.value):

@@ -102,7 +102,7 @@ class KnownResults:
         The entry is of the same kind of device and code, and its dtypes and static arguments are those of the call. Its
         config is in the call's config space, and `prune_fn` accepts it. The result is not remembered.
         """
-        from quarantune.resolve import similar  # which a call that is found does not need
+        from quarantune.resolve import similar  # a call that is found does not need it
 
         candidates = []
         for found in self.entries(settings):

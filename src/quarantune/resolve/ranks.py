@@ -118,7 +118,7 @@ class Ranks:
         return None if outcome is None else self._kept(keyed, outcome)
 
     def _kept(self, keyed: KeyedCall, agreed: Resolved) -> Resolved:
-        self._agreed.setdefault(keyed.key, dataclasses.replace(agreed, tuned=None))  # which holds an executable
+        self._agreed.setdefault(keyed.key, dataclasses.replace(agreed, tuned=None))  # a result holds an executable
         return agreed
 
 

@@ -65,13 +65,13 @@ class Resolver:
 
     @locks.lazy
     def _tuning(self) -> Tuning:
-        from quarantune.resolve.tuning_job import Tuning  # which cached calls do not need
+        from quarantune.resolve.tuning_job import Tuning  # cached calls do not need it
 
         return Tuning(self._known, self._seeds, self._on_phase)
 
     @locks.lazy
     def _ranks(self) -> Ranks:
-        from quarantune.resolve.ranks import Ranks  # which programs of one process do not need
+        from quarantune.resolve.ranks import Ranks  # programs of one process do not need it
 
         return Ranks(self._known)
 

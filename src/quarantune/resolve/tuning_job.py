@@ -471,7 +471,7 @@ def callers_error(
         trials: those of the configs that ran, and of any that `prune_fn` dropped.
         only_there: makes the error for where only workers raise it while they trace; None if one has traced a config.
     """
-    from quarantune.worker.error_report import describe_error  # which cached calls do not need
+    from quarantune.worker.error_report import describe_error  # cached calls do not need it
 
     ends = {(trial.outcome, trial.phase, trial.message) for trial in trials if trial.outcome is not Outcome.PRUNED}
     if len(ends) != 1 or not call.function.is_jitted or call.untuned is None:

@@ -122,7 +122,7 @@ class Template:
         try:
             self._process.wait(_EXIT_WAIT_S)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # its user may be another by now
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # this process may run as another user by now
                 self._process.kill()
                 self._process.wait(_EXIT_WAIT_S)
         kill_marked(self.token)

@@ -152,7 +152,8 @@ def _make_sampler(optuna: ModuleType, name: str, seed: int) -> Any:
         )
     seed %= 1 << 32  # Optuna's generators take no larger ones
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a sampler, or the option for several trials at a time, is experimental
+        # Optuna warns that samplers, and the option for several trials at a time, are experimental.
+        warnings.simplefilter("ignore")
         if name == "tpe":
             return classes[name](seed=seed, constant_liar=True)
         return classes[name](seed=seed)

@@ -18,7 +18,8 @@ from typing import Any
 from quarantune.host import installed, origins, proc
 
 _STARTED = time.time() - 2.0
-if _fields := proc.status("self"):  # its start since the machine's, in ticks, which end within the two seconds
+# This process's start is told in ticks since that of the machine; the two seconds cover the rounding.
+if _fields := proc.status("self"):
     _STARTED -= time.clock_gettime(time.CLOCK_BOOTTIME) - int(_fields[19]) / os.sysconf("SC_CLK_TCK")
 """The start of this process. A file last changed before it was not edited after its import (forks included)."""
 

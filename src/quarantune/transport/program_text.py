@@ -31,7 +31,7 @@ def remove_notes(lowered: Any) -> None:
     XLA keeps the notes in a table that such an executable lacks, so that it could not be loaded ("Invalid metadata
     payload id", jaxlib 0.11).
     """
-    from jax.extend.mlir import ir  # which only workers need
+    from jax.extend.mlir import ir  # only workers need it
 
     def remove(operation: Any) -> ir.WalkResult:
         attributes = operation.operation.attributes

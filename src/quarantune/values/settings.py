@@ -129,7 +129,7 @@ def _names(value: Any) -> tuple[str, ...]:
 
 
 def _paths(value: Any) -> tuple[Path, ...]:
-    if isinstance(value, str) and "://" in value:  # whose colon separates no directories
+    if isinstance(value, str) and "://" in value:  # the colon of a URL separates no directories
         raise ValueError
     items: Iterable[Any] = (
         value.split(os.pathsep) if isinstance(value, str) else [value] if isinstance(value, os.PathLike) else value
