@@ -539,6 +539,27 @@ def test_screen_readers_find_names_tables_and_text_for_charts(window: Browser, t
     assert ("columnheader", "BM") in [(role, name.strip(" ↕↑")) for role, name in found]
 
 
+AXE = Path(__file__).parents[1] / "node_modules" / "axe-core" / "axe.min.js"
+
+
+@needs_browser
+@pytest.mark.clients
+@pytest.mark.skipif(not AXE.exists(), reason="needs axe-core (npm install axe-core)")
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_axe_finds_nothing(window: Browser, tmp_path: Path, width: int, is_dark: bool) -> None:
+    for make in (result, failures, lambda: result(300)):
+        html_report.write(tmp_path / "report.html", [make()])
+        window.size(width, 900)
+        window.open(tmp_path / "report.html")
+        if is_dark:
+            window.click("#theme")
+        window.click("#table tbody button.open")
+        window.run(f"{AXE.read_text(encoding='utf-8')}; window.axe = axe;")
+        found = "return axe.run().then(({ violations }) => violations.map((it) => [it.id, it.nodes[0].html]))"
+        assert window.run(found) == []
+
+
 @needs_browser
 @pytest.mark.clients
 def test_five_thousand_trials_are_paged_and_selected_quickly(window: Browser, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ function colourAt(share) {
 const rgb = (colour) => `rgb(${colour.join(",")})`;
 function inkOn(colour) {
   const [r, g, b] = colour.map((part) => ((part / 255) <= 0.04 ? part / 3294.6 : ((part / 255 + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.19 ? "#10181f" : "#ffffff";
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.179 ? "#000000" : "#ffffff";
 }
 const LETTERS = { ok: "✓", slow: "S", pruned: "P", error: "E", wrong: "W", timeout: "T", crashed: "C", oom: "M",
   device_oom: "D", lost: "L", not_run: "N" };

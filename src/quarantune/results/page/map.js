@@ -50,7 +50,7 @@ function mapCell(p, cell, where, go) {
   const text = cell.best ? `${cell.best.outcome.name === "slow" ? "> " : ""}${digits(cell.best.ms * p.unit[0], 2)}` : worst.letter;
   const tipText = `${where}\n${cell.best ? `best ${timeText(p, cell.best)}: ${configText(p, cell.best)}\n` : ""}${counts}${cell.won ? "\nthe winner is here" : ""}${cell.was ? "\nthe defaults are here" : ""}`;
   const button = el("button", { type: "button", class: `cell${cell.best ? "" : ` fill ${worst.name}`}${cell.best && failures ? " some" : ""}${cell.won ? " won" : ""}${cell.was ? " was" : ""}`,
-    tabindex: "-1", "data-tip": tipText, "aria-label": tipText.replaceAll("\n", "; "), onclick: go }, cell.best ? text : el("span", { class: "letter", text }));
+    tabindex: "-1", "data-tip": tipText, "aria-label": `${text}; ${tipText.replaceAll("\n", "; ")}`, onclick: go }, cell.best ? text : el("span", { class: "letter", text }));
   if (cell.best) {
     const colour = colourAt(p.share(cell.best.ms));
     button.style.backgroundColor = rgb(colour);

@@ -123,15 +123,15 @@ function drawRows() {
 }
 
 function addRow(body, p, trial) {
-  const mark = trial === p.best ? "★" : p.tie.includes(trial) ? "=" : trial === p.default ? "d" : "";
-  const what = { "★": "winner", "=": "tied with the winner", d: "the defaults" }[mark] || "";
+  const mark = trial === p.best ? "★" : p.tie.includes(trial) ? "=" : trial === p.default ? "◆" : "";
+  const what = { "★": "winner", "=": "tied with the winner", "◆": "the defaults" }[mark] || "";
   const open = view.open.has(trial);
   const button = el("button", { type: "button", class: "open", "aria-expanded": String(open), "aria-label": `Details of ${configText(p, trial)}${what ? `, ${what}` : ""}`, onclick: () => {
     if (!view.open.delete(trial)) view.open.add(trial);
     const at = [...body.querySelectorAll("button.open")].indexOf(button);
     drawRows();
     $("table").tBodies[0].querySelectorAll("button.open")[at]?.focus();
-  } }, el("span", { class: "caret", "aria-hidden": "true", text: open ? "▾" : "▸" }), el("span", { class: "flag", title: what || null, text: mark }));
+  } }, el("span", { class: "caret", "aria-hidden": "true", text: open ? "▾" : "▸" }), el("span", { class: "flag", title: what || null, "aria-hidden": "true", text: mark }));
   body.append(el("tr", { class: trial === p.best ? "won" : trial === p.default ? "was" : null }, el("td", {}, button),
     view.columns.map((column) => column.key === "outcome"
       ? el("td", { class: "outcome", "data-name": "outcome" }, el("span", { class: `key ${trial.outcome.name}`, "aria-hidden": "true", text: trial.outcome.letter }), trial.outcome.label + (trial.outcome.failed && trial.phase ? `, ${trial.phase}` : ""))
@@ -143,8 +143,8 @@ function detailsOf(p, trial) {
   const facts = [["config", configText(p, trial)], ["device", trial.device], ["clock", { device: "the device's own", queued: "queued runs", wall: "wall time" }[trial.clock]], ["samples", trial.samples.length ? `${trial.samples.length}: ${trial.samples.slice(0, 40).map((ms) => digits(ms * p.unit[0])).join(", ")}${trial.samples.length > 40 ? " …" : ""} ${p.unit[1]}` : ""]];
   return el("div", { class: "detail" },
     el("dl", {}, facts.filter(([, text]) => text).map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", { text })))),
-    trial.message ? el("div", {}, el("h4", { text: "Message" }), el("pre", { text: trial.message })) : null,
-    trial.log ? el("div", {}, el("h4", { text: "Last lines of its log" }), el("pre", { text: trial.log })) : null,
+    trial.message ? el("div", {}, el("h3", { text: "Message" }), el("pre", { text: trial.message })) : null,
+    trial.log ? el("div", {}, el("h3", { text: "Last lines of its log" }), el("pre", { text: trial.log })) : null,
     el("div", { class: "row tools" }, copyButton("Copy config as Python", () => asPython(p, trial)), repeatText(p, trial) ? copyButton("Copy the command that repeats it alone", () => repeatText(p, trial)) : null),
     repeatText(p, trial) ? el("pre", { class: "repeat", text: repeatText(p, trial) }) : null,
     trial.message || trial.log ? null : el("p", { class: "muted", text: "It left neither a message nor a log." }));
