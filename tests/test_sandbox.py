@@ -532,6 +532,21 @@ def test_a_failed_load_is_reported_and_the_next_sweep_works(hostility: str, load
         assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
 
 
+@pytest.mark.parametrize(("kills", "is_loaded"), [(2, True), (9, False)])
+def test_a_load_that_is_killed_twice_is_tried_a_third_time(
+    kills: int, is_loaded: bool, load: Callable[..., ModuleType], tmp_path: Path
+) -> None:
+    loads = tmp_path / "loads"
+    noting = f"""    with open({str(loads)!r}, "a") as loads:
+        loads.write("x")
+    if os.path.getsize({str(loads)!r}) <= {kills}:
+        os.kill(os.getpid(), 9)"""
+    act = load(HOSTILE.format(hostility=noting)).act
+    with contextlib.nullcontext() if is_loaded else pytest.raises(LoadError), sandbox_for(act) as sandbox:
+        assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
+    assert loads.read_text() == "xxx"
+
+
 @pytest.mark.parametrize(
     "hostility",
     [

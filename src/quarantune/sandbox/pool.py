@@ -19,6 +19,8 @@ from quarantune.values.codec import Frame
 from quarantune.values.trial import SandboxError
 
 _CHECK_S = 0.1
+_OPENINGS = 3
+"""How often templates are started for a sweep while other processes kill them."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -128,14 +130,15 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             SandboxError: no template can be started.
             OSError: there are too few processes or threads to start one.
         """
-        try:
-            shortages.patiently(lambda: self._open_link(load_timeout_s))
-        except (SandboxError, LoadError) as error:
-            was_killed = isinstance(error, LoadError) and error.report.was_killed
-            if not (was_killed or self._link.has_died):
-                raise
-            # Another program may have killed the load, or an earlier sweep may have damaged the template.
-            shortages.patiently(lambda: self._open_link(load_timeout_s))
+        for again in reversed(range(_OPENINGS)):
+            try:
+                shortages.patiently(lambda: self._open_link(load_timeout_s))
+                return
+            except (SandboxError, LoadError) as error:
+                was_killed = isinstance(error, LoadError) and error.report.was_killed
+                # Another program may have killed the load, or an earlier sweep may have damaged the template.
+                if not again or not (was_killed or self._link.has_died):
+                    raise
 
     def _open_link(self, load_timeout_s: float | None) -> None:
         self._link.disconnect()
