@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from quarantune.host import machine
+from quarantune.host import machine, variables
 
 GB = 10**9
 
@@ -241,3 +242,13 @@ def test_watching_a_process_does_not_import_psutil(monkeypatch: pytest.MonkeyPat
     assert machine.private_memory_bytes(os.getpid()) > 0
     assert os.getpid() in machine.descendants(os.getppid())
     assert machine.available_memory_bytes() > 0
+
+
+def test_variables_are_given_for_a_block_and_then_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QT_THERE", "old")
+    monkeypatch.delenv("QT_MISSING", raising=False)
+    with contextlib.suppress(ArithmeticError), variables.given({"QT_THERE": "new", "QT_MISSING": "1"}):
+        assert (os.environ["QT_THERE"], os.environ["QT_MISSING"]) == ("new", "1")
+        raise ArithmeticError
+    assert os.environ["QT_THERE"] == "old"
+    assert "QT_MISSING" not in os.environ

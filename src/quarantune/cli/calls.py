@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import inspect
 import os
@@ -22,6 +21,7 @@ from quarantune.api import ahead
 from quarantune.api.contextual import Contextual
 from quarantune.cli.call_texts import ArrayText, Call, parse_statics
 from quarantune.cli.output import InputError, message_of
+from quarantune.host import variables
 from quarantune.host.installed import is_installed
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.sandbox import MARK
@@ -112,7 +112,8 @@ def _import(name: str, label: str, directory: Path) -> ModuleType:
         sys.path.insert(0, str(directory))
     importlib.invalidate_caches()
     try:
-        with _tuning_nothing():
+        # As workers import it: its own calls run untuned, and it is told not to tune.
+        with variables.given({MARK: os.environ.get(MARK, "importing")}):
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
@@ -124,18 +125,6 @@ def _import(name: str, label: str, directory: Path) -> ModuleType:
         raise InputError(
             f"{label}: its import fails at {_place(error)} with {type(error).__name__}: {message_of(error)}"
         ) from error
-
-
-@contextlib.contextmanager
-def _tuning_nothing() -> Iterator[None]:
-    """Lets a module be imported as workers import it: its own calls run untuned, and it is told not to tune."""
-    was_inside = MARK in os.environ
-    os.environ.setdefault(MARK, "importing")
-    try:
-        yield
-    finally:
-        if not was_inside:
-            del os.environ[MARK]
 
 
 def _place(error: BaseException) -> str:

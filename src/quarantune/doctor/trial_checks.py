@@ -24,7 +24,7 @@ from quarantune import jax_internals
 from quarantune.api.tuner import AutoTuner
 from quarantune.devices import discovery
 from quarantune.doctor.check import Check, first_line, judged, ok, warn
-from quarantune.host import origins
+from quarantune.host import origins, variables
 from quarantune.results.result import TuningResult
 from quarantune.values.settings import SettingKeywords, Settings, settings
 from quarantune.values.trial import Outcome, Trial, TuningFailedError
@@ -138,7 +138,9 @@ def _swept(name: str, kind: _Kind) -> TuningResult:
         timeout=_DEADLINE_S,
         progress=False,
     )
-    with settings(**kind.settings), environment, _without_preallocation(), _quiet():
+    # Keeps JAX from taking most of the device's memory, where this process initialises it.
+    memory = variables.given({_PREALLOCATE: os.environ.get(_PREALLOCATE, "false")})
+    with settings(**kind.settings), environment, memory, _quiet():
         tuner = AutoTuner(kind.fn, {"scale": [2, 3]}, ref_fn=None, rep=3, name=f"doctor.{name}")
         return tuner.run(np.ones(_SHAPE, np.float32))
 
@@ -175,18 +177,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(before)
-
-
-@contextlib.contextmanager
-def _without_preallocation() -> Iterator[None]:
-    """Keeps JAX from taking most of the device's memory, where this process initialises it within the block."""
-    was_set = _PREALLOCATE in os.environ
-    os.environ.setdefault(_PREALLOCATE, "false")
-    try:
-        yield
-    finally:
-        if not was_set:
-            os.environ.pop(_PREALLOCATE, None)
 
 
 # --- ranks ---

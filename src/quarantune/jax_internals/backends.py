@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,8 @@ from typing import Any
 import jax
 from jax._src import xla_bridge
 from jax._src.array import ArrayImpl
+
+from quarantune.host import variables
 
 _ASKING = frozenset({"default_backend", "devices", "device_count", "local_device_count"})
 """The functions of JAX that say what `get_backend` returned."""
@@ -43,17 +44,9 @@ def load_plugins() -> None:
     if _has_plugins:
         return
     _has_plugins = True
-    variable = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
-    before = os.environ.get(variable)
-    os.environ[variable] = "1"
-    try:
-        with contextlib.suppress(AttributeError):  # another version of JAX: every fork loads the plugins
-            xla_bridge._discover_and_register_pjrt_plugins()
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+    missing = contextlib.suppress(AttributeError)  # another version of JAX: every fork loads the plugins
+    with variables.given({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}), missing:
+        xla_bridge._discover_and_register_pjrt_plugins()
 
 
 @contextlib.contextmanager
