@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -31,8 +32,13 @@ def hold(x: Any, name: str, n: int = 0) -> Any:
         held.append(SharedMemory(name=f"{name}-own", create=True, size=1 << 20))
         held.append(SharedMemory(name=f"{name}-other", create=True, size=1 << 20))
         held[-1].unlink()
-        with open(f"/dev/shm/{name}-other", "wb") as file:  # as if another process had made it anew
-            file.write(b"other")
+        subprocess.run(["touch", f"/dev/shm/{name}-other"], check=True)  # another process has made it anew
+        os.mkdir(f"/dev/shm/{name}-folder")
+        for path in (Path(f"/dev/shm/{name}-plain"), Path(f"/dev/shm/{name}-folder/plain")):
+            path.write_text("plain")
+        with open(f"/dev/shm/{name}", "r+b") as file:  # which was there before
+            held.append(pickle.loads(pickle.dumps(open)) is open and file.read(1))
+        assert held[-1]
         signal.pause()
     return x * 2 + n * 0
 

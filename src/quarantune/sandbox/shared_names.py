@@ -1,13 +1,16 @@
 """The names of shared memory that a worker's processes make: those that are left go with the worker, however it ends.
 
 A name outlives its processes, and `multiprocessing` removes it only where its tracker outlives them. So a worker notes
-each name as it makes it, in a file that its template holds.
+each name as it makes it, in a file that its template holds. Names that code in C makes are not noted.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import functools
 import importlib
+import io
 import os
 import shutil
 import stat
@@ -56,7 +59,7 @@ def _note(path: str, about: os.stat_result) -> None:
 
 
 def note_in(fd: int) -> None:
-    """Has this process, and its forks, note the shared memory of `multiprocessing` that they make.
+    """Has this process, and its forks, note the shared memory that they make by `multiprocessing`, `open` or `mkdir`.
 
     Args:
         fd: the file, which stays open.
@@ -64,6 +67,9 @@ def note_in(fd: int) -> None:
     _noted_in.append(fd)
     if len(_noted_in) > 1:
         return  # a fork of a process that notes them
+    builtins.open = io.open = _noting(open)
+    for name in ("open", "mkdir"):
+        setattr(os, name, _noting(getattr(os, name)))
     try:
         module: Any = importlib.import_module("_posixshmem")
     except ImportError:
@@ -77,6 +83,23 @@ def note_in(fd: int) -> None:
         return opened
 
     module.shm_open = shm_open
+
+
+def _noting(real: Any) -> Any:
+    """Returns a function that opens or makes a path as `real` does, and notes a name that was not there before."""
+
+    @functools.wraps(real)
+    def made(path: Any, *args: Any, **kwargs: Any) -> Any:
+        name = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
+        is_new = os.path.dirname(name) == _DIRECTORY and not os.path.lexists(name)
+        result = real(path, *args, **kwargs)
+        if is_new:
+            with contextlib.suppress(OSError):
+                _note(name, os.lstat(name))
+        return result
+
+    made.__module__ = "builtins" if real is open else "os"  # where pickle finds it by its name
+    return made
 
 
 def remove(fd: int) -> None:
