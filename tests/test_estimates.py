@@ -281,6 +281,20 @@ def test_further_steps_cost_what_the_last_ones_did() -> None:
     assert estimates._extrapolated([alone], 5.0).kernel_cycles == 300 * 50
 
 
+@pytest.mark.parametrize(("steps", "told"), [(2, "it takes longer than 0 s"), (4, "")])
+def test_the_first_steps_alone_are_no_estimate_of_more(steps: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(work: Any, directory: Path, deadline: float) -> int:
+        (directory / "about").write_text(json.dumps(about(whole=(4,), steps=(steps,)).to_json()))
+        (directory / f"kernel_0.1{estimates._SUFFIX}").write_text(WRITTEN.replace("copy", "kernel_0"))
+        return 0 if steps == 4 else -signal.SIGKILL
+
+    monkeypatch.setattr(estimates, "_run_apart", write)
+    monkeypatch.setattr(estimates, "_LONGEST_S", 0)
+    bench: Any = None
+    target: Any = SimpleNamespace(num_cores=1)
+    assert estimates.estimate(bench, {}, target).no_estimate == told
+
+
 def test_the_directory_of_a_worker_that_is_killed_goes_with_its_names(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "names", os.O_RDWR | os.O_CREAT)
     code = textwrap.dedent(

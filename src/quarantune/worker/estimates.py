@@ -137,7 +137,8 @@ def _estimate(bench: Bench, config: Config, target: CompileTarget, directory: Pa
         if len(points) == before or points[-1].about.steps == points[-1].about.whole:
             break  # what there is may do
         most_steps *= 2
-    if not points:
+    # The first steps alone cost more than those that follow.
+    if not points or (len(points) == 1 and points[0].about.steps != points[0].about.whole):
         raise NoEstimateError(_why_none(directory, status))
     about = points[-1].about
     if about.has_loops and not all(point.is_whole for point in points):
