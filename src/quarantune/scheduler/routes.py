@@ -26,7 +26,7 @@ from quarantune.scheduler.verdicts import checked_duration, checked_ms
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
 from quarantune.values.compiling import OutputArray
 from quarantune.values.config_values import encode
-from quarantune.values.trial import Outcome, Phase, Route
+from quarantune.values.trial import READY, Outcome, Phase, Route
 
 _MOST_LOST = 10
 """Where more than one in so many configs ends the worker that compiles it, each gets one of its own."""
@@ -264,6 +264,7 @@ class RouteSteps:
     def _take_device(self, worker: Worker, device: DeviceState) -> None:
         if worker.job is not None:
             worker.job.held_s += self._run.clock() - worker.assigned_at
+            self._run.on_phase(worker.job.index, READY)
         worker.deadline, device.measuring = NEVER, None
 
     def _rule_out(self, worker: Worker) -> bool:
