@@ -2298,6 +2298,18 @@ def test_standby_workers_that_lack_memory_do_not_withdraw_a_device() -> None:
     assert run(plan_for(Route.APART, configs_per_worker=1), 6, act).outcomes == ["ok"] * 6
 
 
+@pytest.mark.parametrize("do", ["Compile", "Prepare", "Measure"])
+def test_on_a_device_with_memory_for_one_worker_every_config_is_compiled_and_measured(do: str) -> None:
+    def lacks_memory(worker: FakeWorker) -> list[Step] | None:
+        is_alone = [*sandbox.workers] == [worker.number]
+        return out_of_memory(worker) if worker.do == do and not is_alone else None
+
+    clock = Clock()
+    sandbox = FakeSandbox(clock, lacks_memory)
+    plan = plan_for(Route.HANDED_OVER, compiles_per_worker=8, configs_per_worker=4, slots=2)
+    assert run(plan, 12, clock=clock, sandbox=sandbox).outcomes == ["ok"] * 12
+
+
 def test_a_device_without_memory_for_one_worker_is_withdrawn() -> None:
     result = run(plan_for(Route.APART, configs_per_worker=1), 6, when("Prepare", out_of_memory))
     assert result.outcomes == ["device_oom"] * 6

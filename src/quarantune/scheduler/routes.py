@@ -597,6 +597,15 @@ class HandedOver(SplitRoute):
         """Whether a worker that is done with a config may yet get another one while none is pending."""
         return self._run.jobs.may_come
 
+    def measure_on(self, device: DeviceState) -> None:
+        """Gives the next ready job to a standby worker; where memory is short, those that have compiled end before."""
+        workers = self._run.workers
+        if device.is_cramped and not device.standby:
+            for worker in workers.in_state(WorkerState.BETWEEN):
+                if worker.device is device:
+                    workers.retire(worker)
+        super().measure_on(device)
+
     def lacks_memory_beside(self, worker: Worker) -> bool:
         """Whether the device's memory is held by workers that are done with a config."""
         return worker.device is not None and self._run.workers.on(worker.device) > 1
