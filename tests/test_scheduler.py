@@ -1096,7 +1096,7 @@ def test_a_hang_is_still_a_timeout_after_the_caller_was_stopped() -> None:
 
 
 @ROUTES
-def test_the_config_of_a_worker_that_does_not_come_up_is_tried_once_more(route: Route) -> None:
+def test_the_config_of_a_worker_that_does_not_come_up_is_tried_twice_more(route: Route) -> None:
     silent = when("Compile", lambda worker: [] if worker.starts == 0 else compiles(worker))
     result = run(plan_for(route), 1, silent)
     assert result.outcomes == ["ok"]
@@ -1104,7 +1104,7 @@ def test_the_config_of_a_worker_that_does_not_come_up_is_tried_once_more(route: 
 
     result = run(plan_for(route), 3, for_config(0, lambda worker: []))
     assert result.outcomes == ["lost", "ok", "ok"]
-    assert len(result.given("Compile", 0)) == 2
+    assert len(result.given("Compile", 0)) == 3
     assert f"not up within {STARTUP_DEADLINE_S:g} s" in result.trials[0].message
 
 
@@ -1846,18 +1846,18 @@ def test_one_oom_kill_does_not_explain_two_deaths(monkeypatch: pytest.MonkeyPatc
 
 @ROUTES
 @pytest.mark.parametrize("do", ["Compile", "Measure"])
-def test_a_lost_config_is_tried_once_more_and_then_counts(route: Route, do: str) -> None:
+def test_a_lost_config_is_tried_twice_more_and_then_counts(route: Route, do: str) -> None:
     def is_lost(worker: FakeWorker) -> list[Step] | None:
         return [(0.1, worker.ends(None))] if worker.do == do else None
 
     def is_fine(worker: FakeWorker) -> None:
         return None
 
-    once = run(plan_for(route), 3, for_config(1, is_lost, is_fine))
-    assert once.outcomes == ["ok"] * 3
+    twice = run(plan_for(route), 3, for_config(1, is_lost, is_lost, is_fine))
+    assert twice.outcomes == ["ok"] * 3
     ever = run(plan_for(route), 3, for_config(1, is_lost))
     assert ever.outcomes == ["ok", "lost", "ok"]
-    assert len(ever.given(do, 1)) == 2
+    assert len(ever.given(do, 1)) == 3
 
 
 def test_a_config_lost_while_measured_is_not_compiled_again() -> None:
@@ -1890,9 +1890,9 @@ def test_a_config_that_was_killed_is_repeated_alone_before_it_counts(route: Rout
     def is_fine(worker: FakeWorker) -> None:
         is_killed(worker)
 
-    sandbox = FakeSandbox(clock, for_config(1, is_killed, is_fine))
-    once = run(plan_for(route, exclusive=exclusive), 6, clock=clock, sandbox=sandbox)
-    assert once.outcomes == ["ok"] * 6
+    sandbox = FakeSandbox(clock, for_config(1, is_killed, is_killed, is_fine))
+    twice = run(plan_for(route, exclusive=exclusive), 6, clock=clock, sandbox=sandbox)
+    assert twice.outcomes == ["ok"] * 6
     sandbox = FakeSandbox(clock, for_config(1, is_killed))
     ever = run(plan_for(route, exclusive=exclusive), 6, clock=clock, sandbox=sandbox)
     assert ever.outcomes == ["ok", "crashed", *["ok"] * 4]

@@ -52,8 +52,8 @@ class Endings:
         kills = machine.oom_kills()
         if status != -9 or kills <= self._oom_kills:
             forgive(worker)
-            is_first = worker.job is None or not worker.job.was_lost or worker.state is WorkerState.PARKED
-            outcome = Outcome.LOST if was_killed(status) and is_first else Outcome.CRASHED
+            may_go_on = worker.job is None or worker.job.may_be_repeated or worker.state is WorkerState.PARKED
+            outcome = Outcome.LOST if was_killed(status) and may_go_on else Outcome.CRASHED
             return Verdict(outcome, f"the process {describe_status(status)} without a result")
         self._oom_kills = kills
         if (culprit := self._run.memory.larger_than(worker)) is not None:
@@ -112,9 +112,9 @@ class Endings:
         is_parked = worker.state is WorkerState.PARKED
         if not run.devices or verdict.is_shortage:
             run.jobs.finish(job, worker, verdict, worker.phase)
-        elif outcome is Outcome.LOST and (is_parked or not job.was_lost):
+        elif outcome is Outcome.LOST and (is_parked or job.may_be_repeated):
             # One that only waited did nothing that could have killed its template.
-            job.was_lost = job.was_lost or not is_parked
+            job.losses += not is_parked
             run.jobs.again(job)
         elif self._may_fit_alone(job, worker, outcome):
             run.jobs.again_alone(job)

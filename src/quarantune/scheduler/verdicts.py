@@ -191,7 +191,7 @@ def forgive(worker: Worker) -> None:
     """
     job = worker.job
     if job is not None and not worker.was_heard and job.forgiven < _MOST_FORGIVEN:
-        job.was_lost = False
+        job.losses = 0
         job.forgiven += 1
 
 

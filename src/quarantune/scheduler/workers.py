@@ -98,6 +98,11 @@ class Verdict:
     is_shortage: bool = False
 
 
+_MOST_LOSSES = 2
+"""How often a config is repeated, alone, because its worker or template was killed. Beside 272 random kills, three of
+1,608 configs lost their first worker and that of a first repetition."""
+
+
 @dataclasses.dataclass(eq=False)
 class Job:
     """One config on its way to an outcome.
@@ -110,7 +115,7 @@ class Job:
         figures: the compiler's figures, for a check.
         peak_bytes: the most memory that its workers held.
         slack_s: seconds of the compile deadline left after lowering.
-        was_lost: whether a worker of it was lost before.
+        losses: how many workers of it were lost before.
         forgiven: how many workers of it were killed before they began with it.
         needs_fresh: whether only a fresh worker may run it.
         compiles_fresh: whether only a fresh worker may compile it.
@@ -133,7 +138,7 @@ class Job:
     figures: CompilerFigures | None = None
     peak_bytes: int = 0
     slack_s: float = NEVER
-    was_lost: bool = False
+    losses: int = 0
     forgiven: int = 0
     needs_fresh: bool = False
     compiles_fresh: bool = False
@@ -147,6 +152,16 @@ class Job:
     was_disturbed: bool = False
     held_s: float = 0.0
     route: Route | None = None
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether a worker of it was lost before, so that it runs alone."""
+        return self.losses > 0
+
+    @property
+    def may_be_repeated(self) -> bool:
+        """Whether it is tried again if its worker is lost."""
+        return self.losses < _MOST_LOSSES
 
     @property
     def first_ms(self) -> float:
