@@ -36,7 +36,7 @@ def hold(x: Any, name: str, n: int = 0) -> Any:
         os.mkdir(f"/dev/shm/{name}-folder")
         for path in (Path(f"/dev/shm/{name}-plain"), Path(f"/dev/shm/{name}-folder/plain")):
             path.write_text("plain")
-        with open(f"/dev/shm/{name}", "r+b") as file:  # which was there before
+        with open(file=f"/dev/shm/{name}", mode="r+b") as file:  # which was there before
             held.append(pickle.loads(pickle.dumps(open)) is open and file.read(1))
         assert held[-1]
         signal.pause()

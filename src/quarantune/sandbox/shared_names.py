@@ -89,10 +89,11 @@ def _noting(real: Any) -> Any:
     """Returns a function that opens or makes a path as `real` does, and notes a name that was not there before."""
 
     @functools.wraps(real)
-    def made(path: Any, *args: Any, **kwargs: Any) -> Any:
+    def made(*args: Any, **kwargs: Any) -> Any:
+        path = args[0] if args else kwargs.get("file", kwargs.get("path"))
         name = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
         is_new = os.path.dirname(name) == _DIRECTORY and not os.path.lexists(name)
-        result = real(path, *args, **kwargs)
+        result = real(*args, **kwargs)
         if is_new:
             with contextlib.suppress(OSError):
                 _note(name, os.lstat(name))

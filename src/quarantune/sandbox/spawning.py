@@ -48,8 +48,11 @@ def installed(names: Iterable[str]) -> tuple[str, ...]:
         with contextlib.suppress(OSError):
             if any(entry.endswith(".dist-info") for entry in os.listdir(directory or ".")):
                 roots.append(os.path.join(directory, ""))
-    files = {name: getattr(sys.modules[name], "__file__", None) for name in names}
-    return tuple(sorted(name for name, file in files.items() if file and file.startswith(tuple(roots))))
+    files = {}
+    for name in names:
+        with contextlib.suppress(Exception):  # of a module that is anything
+            files[name] = str(sys.modules[name].__file__)
+    return tuple(sorted(name for name, file in files.items() if file.startswith(tuple(roots))))
 
 
 @contextlib.contextmanager
