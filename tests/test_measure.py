@@ -36,6 +36,12 @@ class Time:
         self.now += seconds
 
 
+@pytest.fixture(autouse=True)
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stops the clock of sampling, whose budget a busy machine may use up between two scripted samples."""
+    monkeypatch.setitem(sampling.measure.__kwdefaults__ or {}, "clock", Time())
+
+
 class Sampler:
     """Returns scripted samples, in milliseconds; each advances the clock by its own length, or by a given time."""
 
