@@ -241,7 +241,9 @@ def test_so_many_runs_must_agree_that_all_are_hardly_ever_disturbed(samples: int
     assert noise.runs_needed(9.0, 1.0) == needed
     assert noise.runs_needed(9.1, 1.0) == 2, "none was disturbed nearly as much"
     take = [RunTime.exactly(9.0)] * 30
-    ruled_out = sampling.measure(lambda count: take[:count], rep=20, best_median_ms=1.0, margin=1.5, noise=noise)
+    ruled_out = sampling.measure(
+        lambda count: take[:count], rep=20, best_median_ms=1.0, margin=1.5, noise=noise, clock=lambda: 0.0
+    )
     assert ruled_out.is_ruled_out
     assert 3 <= len(ruled_out.samples_ms) <= needed + 1
 
@@ -266,6 +268,7 @@ def test_a_config_whose_own_samples_scatter_is_not_ruled_out_by_a_few() -> None:
         best_median_ms=1.0,
         margin=1.5,
         noise=noise,
+        clock=lambda: 0.0,
     )
     assert not samples.is_ruled_out
     assert samples.level_ms(is_exact=False) == 0.14
