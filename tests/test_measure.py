@@ -38,8 +38,9 @@ class Time:
 
 @pytest.fixture(autouse=True)
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stops the clock of sampling, whose budget a busy machine may use up between two scripted samples."""
-    monkeypatch.setitem(sampling.measure.__kwdefaults__ or {}, "clock", Time())
+    """Stops the clocks of sampling and of finals, whose budgets a busy machine may use up between scripted samples."""
+    for fn in (sampling.measure, finals.play):
+        monkeypatch.setitem(fn.__kwdefaults__ or {}, "clock", Time())
 
 
 class Sampler:
