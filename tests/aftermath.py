@@ -78,6 +78,10 @@ def _describe(pid: int) -> str:
     return f"{pid} (going)"
 
 
+_PLACE = "q-"
+"""How the names of the tests' own directories for temporary files begin."""
+
+
 @pytest.fixture
 def quiet_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Gives the test its own TMPDIR, and starts the template."""
@@ -86,7 +90,7 @@ def quiet_place(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ):  # its first import sets environment variables where a GPU plugin is installed
         importlib.import_module("jax.experimental.mosaic.gpu")
     # Not `tmp_path`, whose path is too long for the socket of a multiprocessing server.
-    with tempfile.TemporaryDirectory(prefix="q-", ignore_cleanup_errors=True) as directory:
+    with tempfile.TemporaryDirectory(prefix=_PLACE, ignore_cleanup_errors=True) as directory:
         monkeypatch.setenv("TMPDIR", directory)
         monkeypatch.setattr(tempfile, "tempdir", directory)
         template.shared()
@@ -103,10 +107,12 @@ def nothing_is_left() -> Iterator[None]:
     assert eventually(running_templates), (
         "start the template before this block, so that it does not look like a leftover"
     )
-    before, place, shared = _belongings(), _place(), set(shared_memory())
+    before, place, shared, files = _belongings(), _place(), set(shared_memory()), set(_temporary())
     yield
     assert eventually(lambda: not strays()), strays()
     assert eventually(lambda: _belongings() == before), _differences(before, _belongings())
+    # Other tests, which run at the same time, may remove theirs.
+    assert eventually(lambda: set(_temporary()) <= files), f"{set(_temporary()) - files}"
     assert eventually(lambda: set(shared_memory()) <= shared), f"{shared} -> {shared_memory()}"
     assert _place() == place, _differences(place, _place())
 
@@ -120,8 +126,12 @@ def _belongings() -> dict[str, object]:
     return {
         "descriptors": descriptors(),
         "threads": len(os.listdir("/proc/self/task")),
-        "TMPDIR": _names(Path(tempfile.gettempdir())),
     }
+
+
+def _temporary() -> list[str]:
+    """Returns the names in the directory for temporary files, except for the directories of other tests."""
+    return [name for name in _names(Path(tempfile.gettempdir())) if not name.startswith(_PLACE)]
 
 
 def descriptors() -> dict[str, int]:
