@@ -136,7 +136,4 @@ def _print(heading: str, *paragraphs: str) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except jobs.JobError as error:
-        sys.exit(f"the comparison cannot go on: {error}")
+    jobs.run_main(main)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ def run(module: str, function: str, *, platform: str, **arguments: Any) -> Any:
         if "error" in returned:
             raise JobError(returned["error"])
         return returned["result"]
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Runs a comparison; a job without which it cannot go on ends the program with one line."""
+    try:
+        main()
+    except JobError as error:
+        sys.exit(f"the comparison cannot go on: {error}")
 
 
 def _environment(platform: str, directory: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ It takes the options of compare.py, and runs as README.md describes.
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import compare
@@ -32,7 +31,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except jobs.JobError as error:
-        sys.exit(f"the comparison cannot go on: {error}")
+    jobs.run_main(main)

@@ -12,7 +12,6 @@ import functools
 import importlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -155,7 +154,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except jobs.JobError as error:
-        sys.exit(f"the comparison cannot go on: {error}")
+    jobs.run_main(main)

@@ -51,8 +51,8 @@ def tune_many(calls: Iterable[Sequence[Any]], *, executor: Executor | None = Non
     """
     tunes = [_tune_of(call) for call in calls]
     done: list[None] = []
-    with caller.own_frames_hidden(), environment.settings(executor=executor or environment.current().executor):
-        engine = environment.current().executor
+    engine = environment.current().executor if executor is None else executor
+    with caller.own_frames_hidden(), environment.settings(executor=engine):
         try:
             outcomes = [_outcome(tune, done) for tune in tunes] if engine is None else _all_at_once(tunes, engine, done)
         except KeyboardInterrupt as error:

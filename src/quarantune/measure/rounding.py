@@ -9,7 +9,6 @@ that take `xp` run with NumPy on the host, and with `jax.numpy` on a device.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -247,8 +246,8 @@ class Noise:
         """Takes the output of a run on moved inputs, and the share of its deviations that rounding explains."""
         self._scale = scale
         if self._squares is None:
-            zeros = functools.partial(np.zeros, dtype=np.float32)
-            self._squares = zeros(self._wanted.shape) if self._run is None else self._run(no_squares, self._wanted)
+            shape, run = self._wanted.shape, self._run
+            self._squares = np.zeros(shape, np.float32) if run is None else run(no_squares, self._wanted)
         if self._run is not None:
             terms = np.asarray([len(self._sums) + 1, *self._terms(is_known=True)], np.float32)
             self._squares, sums, *self._smooth = self._run(add_deviations, self._squares, moved, self._wanted, terms)

@@ -287,7 +287,29 @@ class RouteSteps:
             worker.job = None
 
 
-class CombinedRoute(RouteSteps):
+class _CompiledOnDevice(RouteSteps):
+    """What routes share whose workers compile with the device, and take several configs."""
+
+    def may_begin(self, job: Job) -> bool:
+        """Whether there is a worker for a job, or one may be started."""
+        return self.reusable(job) is not None or self._run.may_start_on(self._run.least_used_device())
+
+    def awaits_others(self) -> bool:
+        """Whether a worker that is done with a config may yet get another one while none is pending."""
+        return self._run.jobs.may_come
+
+    def free(self, worker: Worker) -> None:
+        """Takes its job from a worker, which may take another one or ends."""
+        if not self._may_go_on(worker):
+            self._run.workers.retire(worker)
+
+    def lacks_memory_beside(self, worker: Worker) -> bool:
+        """Whether the device's memory is held by workers that are done with a config."""
+        device, is_reused = worker.device, self._run.plan.compiles_per_worker > 1
+        return is_reused and device is not None and self._run.workers.on(device) > 1
+
+
+class CombinedRoute(_CompiledOnDevice):
     """One worker compiles a config, parks, and measures it."""
 
     def __init__(self, run: Run) -> None:
@@ -298,18 +320,10 @@ class CombinedRoute(RouteSteps):
         """Returns how many configs wait, compiled, for a device."""
         return len(self._run.workers.in_state(WorkerState.PARKED))
 
-    def may_begin(self, job: Job) -> bool:
-        """Whether there is a worker for a job, or one may be started."""
-        return self.reusable(job) is not None or self._run.may_start_on(self._run.least_used_device())
-
     def start_compiling(self, job: Job) -> None:
         """Has a job compiled by a worker that is done with others, by the spare one, or by a new one."""
         worker, saves = self.reusable(job) or self._first_in(WorkerState.SPARE), self._run.plan.compile_only
         self._compile(job, worker, self._run.least_used_device(), saves=saves, last=saves)
-
-    def awaits_others(self) -> bool:
-        """Whether a worker that is done with a config may yet get another one while none is pending."""
-        return self._run.jobs.may_come
 
     def prepare_next(self, has_room: Callable[[], bool]) -> None:
         """Starts a worker for the next config while another one compiles."""
@@ -339,11 +353,6 @@ class CombinedRoute(RouteSteps):
         worker.transition(WorkerState.PARKED)
         worker.deadline = NEVER
 
-    def free(self, worker: Worker) -> None:
-        """Takes its job from a worker, which may take another one or ends."""
-        if not self._may_go_on(worker):
-            self._run.workers.retire(worker)
-
     def on_checked(self, worker: Worker, device: DeviceState, reply: Checked) -> None:
         """Parks a worker again after an informative first run of its job."""
         self._note_first_run(worker, device, reply)
@@ -365,11 +374,6 @@ class CombinedRoute(RouteSteps):
         self._take_device(worker, device)
         self._park(worker)
         return True
-
-    def lacks_memory_beside(self, worker: Worker) -> bool:
-        """Whether the device's memory is held by workers that are done with a config."""
-        device, is_reused = worker.device, self._run.plan.compiles_per_worker > 1
-        return is_reused and device is not None and self._run.workers.on(device) > 1
 
     def measure_on(self, device: DeviceState) -> None:
         """Has the next parked config run: all run once, then those that may still win go on, the fastest first."""
@@ -566,7 +570,7 @@ class SplitRoute(RouteSteps):
         self._expect_outputs(worker)
 
 
-class HandedOver(SplitRoute):
+class HandedOver(_CompiledOnDevice, SplitRoute):
     """Workers that have the device compile, and another one measures what they leave in files, while none compiles.
 
     XLA tries kernels for a product of matrices on the device while it compiles. On an H200 with 16 cores, 24 attention
@@ -580,22 +584,9 @@ class HandedOver(SplitRoute):
         """Whether a standby worker is made ready while others compile: it runs nothing on the device."""
         return True
 
-    def may_begin(self, job: Job) -> bool:
-        """Whether there is a worker for a job, or one may be started."""
-        return self.reusable(job) is not None or self._run.may_start_on(self._run.least_used_device())
-
     def start_compiling(self, job: Job) -> None:
         """Has a job compiled by a worker with a device: by one that has compiled others, or by a new one."""
         self._compile(job, self.reusable(job), self._run.least_used_device(), saves=True, must_save=True)
-
-    def free(self, worker: Worker) -> None:
-        """Takes its job from a worker that has compiled it, which may compile another one or ends."""
-        if not self._may_go_on(worker):
-            self._run.workers.retire(worker)
-
-    def awaits_others(self) -> bool:
-        """Whether a worker that is done with a config may yet get another one while none is pending."""
-        return self._run.jobs.may_come
 
     def measure_on(self, device: DeviceState) -> None:
         """Gives the next ready job to a standby worker; where memory is short, those that have compiled end before."""
@@ -605,10 +596,6 @@ class HandedOver(SplitRoute):
                 if worker.device is device:
                     workers.retire(worker)
         super().measure_on(device)
-
-    def lacks_memory_beside(self, worker: Worker) -> bool:
-        """Whether the device's memory is held by workers that are done with a config."""
-        return worker.device is not None and self._run.workers.on(worker.device) > 1
 
 
 class MeasuredHere(SplitRoute):

@@ -131,14 +131,16 @@ class Judge:
         """
         if (device := self._shortcut) is None:
             return
-        with contextlib.suppress(Exception):
-            if is_known := fd is not None and bool(kept := spool.read(fd)):
+        is_empty = fd is not None and not (kept := spool.read(fd))
+        if fd is not None and not is_empty:
+            with contextlib.suppress(Exception):  # the worker that wrote it may have been killed meanwhile
                 device.programs |= {kind: executable.loads(blob) for kind, blob in pickling.loads(kept).items()}
+        with contextlib.suppress(Exception):
             with ThreadPoolExecutor(1) as pool:
                 if self._fixed is None:
                     pool.submit(self._arguments.moved, 0, None, device.run)
                 device.expect(outputs)
-            if fd is not None and not is_known:
+            if fd is not None and is_empty:
                 programs = {kind: executable.dumps(program) for kind, program in device.programs.items()}
                 spool.write(fd, pickling.dumps(programs))
 

@@ -197,7 +197,7 @@ class Worker:
         self.program = None  # that of an earlier config, with its memory
         estimated = None
         if task.target is not None and task.target.estimates:
-            from quarantune.worker import estimates  # which imports what few workers need
+            from quarantune.worker import estimates  # it imports what few workers need
 
             # Before this process loads libtpu, since it forks.
             estimated = estimates.estimate(bench, dict(task.config), task.target)
