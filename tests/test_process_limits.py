@@ -53,10 +53,8 @@ ACTS = {"start_threads": start_threads, "keep_threads": keep_threads, "fork": fo
 @functools.partial(jax.jit, static_argnames=["mode"])
 def kernel(x, mode=CONFIGS[0]):
     ACTS.get(mode, lambda: None)()
-    work = int(mode.partition(" ")[2] or 0)
-    for _ in range(work):
-        x = jax.numpy.sin(x) + 0
-    return x * 0
+    work = int(mode.partition(" ")[2] or 12000)
+    return jax.lax.fori_loop(0, work, lambda _, x: jax.numpy.sin(x), x) * 0
 
 if __name__ == "__main__":
     try:
@@ -66,8 +64,8 @@ if __name__ == "__main__":
     except SandboxError as error:
         print("told", error)
 """
-GOOD = [f"good {work}" for work in (40, 30, 20, 10, 60, 50)]
-"""The fourth does the least work and is the fastest."""
+GOOD = [f"good {work}" for work in (8000, 10000, 9000, 10, 12000, 11000)]
+"""The fourth does the least work and is the fastest, by a lead that no busy machine takes away."""
 
 
 def _as_other_user(limit: int) -> list[str] | None:
