@@ -16,7 +16,7 @@ import pytest
 import quarantune
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import keyed
-from quarantune.resolve.verification import CannotRebuildError, rebuilt
+from quarantune.resolve.rebuilding import CannotRebuildError, rebuilt
 
 X = np.arange(12, dtype=np.float32)
 CONFIGS = [{"n": 1}, {"n": 20_000}, {"n": -1}]

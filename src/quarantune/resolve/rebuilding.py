@@ -1,0 +1,153 @@
+"""Arguments like those of a call, made again from their descriptions in its key."""
+
+from __future__ import annotations
+
+import ast
+import collections
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from quarantune import jax_internals
+from quarantune.resolve.tuned_function import TunedFunction
+from quarantune.transport import inputs
+from quarantune.transport.arrays import dtype_from_name
+from quarantune.transport.call import Arguments
+from quarantune.values.json_object import JsonObject
+
+_SEED = 0
+_NUMBERS: Mapping[str, Any] = {"bool": True, "int": 1, "float": 1.0, "complex": 1j}
+_PLAIN_TREE = re.compile(r"PyTreeDef\((.*)\)", re.DOTALL)
+_LEAF = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\*""")
+"""A quoted key of a dict, or the star that stands for a leaf."""
+
+
+class CannotRebuildError(Exception):
+    """The key does not tell enough about an argument; the message names it."""
+
+
+def rebuilt(key: str, function: TunedFunction) -> Arguments:
+    """Returns arguments like those of the call that a key describes, without tunables.
+
+    Arrays of a jitted function are given as `jax.ShapeDtypeStruct`, so that the sweep makes their elements by `supply`.
+    Those of any other callable are NumPy arrays with such elements, unless `supply` is a function. A Python number, of
+    which the key holds the type only, is 1.
+
+    Args:
+        key: the key of an entry.
+        function: the function that it is for.
+
+    Raises:
+        CannotRebuildError: the key does not hold a value, but only a description of it.
+    """
+    try:
+        values = json.loads(key)["call"]
+        items = list(values.items())
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        raise CannotRebuildError("its key is not one of a tuned function") from None
+    if function.options.key_fn is not None:
+        raise CannotRebuildError("its key holds the result of key_fn and not the shapes")
+    maker = _Maker(function)
+    parameters, made = function.parameters, dict[str, Any]()
+    rest = next((name for name, it in parameters.items() if it.kind is inspect.Parameter.VAR_KEYWORD), None)
+    for name, described in items:
+        if name in parameters and (name != rest):
+            made[name] = maker.value(name, described)
+        elif rest is not None and name != "communicates over":
+            made.setdefault(rest, {})[name.removeprefix("**")] = maker.value(name, described)
+        else:
+            raise CannotRebuildError(f"{name!r} is no parameter of the function")
+    bound = inspect.BoundArguments(function.signature, collections.OrderedDict(_in_order(made, parameters)))
+    return bound.args, bound.kwargs
+
+
+def _in_order(made: Mapping[str, Any], parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, made[name]) for name in parameters if name in made]
+
+
+class _Maker:
+    """Makes the arguments of one call."""
+
+    def __init__(self, function: TunedFunction) -> None:
+        self._function = function
+        self._arrays = 0
+
+    def value(self, name: str, described: Any) -> Any:
+        """Returns an argument that has a description.
+
+        Args:
+            name: the parameter.
+            described: the description.
+        """
+        statics = self._function.static_names
+        if statics is not None and name in statics:
+            return _static(name, described)
+        if isinstance(described, dict) and described.keys() == {"structure", "leaves"}:
+            return self._tree(name, described["structure"], described["leaves"])
+        return self._leaf(name, described)
+
+    def _tree(self, name: str, structure: Any, leaves: JsonObject) -> Any:
+        match = _PLAIN_TREE.fullmatch(structure) if isinstance(structure, str) else None
+        values = iter([self._leaf(name, leaf) for leaf in leaves.values()])
+        try:
+            if match is None:
+                raise ValueError
+            count = iter(range(len(leaves)))
+            text = _LEAF.sub(lambda found: str(next(count)) if found[0] == "*" else found[0], match[1])
+            treedef = jax.tree.structure(ast.literal_eval(text))
+            return jax.tree.unflatten(treedef, values)
+        except (ValueError, SyntaxError, StopIteration, RecursionError, MemoryError):
+            raise CannotRebuildError(f"{name!r} is a container of another type than dict, list and tuple") from None
+
+    def _leaf(self, name: str, described: Any) -> Any:
+        match described:
+            case {"sharding": _}:
+                raise CannotRebuildError(f"{name!r} is laid out over several devices")
+            case {"shape": list() as shape, "dtype": str() as dtype, **rest}:
+                return self._array(name, tuple(shape), dtype, is_weak=bool(rest.get("weak_type")))
+            case {"scalar": str() as kind} if kind in _NUMBERS:
+                return _NUMBERS[kind]
+        return _static(name, described)
+
+    def _array(self, name: str, shape: tuple[int, ...], dtype: str, *, is_weak: bool) -> Any:
+        function = self._function
+        self._arrays += 1
+        try:
+            if (implementation := _key_implementation(dtype)) is not None:
+                return jax.ShapeDtypeStruct(shape, jax_internals.key_dtype(implementation))
+            if function.is_jitted or callable(function.options.supply):
+                return jax.ShapeDtypeStruct(shape, dtype_from_name(dtype), weak_type=is_weak)
+            return inputs.elements(
+                shape, dtype_from_name(dtype), kind=function.options.supply, seed=_SEED, index=self._arrays
+            )
+        except (TypeError, ValueError, AttributeError):
+            raise CannotRebuildError(f"{name!r} is an array of {dtype}, which cannot be made here") from None
+
+
+def _key_implementation(dtype: str) -> str | None:
+    """Returns the implementation of PRNG keys that a dtype names, as in `key<fry>`; None for numbers."""
+    tags = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+    return tags.get(dtype[4:-1]) if dtype.startswith("key<") else None
+
+
+def _static(name: str, described: Any) -> Any:
+    """Returns a value that its description holds; lists become tuples, which jit can hash."""
+    builders: dict[str, Callable[[str], Any]] = {"float": float, "complex": complex, "dtype": dtype_from_name}
+    match described:
+        case None | bool() | int() | float() | str():
+            return described
+        case list():
+            return tuple(_static(name, item) for item in described)
+        case dict() if len(described) == 1:
+            ((kind, text),) = described.items()
+            if kind in builders and isinstance(text, str):
+                try:
+                    return np.dtype(dtype_from_name(text)) if kind == "dtype" else builders[kind](text)
+                except (TypeError, ValueError):
+                    pass
+    raise CannotRebuildError(f"the value of {name!r} is not in its key, only a description of it")
