@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from quarantune.cache.described import plain_function as plain_function
 from quarantune.cache.entry_file import SCHEMA as SCHEMA
 from quarantune.cache.entry_file import Contents as Contents
 from quarantune.cache.entry_file import Entry as Entry

@@ -89,6 +89,7 @@ def entry_for(keyed: KeyedCall, config: Config, findings: Findings, search: Json
         "space": keyed.call.space,
         "versions": versions.versions(),
         "created": findings.created,
+        **({"commit": findings.commit} if findings.commit else {}),
         "trials": found["trials"],
         "search": search | found["search"],
     }

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from quarantune import cache, sandbox
-from quarantune.cache import CacheWriteError, Entry
+from quarantune.cache import CacheWriteError, Entry, plain_function
 from quarantune.host import locks
+from quarantune.host.commit import commit_of
 from quarantune.measure import finals, model
 from quarantune.resolve import engines
 from quarantune.resolve.bound_call import BoundCall
@@ -443,7 +444,8 @@ class TuningJob:
 
     def _findings(self, time_ms: float, trials: Sequence[Trial]) -> Findings:
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        return Findings(time_ms, created=now, trials=count_outcomes(trials), search=self._searched())
+        commit = commit_of(plain_function(self._call.function.fn))
+        return Findings(time_ms, created=now, commit=commit, trials=count_outcomes(trials), search=self._searched())
 
     def _entry(self, config: Config, findings: Findings) -> Entry:
         return entry_for(self._keyed, config, findings, {"name": self._search.label, "seed": self._search.seed})

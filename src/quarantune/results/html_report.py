@@ -206,6 +206,7 @@ def _problem(data: ResultData, texts: _Texts, budget: _Budget, *, names_device: 
         "space": result.space_size,
         "versions": _label(versions),
         "created": _label(result.created),
+        "commit": _label(result.commit),
         "note": printable(" ".join(notes)),
         "tunables": (columns := _columns(trials))[0],
         "trials": _encoded(trials, columns[1], texts, budget, finalists),

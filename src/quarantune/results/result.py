@@ -65,6 +65,7 @@ class TuningResult(Record):
         default_time_ms: the time of the function with its own defaults, in milliseconds; None where it is not known.
         counts: how many configs ended in each outcome; of a result from the cache, as it was saved.
         created: when it was tuned, in UTC, as `2026-11-22T09:30:00+00:00`; empty where that is not known.
+        commit: the commit of the repository with the function's file; empty where there is none.
         stopped: why the search ended: `exhausted`, `max_trials`, `time_budget` or `patience`; empty where that is not
             known.
         seen: how many configs were tried, or dropped by `prune_fn`; None where that is not known.
@@ -87,6 +88,7 @@ class TuningResult(Record):
     finalists: tuple[Trial, ...] = ()
     counts: Counts = dataclasses.field(default_factory=dict)
     created: str = ""
+    commit: str = ""
     device: str
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     stopped: str = ""
@@ -111,6 +113,7 @@ class TuningResult(Record):
             speedup_interval=findings.speedup_interval,
             counts=dict(findings.trials),
             created=findings.created,
+            commit=findings.commit,
             stopped=search.stopped,
             seen=search.seen,
             space_size=search.space_size,
@@ -122,7 +125,7 @@ class TuningResult(Record):
         """The findings of the sweep."""
         searched = Searched(self.stopped, self.seen, self.space_size)
         times = self.time_ms, self.default_time_ms, self.speedup_interval
-        return Findings(*times, self.created, self.counts, searched)
+        return Findings(*times, self.created, self.commit, self.counts, searched)
 
     @property
     def speedup(self) -> float | None:
@@ -416,7 +419,7 @@ def _sweep(result: TuningResult) -> str:
         parts.append(f"{len(result.tie)} tie with the winner")
     parts.append(result.device)
     if result.created:
-        parts.append(f"tuned {result.created}")
+        parts.append(f"tuned {result.created}{result.commit and f' at commit {result.commit}'}")
     if result.from_cache == "nearest":
         parts.append("the config of the nearest call in the cache")
     elif result.from_cache == "default":

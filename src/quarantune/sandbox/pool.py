@@ -137,7 +137,10 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             except (SandboxError, LoadError) as error:
                 was_killed = isinstance(error, LoadError) and error.report.was_killed
                 # Another program may have killed the load, or an earlier sweep may have damaged the template.
-                if not again or not (was_killed or self._link.has_died):
+                if not (was_killed or self._link.has_died):
+                    raise
+                if not again:
+                    error.add_note(f"This happened {_OPENINGS} times in a row: does another program kill processes?")
                     raise
 
     def _open_link(self, load_timeout_s: float | None) -> None:

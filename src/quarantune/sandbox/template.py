@@ -105,10 +105,11 @@ class Template:
                 named = tuple(sorted(wanted - {""}))
                 self._connection.send_message(WarmUp(environ, task if "" in wanted else None, named))
 
-    def await_end(self) -> None:
-        """Waits, within a bound, until a template whose connection broke has exited."""
+    def await_end(self) -> int | None:
+        """Waits, within a bound, until a template whose connection broke has exited; returns its exit status."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_WAIT_S)
+        return self._process.returncode
 
     def log(self) -> str:
         """Returns the end of the template's own output."""

@@ -429,8 +429,8 @@ class _Load:
             raise self._template_died() from error
 
     def _template_died(self) -> SandboxError:
-        self._template.await_end()
-        return SandboxError(f"the template process died while it started:\n{self._template.log()}")
+        ending = describe_status(self._template.await_end())
+        return SandboxError(f"the template process {ending} while it started:\n{self._template.log()}")
 
 
 class TemplateWatch:

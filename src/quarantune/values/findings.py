@@ -13,7 +13,7 @@ from quarantune.values.trial import Milliseconds, Outcome
 
 ESTIMATED = "estimated"
 """Instead of why a search ended: nothing was measured, and a compiler has estimated the configs."""
-_LONGEST_DATE = 40
+_LONGEST_TEXT = 40
 _Count: TypeAlias = Annotated[int, within(0, 1 << 53)]
 """A huge integer does not fit a float."""
 
@@ -28,8 +28,8 @@ def _counts(found: Mapping[str, int]) -> dict[str, int]:
     return {outcome.value: found[outcome] for outcome in Outcome if found.get(outcome, 0) > 0}
 
 
-def _date(text: str) -> str:
-    return printable(text[:_LONGEST_DATE])
+def _shortened(text: str) -> str:
+    return printable(text[:_LONGEST_TEXT])
 
 
 Interval: TypeAlias = Annotated[tuple[float, float], _interval]
@@ -75,6 +75,7 @@ class Findings(Record):
         default_time_ms: the time of the function's own defaults; None where it is unknown.
         speedup_interval: the speed-ups that the noise of the two allows; None where it is unknown.
         created: when it was saved, as ISO text; empty where that is not known.
+        commit: the commit of the user's repository; empty where that is not known.
         trials: how many configs ended in each outcome.
         search: how thorough the search was.
         baseline_ms: the time with every kernel's first config, where kernels were tuned in their context.
@@ -85,7 +86,8 @@ class Findings(Record):
     time_ms: Milliseconds = math.nan
     default_time_ms: Milliseconds | None = None
     speedup_interval: Interval | None = None
-    created: Annotated[str, _date] = ""
+    created: Annotated[str, _shortened] = ""
+    commit: Annotated[str, _shortened] = ""
     trials: Counts = dataclasses.field(default_factory=dict)
     search: Searched = dataclasses.field(default_factory=Searched)
     baseline_ms: Milliseconds | None = None

@@ -1,0 +1,37 @@
+"""Tells the commit of the user's repository, for results to say from which code they are."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import types
+
+from quarantune.host import installed
+
+_PATIENCE_S = 2.0
+
+
+def commit_of(function: types.FunctionType | None) -> str:
+    """Returns the commit of the repository that holds a function's file, as `3f2a9c1b04d7`.
+
+    Args:
+        function: a Python function; None where there is none. One that was typed into a notebook has no file: it
+            counts as one of the working directory.
+
+    Returns:
+        The commit; empty where there is none, or no git, or the function is an installed package's.
+    """
+    file = "" if function is None else function.__code__.co_filename
+    return "" if installed.is_installed(file) else _commit(os.path.dirname(file) if os.path.isfile(file) else ".")
+
+
+@functools.cache
+def _commit(directory: str) -> str:
+    """Returns the commit of a directory, as it was when this process asked first: that of the code it has loaded."""
+    command = ["git", "-C", directory, "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode(errors="replace").strip()
