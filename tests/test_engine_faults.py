@@ -170,7 +170,7 @@ def test_finalists_come_from_every_machine_whatever_its_speed() -> None:
 
 
 def test_damaged_messages_of_shards_are_refused() -> None:
-    good = {"index": 0, "trial": measured(0, 1.0, "a").to_json(), "figures": None}
+    good = {"index": 0, "trial": measured(0, 1.0, "a").to_json()}
 
     def read(message: Any) -> Any:
         found = replies.read(message)
@@ -178,7 +178,8 @@ def test_damaged_messages_of_shards_are_refused() -> None:
 
     assert read(good).time_ms == 1.0
     for damage in (
-        {}, {**good, "index": 7}, {**good, "index": []}, {**good, "trial": None}, {**good, "figures": {"flops": "x"}},
+        {}, {**good, "index": 7}, {**good, "index": []}, {**good, "trial": None},
+        {**good, "trial": {**good["trial"], "figures": {"flops": "x"}}},
         {**good, "trial": {**good["trial"], "samples_ms": [-1]}},
         {"end": None}, {"end": "done", "rounds_ms": [[0, [1.0]], [1, []]]}, {"end": "done", "rounds_ms": 3},
         {"end": "done", "trials": [5]}, {"end": "done", "trials": 5},

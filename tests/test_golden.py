@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import shutil
@@ -100,7 +101,9 @@ def test_what_is_written_has_the_fields_that_earlier_versions_wrote(
     assert " ".join(entry["search"]) == "name seed stopped seen space_size budget"
     for record in Journal(cache_dir, path.stem, device, key).records():
         assert " ".join(record) == "trial limits versions"
-        assert " ".join(record["trial"]) == FIELDS_OF_A_TRIAL
+        assert " ".join(record["trial"]) == f"{FIELDS_OF_A_TRIAL} figures"
     about = json.loads((tmp_path / "result.json").read_text())
     assert " ".join(about) == FIELDS_OF_A_RESULT
-    assert {" ".join(trial) for trial in about["trials"]} == {FIELDS_OF_A_TRIAL}
+    assert {" ".join(trial) for trial in about["trials"]} == {f"{FIELDS_OF_A_TRIAL} figures"}
+    bare = dataclasses.replace(Trial.from_json(about["trials"][0]), figures=None)  # as of a function that is not jitted
+    assert " ".join(bare.to_json()) == FIELDS_OF_A_TRIAL

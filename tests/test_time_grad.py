@@ -106,7 +106,7 @@ def test_a_function_without_any_gradient_can_still_be_linearized() -> None:
 
 
 def test_time_grad_wants_a_jitted_function() -> None:
-    with pytest.raises(TypeError, match=r"time_grad=True .* jax\.jit"):
+    with pytest.raises(TypeError, match=r"time_grad differentiates .* jax\.jit"):
         quarantune.AutoTuner(lambda x, n=1: x, {"n": [1]}, time_grad=True)
 
 

@@ -15,7 +15,7 @@ from quarantune.values.shown import format_config
 from quarantune.values.texts import printable, shown
 from quarantune.values.trial import Outcome
 
-_FIELDS = ("time_ms", "compile_s", "peak_memory_bytes", "message")
+_FIELDS = ("time_ms", "compile_s", "peak_memory_bytes", "device_memory_bytes", "message")
 
 
 def run(options: argparse.Namespace, out: Output) -> int:

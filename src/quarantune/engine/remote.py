@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import platform
 import socket
@@ -175,8 +174,7 @@ class _Shard:
         record = trial.to_json()
         if trial.device:
             record["device"] = f"{trial.device} on {socket.gethostname()}"
-        figures = None if trial.figures is None else dataclasses.asdict(trial.figures)
-        message = {"index": index, "trial": record, "figures": figures}
+        message = {"index": index, "trial": record}
         self._trials.append(message)
         self._say(message)
 

@@ -10,7 +10,6 @@ from typing import Annotated, Any, TypeAlias
 from quarantune.engine import remote
 from quarantune.measure.finals import Final
 from quarantune.values.codec import DamageError, Record, one_of
-from quarantune.values.compiling import CompilerFigures
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import (
     END,
@@ -51,12 +50,10 @@ class Ended(Record):
     Attributes:
         index: its index.
         trial: its trial, as `Trial.to_json` describes it.
-        figures: the compiler's figures, where configs are only compiled.
     """
 
     index: int
     trial: JsonObject
-    figures: CompilerFigures | None
 
     def read(self, configs: Mapping[int, Config], *, is_check: bool) -> Trial:
         """Returns the trial.
@@ -74,7 +71,7 @@ class Ended(Record):
         # In files, a trial that is ok has a time.
         found = Trial.from_json(self.trial | ({"outcome": Outcome.NOT_RUN.value} if is_compiled else {}))
         outcome = Outcome.OK if is_compiled else found.outcome
-        return dataclasses.replace(found, config=configs[self.index], outcome=outcome, figures=self.figures)
+        return dataclasses.replace(found, config=configs[self.index], outcome=outcome)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -76,11 +76,12 @@ class _Failure(Record):
 
     def to_json(self) -> JsonObject:
         """Returns the failure as JSON-able data."""
-        if (figures := self.trial.figures) is None:
-            return {name: value for name, value in super().to_json().items() if name != "figures"}
+        data, figures = super().to_json(), self.trial.figures
+        if self.trial.outcome is not Outcome.OK or figures is None:
+            return {name: value for name, value in data.items() if name != "figures"}
         # In files, a trial that is ok has a time.
-        trial = dataclasses.replace(self.trial, outcome=Outcome.NOT_RUN)
-        return super().to_json() | {"trial": trial.to_json(), "figures": figures.to_json()}
+        trial = dataclasses.replace(self.trial, outcome=Outcome.NOT_RUN, figures=None)
+        return data | {"trial": trial.to_json(), "figures": figures.to_json()}
 
     def counts(self, limits: SweepLimits, *, start_over: bool) -> bool:
         """Returns whether a config that failed like this need not be compiled again.
@@ -234,7 +235,8 @@ def _failed_to_compile(trial: Trial) -> bool:
 
 
 def _is_verdict(trial: Trial) -> bool:
-    return _failed_to_compile(trial) or (trial.outcome is Outcome.OK and trial.figures is not None)
+    is_checked = trial.outcome is Outcome.OK and trial.time_ms is None and trial.figures is not None
+    return is_checked or _failed_to_compile(trial)
 
 
 def _compiled(trial: Trial) -> bool:

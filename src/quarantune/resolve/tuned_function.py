@@ -60,13 +60,14 @@ class TunedFunction:
             need_defaults: whether every tunable must have a default, because the function is also called without it.
 
         Raises:
-            TypeError: the options differentiate a function that is not jitted.
+            TypeError: an option needs a jitted function, and it is none.
         """
-        if options.time_grad and static_names is None:
-            raise TypeError(
-                f"{name}: time_grad=True differentiates the function, which jax.jit must have wrapped for that: put "
-                f"jax.jit on it, or leave time_grad out"
-            )
+        for option, does in (("time_grad", "differentiates"), ("max_device_memory", "bounds the compiled program of")):
+            if getattr(options, option) and static_names is None:
+                raise TypeError(
+                    f"{name}: {option} {does} the function, which jax.jit must have wrapped for that: put jax.jit on "
+                    f"it, or leave {option} out"
+                )
         self.fn = fn
         self.configs: Space | Callable[..., Any] = (
             configs if callable(configs) else Space.of(configs, fn_name=name, parameters=signature)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _REASON_ROWS = 20
 _MOST_REASON_CHARS = 1500
 _LEAST_CONFIG_WIDTH = 16
-_COMPILE_HEADING = "compile s"
+_COMPILE_HEADING, _MEMORY_HEADING = "compile s", "device MiB"
 _OWN_LINE = re.compile(r"^  (\S.*):(\d+), in ", re.MULTILINE)
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d[\d.,]*")
 _GAP = "  "
@@ -110,7 +110,7 @@ def table(
     """
     width = terminal_width() if width is None else width
     ordered = list(trials) if figures is not None else by_time(trials, standing)
-    figures = _figures(standing, flops, moved_bytes) if figures is None else figures
+    figures = _figures(ordered, standing, flops, moved_bytes) if figures is None else figures
     reasons = _Reasons(ordered)
     lines = _grid(ordered, standing, figures, reasons, width)
     notes = [_wrapped(note, "  ", width) for note in map(printable, explain(ordered, standing))]
@@ -152,8 +152,8 @@ def speedup_text(trial: Trial, standing: Standing) -> str:
     return "defaults" if standing.is_default(trial) else "" if speedup is None else ratio_text(speedup)
 
 
-def _figures(standing: Standing, flops: float | None, moved_bytes: float | None) -> Figures:
-    """Returns the table's columns of numbers, by their headings."""
+def _figures(trials: Sequence[Trial], standing: Standing, flops: float | None, moved_bytes: float | None) -> Figures:
+    """Returns the table's columns of numbers, by their headings; device memory has one where it differs."""
 
     def rate(amount: float, unit: float) -> Callable[[Trial], str]:
         return lambda trial: (
@@ -164,6 +164,9 @@ def _figures(standing: Standing, flops: float | None, moved_bytes: float | None)
     if standing.default_ms is not None or standing.default is not None:
         figures["speed-up"] = lambda trial: speedup_text(trial, standing)
     figures[_COMPILE_HEADING] = lambda trial: "" if trial.compile_s is None else f"{trial.compile_s:.2f}"
+    if len({trial.device_memory_bytes for trial in trials} - {None}) > 1:
+        memory = functools.partial(_in_form, lambda trial: (trial.device_memory_bytes or 0) / (1 << 20) or None, ".4g")
+        figures[_MEMORY_HEADING] = memory
     if flops is not None:
         figures["TFLOP/s"] = rate(flops, 1e12)
     if moved_bytes is not None:
@@ -222,8 +225,9 @@ def _grid(trials: Sequence[Trial], standing: Standing, figures: Figures, reasons
     varied = [[printable(name), *values[name]] for name in names if name not in same]
     marks = ["*" if standing.is_best(trial) else "=" if standing.is_tie(trial) else "" for trial in trials]
     outcomes = [f"{trial.outcome.value}{reasons.mark(trial)}" for trial in trials]
-    fewer = {title: figure for title, figure in figures.items() if title != _COMPILE_HEADING}
-    for per_row, kept in itertools.product(range(len(varied) or 1, 0, -1), (figures, fewer)):
+    few = {title: figure for title, figure in figures.items() if title != _COMPILE_HEADING}
+    fewer = {title: figure for title, figure in few.items() if title != _MEMORY_HEADING}
+    for per_row, kept in itertools.product(range(len(varied) or 1, 0, -1), (figures, few, fewer)):
         groups = [varied[at::per_row] for at in range(per_row) if varied]
         stacks = [["\n".join(cells) for cells in zip(*group, strict=True)] for group in groups]
         ends = [[title, *map(figure, trials)] for title, figure in kept.items()]
@@ -419,6 +423,9 @@ def _fields(trial: Trial, standing: Standing) -> Row:
         "own_ms": trial.own_ms,
         "compile_s": trial.compile_s,
         "peak_memory_bytes": trial.peak_memory_bytes,
+        "device_memory_bytes": trial.device_memory_bytes,
+        "flops": None if trial.figures is None else trial.figures.flops,
+        "moved_bytes": None if trial.figures is None else trial.figures.moved_bytes,
         "device": trial.device,
         "clock": trial.clock,
         "route": None if trial.route is None else trial.route.value,

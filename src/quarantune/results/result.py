@@ -194,6 +194,23 @@ class TuningResult(Record):
     def _repr_html_(self) -> str:
         return html_text(self)
 
+    def pareto(self) -> tuple[Trial, ...]:
+        """Returns the configs that no other beats in time and device memory, the fastest first.
+
+        Each further one is slower and takes less memory. Configs whose device memory is not known are left out; a
+        result from the cache has no trials, and none of these.
+        """
+        sized = [
+            (trial.time_ms or 0.0, size, trial)
+            for trial in self.trials
+            if trial.outcome is Outcome.OK and (size := trial.device_memory_bytes) is not None
+        ]
+        kept, least = list[Trial](), math.inf
+        for _, size, trial in sorted(sized, key=lambda it: it[:2]):
+            if size < least:
+                kept, least = [*kept, trial], size
+        return tuple(kept)
+
     def to_dicts(self) -> list[Row]:
         """Returns a flat dict for each trial, in the order of `trials`: the tunables, then the trial's fields.
 

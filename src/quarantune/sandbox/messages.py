@@ -320,7 +320,7 @@ class Compiled(Imported):
 
     Attributes:
         compile_s: seconds spent tracing, lowering and compiling it.
-        figures: the compiler's figures, where the config was compiled for a check.
+        figures: the compiler's figures; None for a function that is not jitted.
     """
 
     compile_s: float

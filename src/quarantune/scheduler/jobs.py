@@ -217,7 +217,9 @@ class Jobs:
         job.close_executable()
         if (outcome, phase) == (Outcome.ERROR, Phase.COMPILE):
             self._places.add(job.raised_at)
-        self.lost_compilers += phase is Phase.COMPILE and outcome.is_failure and outcome is not Outcome.ERROR
+        # One that has figures was refused once it had compiled.
+        lost_compiler = phase is Phase.COMPILE and outcome.is_failure and outcome is not Outcome.ERROR
+        self.lost_compilers += lost_compiler and job.figures is None
         self._settle_as(job, trial, log)
         was_slow_to_lower = job.slack_s < self._plan.compile_timeout_s / 2
         if (outcome is Outcome.LOST and self._devices) or (

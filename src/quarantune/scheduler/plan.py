@@ -137,6 +137,7 @@ class Plan:
         compile_timeout_s: seconds for loading, tracing, lowering and compiling one config.
         timeout_s: seconds for checking and measuring one config, from the moment it holds its device.
         memory_limit_bytes: host memory of one worker and its children.
+        device_memory_bytes: the most device memory of a config's program; None for no bound.
         may_exceed_alone: whether the limit is a share of the free memory, so that a config over it is tried once more,
             alone, with nearly all of it.
         compile_only: whether configs are compiled and not run.
@@ -159,6 +160,7 @@ class Plan:
     compile_timeout_s: float
     timeout_s: float
     memory_limit_bytes: int
+    device_memory_bytes: int | None = None
     may_exceed_alone: bool = False
     compile_only: bool = False
     is_check: bool = False

@@ -30,6 +30,7 @@ from quarantune.scheduler.verdicts import (
     checked_samples,
     forged,
     raised,
+    too_large,
 )
 from quarantune.scheduler.workers import NEVER, DeviceState, Job, Verdict, Worker, WorkerState
 from quarantune.values import codec
@@ -74,7 +75,12 @@ class Replies:
             case Compiled() if state is WorkerState.COMPILING and job is not None:
                 self._on_compiled(worker, job, reply)
             case Compiled() if state is WorkerState.MEASURING and job is not None:
+                job.figures = reply.figures
                 self._route.on_compiled_again(worker, job, reply)
+                if (verdict := too_large(job, self._run.plan)) is not None:
+                    self._run.jobs.finish(job, worker, verdict, Phase.COMPILE)
+                    worker.job = None
+                    self._run.workers.retire(worker)
             case Checked() if state is WorkerState.MEASURING and device is not None:
                 self._route.on_checked(worker, device, reply)
             case Stopped() if state is WorkerState.MEASURING:
@@ -116,14 +122,16 @@ class Replies:
             self._run.jobs.join_same_program(job, first)
 
     def _on_compiled(self, worker: Worker, job: Job, reply: Compiled) -> None:
-        job.compile_s = checked_duration(reply.compile_s)
+        job.compile_s, job.figures = checked_duration(reply.compile_s), reply.figures
         self._run.jobs.compiled += 1
         self._run.on_phase(job.index, READY)
         self._run.workers.share_modules(reply.modules)
+        if (verdict := too_large(job, self._run.plan)) is not None:
+            self._end_compiling(worker, job, verdict)
+            return
         if not self._run.plan.compile_only:
             self._route.on_compiled(worker, job)
             return
-        job.figures = reply.figures
         if not self._run.plan.is_check:
             self._run.race.keep_compiled(job)
         self._end_compiling(worker, job, Verdict(Outcome.OK, ""))

@@ -9,7 +9,7 @@ from quarantune.host import machine, memory
 from quarantune.sandbox.messages import Failed, Raised
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.reference import Reference
-from quarantune.scheduler.workers import SandboxLike, Verdict, Worker, Workers, WorkerState
+from quarantune.scheduler.workers import Job, SandboxLike, Verdict, Worker, Workers, WorkerState
 from quarantune.values.trial import Outcome, Phase, is_plausible_ms
 
 _LOOK_S = 0.1
@@ -169,6 +169,15 @@ def overdue(worker: Worker, plan: Plan) -> Verdict:
     if worker.began or worker.phase is Phase.COMPILE:
         return Verdict(Outcome.TIMEOUT, f"compiling took longer than {plan.compile_timeout_s:g} s")
     return Verdict(Outcome.LOST, f"the worker was not up within {STARTUP_DEADLINE_S:g} s")
+
+
+def too_large(job: Job, plan: Plan) -> Verdict | None:
+    """Returns the verdict on a config whose program needs more device memory than it may; None where it does not."""
+    needed, most = None if job.figures is None else job.figures.device_bytes, plan.device_memory_bytes
+    if needed is None or most is None or needed <= most:
+        return None
+    text = f"its program needs {needed:,} bytes of device memory, over max_device_memory of {most:,}"
+    return Verdict(Outcome.DEVICE_OOM, text)
 
 
 def forged(error: Exception) -> Verdict:

@@ -112,7 +112,7 @@ class Job:
         config: the config.
         executable_fd: the file of its executable; -1 where there is none.
         compile_s: seconds spent tracing, lowering and compiling it.
-        figures: the compiler's figures, for a check.
+        figures: the compiler's figures about its program.
         peak_bytes: the most memory that its workers held.
         slack_s: seconds of the compile deadline left after lowering.
         losses: how many workers of it were lost before.

@@ -307,6 +307,7 @@ class Routes:
             compile_timeout_s=math.inf if self._is_alone else limits.compile_timeout_s,
             timeout_s=math.inf if self._is_alone else limits.timeout_s,
             memory_limit_bytes=memory_bytes or int(MEMORY_SHARE * machine.available_memory_bytes() / max(1, workers)),
+            device_memory_bytes=self._request.options.device_memory_bytes,
             may_exceed_alone=memory_bytes is None,
             compile_only=self._compile_only,
             is_check=self._request.target is not None,

@@ -113,7 +113,7 @@ class _Here(Worker):
         yield self.entered(Phase.COMPILE)
         self._place.report_compiling(index, config)
         self.program = program = bench.compile(dict(config), target=None)
-        yield self.compiled(program)
+        yield self.compiled(bench, program)
         return program
 
     def compile_again(self, bench: Bench, entry: messages.Finalist) -> Program:

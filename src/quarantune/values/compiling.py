@@ -7,6 +7,7 @@ import math
 from typing import Annotated, TypeAlias
 
 from quarantune.values.codec import Record, within
+from quarantune.values.json_object import JsonObject
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class ProbedDevice:
     num_cores: int | None
 
 
-_Bytes: TypeAlias = Annotated[int, within(0, math.inf)]
+_Bytes: TypeAlias = Annotated[int, within(0, 1 << 63)]
 _Estimate: TypeAlias = Annotated[float, within(0, math.inf)]
 
 
@@ -83,16 +84,18 @@ class CycleEstimate(Record):
 class CompilerFigures(Record):
     """The compiler's figures about one program; None for those that it does not state.
 
-    Compilers for GPUs state sizes only; the compiler for TPUs states all of them.
+    Compilers that do not hold a GPU state sizes only; the compiler for TPUs states all of them.
 
     Attributes:
         argument_bytes: device memory of the arguments.
         output_bytes: device memory of the output.
         temporary_bytes: device memory for intermediate arrays.
+        aliased_bytes: device memory of donated arguments that the output takes over, counted in both.
         code_bytes: the size of the program.
         vmem_bytes: the most VMEM that a kernel of the program uses, on a TPU.
-        flops: floating-point operations of one call, by the compiler's estimate.
-        moved_bytes: bytes that one call reads and writes in device memory, by the compiler's estimate.
+        flops: floating-point operations of one call, by the compiler's estimate; None, too, where it does not count
+            all of them, as those of a kernel whose author does not state them, or of all turns of a loop.
+        moved_bytes: bytes that one call reads and writes in device memory, likewise.
         estimate: what it expects the program to cost; None where that was not asked, or is not to be had.
         no_estimate: why there is none, where it was asked for.
     """
@@ -100,9 +103,22 @@ class CompilerFigures(Record):
     argument_bytes: _Bytes | None = None
     output_bytes: _Bytes | None = None
     temporary_bytes: _Bytes | None = None
+    aliased_bytes: _Bytes | None = None
     code_bytes: _Bytes | None = None
     vmem_bytes: _Bytes | None = None
     flops: _Estimate | None = None
     moved_bytes: _Estimate | None = None
     estimate: CycleEstimate | None = None
     no_estimate: str = ""
+
+    def to_json(self) -> JsonObject:
+        """Returns those that are known as JSON-able data."""
+        return {name: value for name, value in super().to_json().items() if value not in (None, "")}
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Device memory of the arguments, the output and intermediate arrays together."""
+        argument, output, temporary = self.argument_bytes, self.output_bytes, self.temporary_bytes
+        if argument is None or output is None or temporary is None:
+            return None
+        return argument + output + temporary - (self.aliased_bytes or 0)

@@ -36,6 +36,9 @@ class Options:
         timeout: seconds for checking and measuring one config, from the moment it holds the device.
         memory_limit: host memory of one worker and its children, in bytes or as "8GB"; None for a fair share of
             the free memory.
+        max_device_memory: the most device memory that the program of a config may take for its arguments, output and
+            intermediate arrays, by the compiler's figures, in bytes or as "2GB". A config over it does not run
+            (`device_oom`), and neither do the defaults.
         supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`,
             `randn`, `zeros`, `ones`, or a callable that takes the call's positional arguments, arrays as
             `jax.ShapeDtypeStruct`, and returns them with arrays.
@@ -73,6 +76,7 @@ class Options:
     compile_timeout: float = 120.0
     timeout: float = 30.0
     memory_limit: int | str | None = None
+    max_device_memory: int | str | None = None
     supply: str | Callable[..., Any] = "auto"
     ref_fn: Callable[..., Any] | str | None = DEFAULTS
     check_fn: Callable[..., bool | None] | None = None
@@ -116,6 +120,7 @@ class Options:
                 )
         if self.memory_limit is not None:
             parse_memory(self.memory_limit)
+        _ = self.device_memory_bytes  # raises where it is no amount
         if not callable(self.supply) and self.supply not in SUPPLIES:
             raise ValueError(f"supply={self.supply!r} is not valid: give one of {', '.join(SUPPLIES)}, or a function")
         if self.tables is not None:
@@ -129,6 +134,11 @@ class Options:
         """How far outputs may differ; None for as far as rounding explains."""
         given = {name: value for name in _TOLERANCES if (value := getattr(self, name)) is not None}
         return Tolerance(**given) if given else None
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """The most bytes of device memory of a program; None for no bound."""
+        return None if self.max_device_memory is None else parse_memory(self.max_device_memory, least=1)
 
     @property
     def compares_outputs(self) -> bool:
@@ -148,9 +158,9 @@ class Options:
     def deciding(self) -> Mapping[str, Any]:
         """Returns the options that affect which config wins; they are part of the fingerprint."""
         judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad")
-        names = ("prune_fn", "supply", *judging, "devices_per_trial")
+        names = ("prune_fn", "supply", *judging, "devices_per_trial", "device_memory_bytes")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
+        return {name: value for name in names if (value := getattr(self, name)) != defaults.get(name)}
 
 
 class ContextualKeywords(TypedDict, total=False):
@@ -182,6 +192,7 @@ class OptionKeywords(ContextualKeywords, total=False):
     """The keyword arguments of `autotune` and `AutoTuner`: the fields of `Options`, for editors and type checkers."""
 
     prune_fn: Callable[..., bool] | None
+    max_device_memory: int | str | None
     warmup: int
     rep: int
     partial: bool

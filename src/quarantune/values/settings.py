@@ -37,15 +37,16 @@ _UNITS |= {f"{prefix}i": 1024**power for power, prefix in enumerate(("", "k", "m
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
-def parse_memory(value: int | str) -> int:
+def parse_memory(value: int | str, *, least: int = _LEAST_MEMORY) -> int:
     """Returns an amount of memory in bytes.
 
     Args:
         value: a whole number of bytes, or a number with a unit: `"8GB"` is 8e9, `"8GiB"` is 8 * 2**30; the
             `B` may be left out, and case does not matter.
+        least: the least amount; else that without which no process starts.
 
     Raises:
-        ValueError: the value is not an amount of memory, or too little to start a process.
+        ValueError: the value is not an amount of memory, or too little.
     """
     text = shown(value) if isinstance(value, int) else str(value)  # an int may have too many digits for str
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
@@ -54,7 +55,7 @@ def parse_memory(value: int | str) -> int:
         raise ValueError(
             f"{shown(value)} is no amount of memory: give bytes, or a number with a unit, as in '8GB' or '512MiB'"
         )
-    if amount < _LEAST_MEMORY:
+    if amount < least:
         raise ValueError(
             f"{shown(value)} is {amount:.0f} bytes, and no worker starts with less than 16 MiB: "
             "give a number with a unit, as in '8GB' or '512MiB'"

@@ -7,7 +7,7 @@ import enum
 from collections.abc import Sequence
 from typing import Annotated, Any, Self, TypeAlias, TypeGuard
 
-from quarantune.values.codec import IN_MEMORY, DamageError, Record, one_of, within
+from quarantune.values.codec import DamageError, Record, one_of, within
 from quarantune.values.compiling import CompilerFigures
 from quarantune.values.config_values import encode, freeze
 from quarantune.values.json_object import JsonObject
@@ -108,7 +108,7 @@ class Trial(Record):
         device: the device it was measured on, as `cuda:0`; empty where it was not measured.
         clock: the clock that timed it: `device`, `queued` or `wall`; empty where it was not timed.
         ended_s: when it ended, in seconds of Unix time; None where that was not noted.
-        figures: the compiler's figures, where the config was only compiled; no file keeps them.
+        figures: the compiler's figures about its program; None where it has none, or did not compile.
     """
 
     config: Annotated[Config, frozen]
@@ -125,11 +125,17 @@ class Trial(Record):
     device: str = ""
     clock: Annotated[str, one_of("", "device", "queued", "wall")] = ""
     ended_s: _Seconds | None = dataclasses.field(default=None, compare=False)
-    figures: CompilerFigures | None = dataclasses.field(default=None, metadata=IN_MEMORY)
+    figures: CompilerFigures | None = None
 
     def to_json(self) -> JsonObject:
-        """Returns the trial as JSON-able data, with nothing left out but the compiler's figures."""
-        return super().to_json() | {"config": encode(self.config)}
+        """Returns the trial as JSON-able data; without figures, it is as earlier versions wrote it."""
+        data = super().to_json() | {"config": encode(self.config)}
+        return data if self.figures else {name: value for name, value in data.items() if name != "figures"}
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """Device memory that its program takes: arguments, output and intermediate arrays; None where not known."""
+        return None if self.figures is None else self.figures.device_bytes
 
     @property
     def level_ms(self) -> float | None:

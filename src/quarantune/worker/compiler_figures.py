@@ -16,6 +16,8 @@ _KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
 _ESTIMATE = re.compile(r'"cost_estimate":\s*\{([^}]*)\}')
 _COST = re.compile(r'"(flops|bytes_accessed)":\s*"?(\d+)')
 """What the author of a kernel says of its cost; the compiler itself counts a kernel as nothing."""
+_UNCOUNTED = re.compile(r'custom_call_target="(?:__gpu\$xla\.gpu\.triton|triton_kernel_call|mosaic_gpu)|\bwhile\(')
+"""Kernels on GPUs, which the compiler counts as nothing, too, and loops, of which it counts one turn."""
 _LARGEST = 1 << 62
 
 
@@ -29,13 +31,14 @@ def read_figures(compiled: Any, known: CompilerFigures | None = None) -> Compile
     memory, costs = _answer(compiled.memory_analysis), _answer(compiled.cost_analysis)
     costs, text = costs if isinstance(costs, dict) else {}, _answer(compiled.as_text) or ""
     estimates = [{name: int(cost) for name, cost in _COST.findall(found[1])} for found in _ESTIMATE.finditer(text)]
-    has_costs = len(_KERNEL.findall(text)) <= len(estimates)
+    has_costs = len(_KERNEL.findall(text)) <= len(estimates) and not _UNCOUNTED.search(text)
     used = [int(found[1]) + int(found[2]) for part in _USED.finditer(text) for found in _VMEM.finditer(part[1])]
     return dataclasses.replace(
         known or CompilerFigures(),
         argument_bytes=_size(memory, "argument_size_in_bytes"),
         output_bytes=_size(memory, "output_size_in_bytes"),
         temporary_bytes=_size(memory, "temp_size_in_bytes"),
+        aliased_bytes=_size(memory, "alias_size_in_bytes"),
         code_bytes=_size(memory, "generated_code_size_in_bytes"),
         vmem_bytes=max(used, default=None),
         flops=_cost(costs, "flops", estimates, "flops") if has_costs else None,

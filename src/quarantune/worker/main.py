@@ -214,11 +214,11 @@ class Worker:
         if fds:
             with contextlib.suppress(*() if task.must_save else (NeedsDeviceError,)):
                 bench.save(self.program, fds[0], as_data=task.as_data)
-        figures = read_figures(self.program.call, estimated) if task.is_check else None
-        yield self.compiled(self.program, figures)
+        yield self.compiled(bench, self.program, estimated)
 
-    def compiled(self, program: Program, figures: CompilerFigures | None = None) -> Reply:
+    def compiled(self, bench: Bench, program: Program, estimated: CompilerFigures | None = None) -> Reply:
         """Returns the reply about a program that was compiled here."""
+        figures = None if bench.is_plain else read_figures(program.call, estimated)
         return messages.Compiled(
             **self._heading(), compile_s=program.compile_s, modules=self.new_modules(), figures=figures
         )
