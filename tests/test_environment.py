@@ -46,6 +46,7 @@ def test_defaults_are_the_documented_ones(monkeypatch: pytest.MonkeyPatch) -> No
         ("progress", "auto", None),
         ("progress", "0", False),
         ("log_dir", "/somewhere", Path("/somewhere")),
+        ("record", "/somewhere", Path("/somewhere")),
         ("lock_timeout", "0", 0.0),
         ("timeout", "", None),
     ],

@@ -50,7 +50,7 @@ def test_a_url_is_refused_as_a_directory_with_a_way_out(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     says = "not a URL: for a bucket, use a local directory.*quarantune cache merge"
-    for name in ("cache_dir", "log_dir"):
+    for name in ("cache_dir", "log_dir", "record"):
         with pytest.raises(ValueError, match=f"{name}='{url}' is not valid: .*{says}"):
             quarantune.settings(**{name: url})
     with pytest.raises(ValueError, match=r"cache_path='.* is not valid: .*none a URL"):

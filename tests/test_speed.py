@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,9 @@ import pytest
 
 import quarantune
 from quarantune.cache import Store
+from quarantune.resolve import recorded
+from quarantune.resolve.bound_call import BoundCall
+from quarantune.resolve.call_key import keyed
 
 ATTEMPTS = 3
 
@@ -157,8 +161,10 @@ def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(tmp
         )
     )
 
-    def imported() -> set[str]:
-        done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=True)
+    def imported(**environ: str) -> set[str]:
+        environ = {**os.environ, **environ}
+        command = [sys.executable, program]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
         return set(done.stdout.splitlines()[-1].split())
 
     assert "scheduler.loop" in imported(), "the first call tunes"
@@ -170,6 +176,27 @@ def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(tmp
     }
     assert not [name for name in ours if name.startswith(("sandbox.", "results.", "sweep.sweep"))]
     assert len(ours) <= 90
+    recording = {"resolve.recorded", "api.recording", "cache.journal"}
+    assert not recording & ours
+    assert not recording & imported(QUARANTUNE_RECORD=str(tmp_path / "recorded")), "the call has a result"
+    assert not (tmp_path / "recorded").exists()
+    unsaved = {"QUARANTUNE_CACHE_DIR": str(tmp_path / "empty"), "QUARANTUNE_ON_MISS": "default"}
+    assert not recording & imported(**unsaved), "nothing is recorded"
+    assert recording & imported(**unsaved, QUARANTUNE_RECORD=str(tmp_path / "recorded"))
+
+
+@pytest.mark.slow
+def test_recording_a_new_call_costs_at_most_a_millisecond(tmp_path: Path) -> None:
+    described = [keyed(BoundCall(trivial(1)._resolver.function, (np.zeros(n, np.float32),), {})) for n in range(500)]
+
+    def cpu_ms(calls: list[Any]) -> float:
+        started = time.thread_time()
+        for call in calls:
+            recorded.note(call, None, tmp_path / "recorded")  # type: ignore[arg-type]
+        return 1000 * (time.thread_time() - started) / len(calls)
+
+    assert min(cpu_ms(described[first::5]) for first in range(5)) < 1
+    assert len(recorded.read(tmp_path / "recorded")) == 500
 
 
 # --- sweeps -------------------------------------------------------------------------------------------------

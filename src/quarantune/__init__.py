@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from quarantune.api.contextual import Contextual as Contextual
     from quarantune.api.contextual import contextual_autotune as contextual_autotune
     from quarantune.api.jit import jit as jit
+    from quarantune.api.recording import RecordedCalls as RecordedCalls
+    from quarantune.api.recording import calls_in as calls_in
+    from quarantune.api.recording import recording as recording
     from quarantune.api.tune_many import tune_many as tune_many
     from quarantune.api.tuner import AutoTuner as AutoTuner
     from quarantune.api.tuning_cache import TuningCache as TuningCache
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics as KernelMetrics
     from quarantune.metrics import compute_elementwise_metrics as compute_elementwise_metrics
     from quarantune.metrics import compute_gemm_metrics as compute_gemm_metrics
+    from quarantune.resolve.recorded import RecordedCall as RecordedCall
     from quarantune.results.replay import ReplayResult as ReplayResult
     from quarantune.results.replay import replay as replay
     from quarantune.results.report import CompileReport as CompileReport
@@ -52,12 +56,14 @@ _NAMES = {
     "api.compile_check": ("compile_check", "compile_configs"),
     "api.contextual": ("Contextual", "contextual_autotune"),
     "api.jit": ("jit",),
+    "api.recording": ("RecordedCalls", "calls_in", "recording"),
     "api.tuner": ("AutoTuner",),
     "api.tuning_cache": ("TuningCache",),
     "api.tune_many": ("tune_many",),
     "cache": ("CacheWarning", "CacheWriteError"),
     "devices.targets": ("Target", "targets"),
     "metrics": ("KernelMetrics", "compute_elementwise_metrics", "compute_gemm_metrics"),
+    "resolve.recorded": ("RecordedCall",),
     "results.replay": ("ReplayResult", "replay"),
     "results.report": ("CompileReport",),
     "results.result": ("ContextualResult", "KernelChoice", "TuningResult"),

@@ -136,7 +136,9 @@ class Contextual(Generic[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Calls the function with the best config for each of its kernels."""
-        if assignment.current() is not None:  # inside another contextual function, which is tuned as a whole
+        if (outer := assignment.current()) is not None:  # a contextual function, which is tuned as a whole
+            if outer.note is not None:
+                self._resolver.config(self._resolver.bind(args, kwargs))
             return self.__wrapped__(*args, **kwargs)
         key = self._memo_keys.of(args, kwargs)
         memo = self._memo.setdefault(read_context(), {})

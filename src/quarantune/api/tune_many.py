@@ -11,6 +11,7 @@ from quarantune.api.autotune import Autotuned
 from quarantune.api.call_memo import read_context
 from quarantune.api.tuner import AutoTuner
 from quarantune.host import caller
+from quarantune.resolve.recorded import RecordedCall
 from quarantune.results.result import TuningResult
 from quarantune.sweep import sweep_inputs
 from quarantune.transport.call import Arguments
@@ -27,7 +28,7 @@ _Tune: TypeAlias = Callable[[], TuningResult]
 _Result: TypeAlias = TuningResult | Exception
 
 
-def tune_many(calls: Iterable[Sequence[Any]], *, executor: Executor | None = None) -> list[TuningResult]:
+def tune_many(calls: Iterable[Sequence[Any] | RecordedCall], *, executor: Executor | None = None) -> list[TuningResult]:
     """Returns the results for many calls, from the cache or by tuning now.
 
     Each machine of the executor gets the whole sweep of one problem, and later another; a problem whose space is
@@ -35,7 +36,7 @@ def tune_many(calls: Iterable[Sequence[Any]], *, executor: Executor | None = Non
 
     Args:
         calls: for each call a tuple of an autotuned function or an `AutoTuner`, its positional arguments as a tuple,
-            and, if there are any, its keyword arguments as a dict.
+            and, if there are any, its keyword arguments as a dict; or a call that `recording` or `calls_in` has listed.
         executor: a `concurrent.futures.Executor`; None for that of the settings. Without either, this machine tunes one
             after another.
 
@@ -65,6 +66,8 @@ def tune_many(calls: Iterable[Sequence[Any]], *, executor: Executor | None = Non
 
 
 def _tune_of(call: Any) -> _Tune:
+    if isinstance(call, RecordedCall):
+        return call.tune
     advice = "give (function, args) or (function, args, kwargs), with args as a tuple and kwargs as a dict"
     if not isinstance(call, (tuple, list)) or len(call) not in (2, 3):
         raise TypeError(f"{shown(call)} is no call to tune for: {advice}")

@@ -227,6 +227,12 @@ def read(path: Path) -> list[JsonObject]:
     return [record for record in _read_lines(path) if record is not None]
 
 
+def records_below(directory: Path, suffix: str) -> Iterator[JsonObject | None]:
+    """Yields the records of all journals with a suffix below a directory; None for each damaged line."""
+    for path in shared_files.paths(directory, f"*.trials/*{suffix}"):
+        yield from _read_lines(path, below=directory)
+
+
 def damage(directory: Path) -> list[str]:
     """Returns a sentence for each journal below a cache directory that has damaged lines."""
     patterns = ("*.trials/*.jsonl", "*.trials/*.uncompiled")

@@ -38,7 +38,9 @@ def tune(options: argparse.Namespace, out: Output) -> int:
     given = {name: getattr(options, name) for name in ("search", "max_trials", "time_budget")}
     with input_errors(ValueError):
         # Looking for results and nothing else, as the environment may demand of a program, is not what was asked for.
-        override = environment.settings(on_miss="tune", **{k: v for k, v in given.items() if v is not None})
+        override = environment.settings(
+            on_miss="tune", record=None, **{k: v for k, v in given.items() if v is not None}
+        )
     if options.estimate_for is not None:
         _check_cache()
         usual = {"all": False, "compile_timeout": None, "memory_limit": None, "jobs": None}

@@ -133,6 +133,7 @@ def _swept(name: str, kind: _Kind) -> TuningResult:
     environment = settings(
         disable_cache=True,
         on_miss="tune",
+        record=None,
         search="exhaustive",
         compile_timeout=_DEADLINE_S,
         timeout=_DEADLINE_S,

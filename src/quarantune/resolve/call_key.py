@@ -84,6 +84,11 @@ class KeyedCall:
         return naming.as_formerly(text)
 
     @property
+    def arguments(self) -> JsonObject:
+        """The descriptions of the arguments by parameter, also where `key_fn` stands for the arrays in the key."""
+        return _description(self.call).key_values
+
+    @property
     def label(self) -> str:
         """The function and the kinds of its arrays, for progress: `matmul f32[512,512]`."""
         leaves = jax.tree.leaves((self.call.args, self.call.kwargs))

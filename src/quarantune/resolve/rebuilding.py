@@ -19,6 +19,7 @@ from quarantune.transport import inputs
 from quarantune.transport.arrays import dtype_from_name
 from quarantune.transport.call import Arguments
 from quarantune.values.json_object import JsonObject
+from quarantune.values.shardings import MeshSpec, ShardingSpec, abstract_sharding
 
 _SEED = 0
 _NUMBERS: Mapping[str, Any] = {"bool": True, "int": 1, "float": 1.0, "complex": 1j}
@@ -52,10 +53,19 @@ def rebuilt(key: str, function: TunedFunction) -> Arguments:
         raise CannotRebuildError("its key is not one of a tuned function") from None
     if function.options.key_fn is not None:
         raise CannotRebuildError("its key holds the result of key_fn and not the shapes")
+    return described_arguments(dict(items), function)
+
+
+def described_arguments(values: JsonObject, function: TunedFunction) -> Arguments:
+    """Returns arguments of a function that have these descriptions by parameter, as `rebuilt` does.
+
+    Raises:
+        CannotRebuildError: a description does not tell enough about an argument.
+    """
     maker = _Maker(function)
     parameters, made = function.parameters, dict[str, Any]()
     rest = next((name for name, it in parameters.items() if it.kind is inspect.Parameter.VAR_KEYWORD), None)
-    for name, described in items:
+    for name, described in values.items():
         if name in parameters and (name != rest):
             made[name] = maker.value(name, described)
         elif rest is not None and name != "communicates over":
@@ -106,27 +116,40 @@ class _Maker:
 
     def _leaf(self, name: str, described: Any) -> Any:
         match described:
-            case {"sharding": _}:
-                raise CannotRebuildError(f"{name!r} is laid out over several devices")
             case {"shape": list() as shape, "dtype": str() as dtype, **rest}:
-                return self._array(name, tuple(shape), dtype, is_weak=bool(rest.get("weak_type")))
+                place = _sharding(name, rest["sharding"]) if "sharding" in rest else None
+                return self._array(name, tuple(shape), dtype, is_weak=bool(rest.get("weak_type")), sharding=place)
             case {"scalar": str() as kind} if kind in _NUMBERS:
                 return _NUMBERS[kind]
         return _static(name, described)
 
-    def _array(self, name: str, shape: tuple[int, ...], dtype: str, *, is_weak: bool) -> Any:
+    def _array(self, name: str, shape: tuple[int, ...], dtype: str, *, is_weak: bool, sharding: Any) -> Any:
         function = self._function
         self._arrays += 1
         try:
             if (implementation := _key_implementation(dtype)) is not None:
-                return jax.ShapeDtypeStruct(shape, jax_internals.key_dtype(implementation))
+                return jax.ShapeDtypeStruct(shape, jax_internals.key_dtype(implementation), sharding=sharding)
             if function.is_jitted or callable(function.options.supply):
-                return jax.ShapeDtypeStruct(shape, dtype_from_name(dtype), weak_type=is_weak)
+                return jax.ShapeDtypeStruct(shape, dtype_from_name(dtype), weak_type=is_weak, sharding=sharding)
             return inputs.elements(
                 shape, dtype_from_name(dtype), kind=function.options.supply, seed=_SEED, index=self._arrays
             )
         except (TypeError, ValueError, AttributeError):
             raise CannotRebuildError(f"{name!r} is an array of {dtype}, which cannot be made here") from None
+
+
+def _sharding(name: str, described: Any) -> jax.sharding.NamedSharding:
+    """Returns the sharding that a description in a key is of, over a mesh without devices."""
+    try:
+        mesh, explicit = described["mesh"], described.get("explicit", ())
+        kinds = tuple("Explicit" if axis in explicit else "Auto" for axis in mesh)
+        spec = MeshSpec(shape=tuple(mesh.values()), axis_names=tuple(mesh), axis_types=kinds)
+        partitions = tuple(tuple(axis) if isinstance(axis, list) else axis for axis in described["spec"])
+        return abstract_sharding(ShardingSpec(mesh=spec, partitions=partitions))
+    except (TypeError, ValueError, KeyError, AttributeError):
+        raise CannotRebuildError(
+            f"{name!r} is laid out over several devices in a way that its key does not tell"
+        ) from None
 
 
 def _key_implementation(dtype: str) -> str | None:

@@ -103,6 +103,10 @@ class Resolver:
             return _DEFAULTS
         described = keyed(call)
         if (assignment := assignments.current()) is not None:
+            if assignment.note is not None:
+                self._record(described, environment.current())
+                assignment.note(described, self)
+                return _DEFAULTS
             slot = assignment.slot(call.name, cache.canonical_json(described.values), self.function.identity)
             is_assigned, config = assignment.find(slot, lambda: _seen(call))
             if is_assigned:
@@ -177,7 +181,8 @@ class Resolver:
         found = self._resolve(described, settings, may_tune=may_tune)
         if found.known is not None:
             # What a block of code sets does not hold for the calls after it.
-            is_settled = not (found.is_nearest and environment.is_set_in_block("on_miss"))
+            may_end = environment.is_set_in_block("on_miss") or settings.record is not None
+            is_settled = not (found.is_nearest and may_end)
             return Choice(found.known.config, is_settled=is_settled)
         if settings.on_miss != "tune" and not sandbox.is_inside():
             self._allow_defaults(described, settings, where=("default", "nearest"))
@@ -196,6 +201,7 @@ class Resolver:
             TuningFailedError: every config failed, now or earlier in this process.
         """
         key, known = described.key, self._known
+        self._record(described, settings)
         coordination = None if described.call.is_symbolic else self._coordination(settings)
         start_over = may_tune and known.must_tune(key, settings)
         must_end_in_sweep = may_tune and (start_over or settings.on_miss == "tune")
@@ -231,6 +237,16 @@ class Resolver:
         result = self._tuning.tune(described, settings, start_over=start_over)
         return Resolved(known=Known.of(result), tuned=result)
 
+    def _record(self, described: KeyedCall, settings: Settings) -> None:
+        """Has a call without a saved result written down, where the settings want that."""
+        if settings.record is None or sandbox.is_inside() or described.call.is_symbolic:
+            return
+        known = self._known.find(described, settings)
+        if known is None or known.findings.is_estimate:
+            from quarantune.resolve import recorded  # programs that record nothing do not need it
+
+            recorded.note(described, self, settings.record)
+
     def _find(self, described: KeyedCall, settings: Settings) -> Known | None:
         """Returns the remembered result for a call: the one of all ranks, if there are several; never waits."""
         if (coordination := self._coordination(settings)) is None:
@@ -261,9 +277,8 @@ class Resolver:
         """
         if settings.on_miss not in where:
             raise CacheMissError(self._known.explain_miss(described, settings))
-        cache.report_once(
-            f"{described.call.name}: not tuned for this call, running with its defaults (ON_MISS={settings.on_miss})"
-        )
+        why = f"ON_MISS={settings.on_miss}" if settings.record is None else "recorded, to be tuned later"
+        cache.report_once(f"{described.call.name}: not tuned for this call, running with its defaults ({why})")
 
 
 def _keyed_to_tune(call: BoundCall, settings: Settings) -> KeyedCall:

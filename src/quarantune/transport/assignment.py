@@ -63,7 +63,11 @@ class Seen(NamedTuple):
 
 
 class Assignment:
-    """Configs for some slots, and a rule for the others; a context manager that puts them in force in this thread."""
+    """Configs for some slots, and a rule for the others; a context manager that puts them in force in this thread.
+
+    Attributes:
+        note: called for each call of a kernel, which then uses its defaults; None where the rule decides.
+    """
 
     def __init__(self, text: str) -> None:
         """Makes an assignment from the text that `encode` returned."""
@@ -73,6 +77,7 @@ class Assignment:
         self.chosen = chosen_from(data["chosen"])
         self.seen: dict[Slot, Seen] = {}
         self.on_seen: Callable[[], None] = lambda: None
+        self.note: Callable[..., None] | None = None
         self._codes: dict[str, list[str]] = {}
         self._memos: weakref.WeakKeyDictionary[Kernel, dict[Any, Any]] = weakref.WeakKeyDictionary()
         self._lock = locks.new()

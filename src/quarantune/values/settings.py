@@ -114,6 +114,10 @@ def _executor(value: Any) -> Executor:
     return value
 
 
+def _record(value: Any) -> Any:
+    return value if callable(value) else _path(value)
+
+
 def _path(value: Any) -> Path:
     if "://" in os.fspath(value):
         raise ValueError
@@ -190,6 +194,8 @@ class Settings:
         agree: whether the ranks of one `jax.distributed` program use one config.
         progress: False shows no progress and no last line; None shows both, but without a terminal, a notebook or the
             variable `CI` only the last line; True writes a line every 10 s there, too.
+        record: the directory in which calls without a saved result are written down, or the function of a `recording`
+            block that is called for each; a miss is not tuned then.
         log_dir: the directory in which the output of each trial is kept.
         lock_timeout: the longest wait for the lock of the cache, in seconds.
         executor: the engine whose machines run sweeps; None for this machine. No variable can set it.
@@ -228,6 +234,7 @@ class Settings:
     )
     agree: bool = _setting(_flag, "0", True, unset="auto")
     progress: bool | None = _setting(_flag, "0, 1", unset="auto")
+    record: Path | Callable[..., None] | None = _setting(_record, _DIRECTORY)  # noqa: RUF009 - makes a field
     log_dir: Path | None = _setting(_path, _DIRECTORY)  # noqa: RUF009 - makes a field
     lock_timeout: float = _setting(_number(least=0, most=LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)
     executor: Executor | None = _setting(  # noqa: RUF009 - makes a field
@@ -264,6 +271,7 @@ class SettingKeywords(TypedDict, total=False):
     isolation: str | None
     agree: _Flag | None
     progress: _Flag | None
+    record: _Place | Callable[..., None] | None
     log_dir: _Place | None
     lock_timeout: float | str | None
     executor: Executor | None
@@ -298,6 +306,7 @@ class settings:
         _blocks.enter(self)
         if self.values.get("always_tune"):
             self.tuned.clear()
+        if self.values.get("always_tune") or self.values.get("record"):
             remembered.forget()
 
     def __exit__(
@@ -328,6 +337,8 @@ def current() -> Settings:
             values[name] = _parse(name, variable, text)
     for block in _blocks.entered:
         values |= block.values
+    if values.get("record") is not None and values.get("on_miss", "tune") == "tune":
+        values["on_miss"] = "default"  # recorded now, tuned later
     return Settings(**values)
 
 

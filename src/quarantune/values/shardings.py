@@ -76,6 +76,13 @@ def _mesh_spec(mesh: Any) -> MeshSpec:
     return MeshSpec(shape=shape, axis_names=names, axis_types=kinds)
 
 
+def abstract_sharding(spec: ShardingSpec) -> jax.sharding.NamedSharding:
+    """Returns a sharding over a mesh without devices, for a `jax.ShapeDtypeStruct`."""
+    kinds = tuple(jax.sharding.AxisType[name] for name in spec.mesh.axis_types)
+    mesh = jax.sharding.AbstractMesh(spec.mesh.shape, spec.mesh.axis_names, axis_types=kinds)
+    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec.partitions))
+
+
 def local_sharding(array: Any, spec: ShardingSpec | None) -> jax.sharding.NamedSharding | None:
     """Returns how an array is laid out over the devices of this process.
 

@@ -1,0 +1,197 @@
+"""Calls without a saved result, written down without values in a directory that processes share, to be tuned later."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import jax
+import numpy as np
+
+from quarantune import cache
+from quarantune.cache import CacheWriteError, Journal, journal
+from quarantune.cache.content import short_text
+from quarantune.host import locks
+from quarantune.resolve.call_key import KeyedCall
+from quarantune.transport.call import Arguments, with_leaves
+from quarantune.transport.problem import is_array
+from quarantune.values import naming
+from quarantune.values.call_text import call_text
+from quarantune.values.codec import IN_MEMORY, DamageError, Record, within
+from quarantune.values.describe import canonical_dtype
+from quarantune.values.shardings import abstract_sharding, sharding_of
+
+if TYPE_CHECKING:
+    from quarantune.resolve.resolver import Resolver
+    from quarantune.results.result import TuningResult
+
+_SUFFIX = ".calls"
+_MOST = 1 << 53
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedCall(Record):
+    """A call of a tuned function, without the elements of its arrays.
+
+    Attributes:
+        function: the function as `MODULE:NAME`.
+        name: its name in the cache.
+        device: the kind of device that the call runs on.
+        arguments: descriptions of the arguments by parameter: shapes, dtypes and shardings; static arguments by value.
+        bucket: the part of the key in place of the arguments where the function has a `key_fn`; else None.
+        jax_settings: JAX's settings that are part of the key.
+        count: how often the call was met.
+        call: in the process that met it, its arguments with a `jax.ShapeDtypeStruct` for each array; else None.
+    """
+
+    function: Annotated[str, short_text]
+    name: Annotated[str, short_text]
+    device: Annotated[str, short_text]
+    arguments: Mapping[str, Any]
+    bucket: Mapping[str, Any] | None = None
+    jax_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    count: Annotated[int, within(1, _MOST)] = 1
+    call: Arguments | None = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
+    _resolver: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
+
+    @classmethod
+    def of(cls, described: KeyedCall, resolver: Resolver | None = None) -> RecordedCall:
+        """Returns the record of a call, which `tune` can tune if its resolver is given."""
+        fn = described.call.function.fn
+        module, name = naming.module_name(fn), naming.cache_name(fn)
+        arguments = described.arguments
+        return cls(
+            function=f"{module}:{name.removeprefix(f'{module}.')}",
+            name=described.call.name,
+            device=described.key.device,
+            arguments=arguments,
+            bucket=None if described.values == arguments else described.values,
+            jax_settings=described.jax_state,
+            call=None if resolver is None else _without_values(described),
+            _resolver=resolver,
+        )
+
+    @property
+    def identity(self) -> str:
+        """The call with its settings as text, whatever the function's code is and however often it was met."""
+        return cache.canonical_json([self.name, self.device, self.arguments, self.bucket, self.jax_settings])
+
+    def tune(self) -> TuningResult:
+        """Returns the result for the call, from the cache or by tuning now.
+
+        Raises:
+            TypeError: another process met the call.
+        """
+        if self.call is None:
+            raise TypeError(f"{self}: another process met this call: use `quarantune tune --recorded`")
+        result: TuningResult = self._resolver.result(self._resolver.bind(*self.call))
+        return result
+
+    def __str__(self) -> str:
+        """Returns the call on one line."""
+        return f"{self.name}({call_text(self.arguments)})"
+
+
+def _without_values(described: KeyedCall) -> Arguments:
+    call = described.call
+
+    def has_shape(leaf: Any) -> bool:  # a struct in place of NumPy's array is another call of a plain function
+        return is_array(leaf) and (call.function.is_jitted or not isinstance(leaf, np.ndarray))
+
+    def struct(array: Any) -> jax.ShapeDtypeStruct:
+        sharding = None if (spec := sharding_of(array)) is None else abstract_sharding(spec)
+        is_weak = bool(getattr(array, "weak_type", False))
+        return jax.ShapeDtypeStruct(array.shape, canonical_dtype(array.dtype), weak_type=is_weak, sharding=sharding)
+
+    return with_leaves(call.args, call.kwargs, has_shape, struct)
+
+
+def note(described: KeyedCall, resolver: Resolver, record: Path | Callable[..., None] | None) -> None:
+    """Notes a call where the setting `record` says: in a directory, or in the list of a block of code."""
+    if callable(record):
+        record(described, resolver)
+    elif record is not None:
+        process = os.getpid(), record  # a fork has met nothing yet
+        _writers.setdefault(process, _Writer(record)).add(described)
+
+
+@dataclasses.dataclass
+class _Met:
+    """A call that this process has met, and how many times of it are written down."""
+
+    record: RecordedCall
+    journal: Journal
+    count: int = 0
+    written: int = 0
+
+
+class _Writer:
+    """Writes the calls of this process into a directory: each at once, and how often it was met now and then."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = locks.new()
+        self._met: dict[Any, _Met] = {}
+
+    def add(self, described: KeyedCall) -> None:
+        name, key = described.call.name, described.key
+        with self._lock:
+            if (met := self._met.get((name, key))) is None:
+                calls = Journal(self._directory, name, key.device, "calls", suffix=_SUFFIX)  # one file for all of them
+                met = self._met[name, key] = _Met(RecordedCall.of(described), calls)
+            met.count += 1
+            if met.count.bit_count() == 1:  # a process that is killed has told of half of its calls at least
+                self._write(met)
+
+    def flush(self) -> None:
+        """Writes down how often calls were met since."""
+        with self._lock:
+            for met in self._met.values():
+                if met.count > met.written:
+                    self._write(met)
+
+    def _write(self, met: _Met) -> None:
+        try:
+            met.journal.append(dataclasses.replace(met.record, count=met.count - met.written).to_json())
+            met.written = met.count
+        except CacheWriteError as error:
+            reason = getattr(error.__cause__, "strerror", None) or error
+            cache.report_once(
+                f"calls cannot be recorded in {str(self._directory)!r} ({reason}): make it writable, or set "
+                "QUARANTUNE_RECORD to another directory"
+            )
+
+
+_writers: dict[tuple[int, Path], _Writer] = {}
+
+
+@atexit.register
+def _flush() -> None:
+    for (process, _), writer in list(_writers.items()):
+        if process == os.getpid():
+            writer.flush()
+
+
+def read(directory: Path) -> list[RecordedCall]:
+    """Returns the calls that are written down in a directory, each once, the most frequent first.
+
+    Anybody may have written to it: whatever is no record is left out, and reported once.
+    """
+    found: dict[str, RecordedCall] = {}
+    damaged = 0
+    for data in journal.records_below(directory, _SUFFIX):
+        try:
+            call = RecordedCall.from_json(data)
+        except DamageError:
+            damaged += 1
+            continue
+        known = found.get(call.identity)
+        count = call.count if known is None else min(_MOST - 1, known.count + call.count)
+        found[call.identity] = dataclasses.replace(call, count=count)
+    if damaged:
+        cache.report_once(f"{damaged} lines below {str(directory)!r} are no records of calls, and are left out")
+    return sorted(found.values(), key=lambda call: -call.count)
