@@ -109,6 +109,16 @@ def test_the_cost_of_kernels_is_what_their_authors_say_or_unknown(kernels: Any, 
     assert read_figures(program) == CompilerFigures(flops=flops, moved_bytes=moved)
 
 
+@pytest.mark.parametrize("line", ['custom-call(%x), custom_call_target="__gpu$xla.gpu.triton"', "(f32[]) while(%t)"])
+def test_the_costs_of_programs_that_the_compiler_does_not_count_whole_are_unknown(line: str) -> None:
+    program = types.SimpleNamespace(
+        memory_analysis=lambda: None,
+        cost_analysis=lambda: {"flops": 5.0, "bytes accessed": 64.0},
+        as_text=lambda: f"%a = {line}",
+    )
+    assert read_figures(program) == CompilerFigures()
+
+
 def report_of(*trials: Trial) -> CompileReport:
     return CompileReport(name="matmul", target=targets.find("v5e"), trials=trials, key="{}")
 

@@ -24,6 +24,7 @@ from quarantune.results import html_report
 from quarantune.results.html_report import cached_results, page_data
 from quarantune.results.result import ContextualResult, KernelChoice, ResultData, TuningResult
 from quarantune.values.call_text import call_text
+from quarantune.values.compiling import CompilerFigures
 from quarantune.values.trial import Config, Outcome, Phase, Trial
 
 EVIL = (
@@ -103,6 +104,25 @@ def result(count: int = 48, size: int = 512) -> ResultData:
         seen=count,
         space_size=count,
     )
+
+
+def sized() -> ResultData:
+    """Returns a result on a device whose peaks are known, of programs whose memory and costs are known."""
+    whole = result()
+    trials = [
+        dataclasses.replace(
+            it,
+            figures=CompilerFigures(
+                argument_bytes=2 << 20,
+                output_bytes=1 << 20,
+                temporary_bytes=it.config["BM"] * it.config["BN"] * 97,
+                flops=2 * 512**3,
+                moved_bytes=3 * 512 * 512 * 4.0,
+            ),
+        )
+        for it in whole.result.trials
+    ]
+    return changed(whole, device="NVIDIA H200", trials=tuple(trials))
 
 
 def single() -> ResultData:
@@ -220,6 +240,22 @@ def test_a_report_holds_winner_finalists_ties_and_the_order_of_trials() -> None:
     assert [tunable["name"] for tunable in problem["tunables"]] == ["BM", "BN", "stages"]
     assert problem["tunables"][0]["values"] == ["32", "64", "128", "256"]
     assert trials["ended"][:3] == [0.4, 0.9, 1.4]
+
+
+def test_a_report_holds_the_device_memory_and_the_peaks_that_the_winner_is_compared_with() -> None:
+    (problem,) = page_data([sized()])["problems"]
+    assert problem["peaks"] == {"gbps": 4800.0, "tflops": 494.7, "dtype": "float32"}
+    trials, front = problem["trials"], problem["pareto"]
+    assert problem["best"] == front[0]
+    sizes, times = ([trials[name][at] for at in front] for name in ("deviceMemory", "ms"))
+    assert sizes == sorted(sizes, reverse=True)
+    assert times == sorted(times)
+    assert (trials["flops"][0], trials["moved"][0]) == pytest.approx((2 * 512**3, 3 * 512 * 512 * 4), rel=1e-5)
+    mixed = {"a": {"shape": [8], "dtype": "float32"}, "b": {"shape": [8], "dtype": "bfloat16"}}
+    (unsure,) = page_data([dataclasses.replace(sized(), key_values=mixed)])["problems"]
+    assert unsure["peaks"] == {"gbps": 4800.0, "tflops": None, "dtype": ""}, "which of them it multiplies is not known"
+    (unknown,) = page_data([result()])["problems"]
+    assert (unknown["peaks"], unknown["pareto"]) == (None, [])
 
 
 def test_pauses_between_interrupted_sweeps_are_left_out() -> None:
@@ -389,11 +425,15 @@ return found;
 @pytest.mark.clients
 @pytest.mark.parametrize("width", [390, 800, 1440])
 def test_no_text_is_cut_or_lies_over_another(window: Browser, tmp_path: Path, width: int) -> None:
-    for make in (result, lambda: result(5000), failures):
+    for make in (result, lambda: result(5000), failures, sized):
         window.size(width, 900)
         html_report.write(tmp_path / "report.html", [make()])
         window.open(tmp_path / "report.html")
         assert window.run(OVERLAPS) == []
+        drawn = window.run(
+            "return [document.getElementById('pareto').hidden, document.querySelectorAll('.shares').length]"
+        )
+        assert drawn == ([False, 1] if make is sized else [True, 0])
 
 
 @needs_browser

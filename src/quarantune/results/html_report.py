@@ -19,10 +19,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quarantune import device_table
 from quarantune.cache import Entry, Journal, Store, canonical_json, conclusions, safe_name
 from quarantune.results import report
 from quarantune.results.result import ResultData, TuningResult
 from quarantune.values.call_text import call_size, call_text
+from quarantune.values.compiling import NO_FIGURES
 from quarantune.values.config_values import encode, text_of
 from quarantune.values.findings import Findings, interval_text
 from quarantune.values.json_object import JsonObject
@@ -36,6 +38,7 @@ _SCRIPTS = (
     "model.js",
     "summary.js",
     "finals.js",
+    "pareto.js",
     "progress.js",
     "map.js",
     "effects.js",
@@ -44,6 +47,8 @@ _SCRIPTS = (
     "shapes.js",
     "main.js",
 )
+_DTYPE = re.compile(r'"dtype":"(float8|\w+)')
+"""The dtypes in the description of a call; the table of devices has one name for those of 8 bits."""
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -208,9 +213,21 @@ def _problem(data: ResultData, texts: _Texts, budget: _Budget, *, names_device: 
         "created": _label(result.created),
         "commit": _label(result.commit),
         "note": printable(" ".join(notes)),
+        "peaks": _peaks(data),
+        "pareto": _places([trial.config for trial in result.pareto()], places),
         "tunables": (columns := _columns(trials))[0],
         "trials": _encoded(trials, columns[1], texts, budget, finalists),
     }
+
+
+def _peaks(data: ResultData) -> JsonObject | None:
+    """Returns the peaks of the device, of operations for the dtype of the call if there is one; None if not known."""
+    if (peaks := device_table.peaks_of(data.result.device)) is None:
+        return None
+    names = _DTYPE.findall(canonical_json(data.key_values))
+    rates = {peaks.tflops[name]: name for name in names if name in peaks.tflops}
+    tflops, dtype = next(iter(rates.items())) if len(rates) == 1 else (None, "")
+    return {"gbps": peaks.gbps, "tflops": tflops, "dtype": dtype}
 
 
 def _places(configs: Iterable[Config], places: Mapping[str, int]) -> list[int]:
@@ -280,6 +297,9 @@ def _encoded(
         "ms": [_rounded(report.shown_ms(trial)) for trial in trials],
         "compile": [_rounded(trial.compile_s, 4) for trial in trials],
         "memory": [trial.peak_memory_bytes for trial in trials],
+        "deviceMemory": [trial.device_memory_bytes for trial in trials],
+        "flops": [_rounded((trial.figures or NO_FIGURES).flops) for trial in trials],
+        "moved": [_rounded((trial.figures or NO_FIGURES).moved_bytes) for trial in trials],
         "message": [texts.index(trial.message) for trial in trials],
         "log": [texts.index(trial.log_tail) for trial in trials],
         "device": [texts.index(trial.device) for trial in trials],

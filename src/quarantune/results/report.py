@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from quarantune import device_table
 from quarantune.measure import finals
-from quarantune.values.compiling import CycleEstimate
+from quarantune.values.compiling import NO_FIGURES, CycleEstimate
 from quarantune.values.config_values import encode, text_of
 from quarantune.values.findings import interval_text, ratio_text
 from quarantune.values.shown import format_config, format_value
@@ -424,8 +424,8 @@ def _fields(trial: Trial, standing: Standing) -> Row:
         "compile_s": trial.compile_s,
         "peak_memory_bytes": trial.peak_memory_bytes,
         "device_memory_bytes": trial.device_memory_bytes,
-        "flops": None if trial.figures is None else trial.figures.flops,
-        "moved_bytes": None if trial.figures is None else trial.figures.moved_bytes,
+        "flops": (trial.figures or NO_FIGURES).flops,
+        "moved_bytes": (trial.figures or NO_FIGURES).moved_bytes,
         "device": trial.device,
         "clock": trial.clock,
         "route": None if trial.route is None else trial.route.value,

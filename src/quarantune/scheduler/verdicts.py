@@ -10,6 +10,7 @@ from quarantune.sandbox.messages import Failed, Raised
 from quarantune.scheduler.plan import STARTUP_DEADLINE_S, Plan
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.workers import Job, SandboxLike, Verdict, Worker, Workers, WorkerState
+from quarantune.values.compiling import NO_FIGURES
 from quarantune.values.trial import Outcome, Phase, is_plausible_ms
 
 _LOOK_S = 0.1
@@ -173,7 +174,7 @@ def overdue(worker: Worker, plan: Plan) -> Verdict:
 
 def too_large(job: Job, plan: Plan) -> Verdict | None:
     """Returns the verdict on a config whose program needs more device memory than it may; None where it does not."""
-    needed, most = None if job.figures is None else job.figures.device_bytes, plan.device_memory_bytes
+    needed, most = (job.figures or NO_FIGURES).device_bytes, plan.device_memory_bytes
     if needed is None or most is None or needed <= most:
         return None
     text = f"its program needs {needed:,} bytes of device memory, over max_device_memory of {most:,}"

@@ -122,3 +122,7 @@ class CompilerFigures(Record):
         if argument is None or output is None or temporary is None:
             return None
         return argument + output + temporary - (self.aliased_bytes or 0)
+
+
+NO_FIGURES = CompilerFigures()
+"""Those of a program of which nothing is known."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Self, TypeAlias, TypeGuard
 
 from quarantune.values.codec import DamageError, Record, one_of, within
-from quarantune.values.compiling import CompilerFigures
+from quarantune.values.compiling import NO_FIGURES, CompilerFigures
 from quarantune.values.config_values import encode, freeze
 from quarantune.values.json_object import JsonObject
 
@@ -135,7 +135,7 @@ class Trial(Record):
     @property
     def device_memory_bytes(self) -> int | None:
         """Device memory that its program takes: arguments, output and intermediate arrays; None where not known."""
-        return None if self.figures is None else self.figures.device_bytes
+        return (self.figures or NO_FIGURES).device_bytes
 
     @property
     def level_ms(self) -> float | None:

@@ -39,7 +39,7 @@ high = Math.max(tops, ...rows.map((trial) => Math.min(Math.max(...trial.samples)
     const name = `${won ? "★ " : tied.includes(trial) ? "= " : ""}${trial.name}`;
     const room = narrow ? width - 16 : left - 18;
     svg.append(
-      draw("g", { "data-tip": `${trial.name}\nmedian ${p.ms(centre)} of ${plural(trial.samples.length, "sample")}${won ? "\nthe winner" : tied.includes(trial) ? "\ntied with the winner" : ""}` },
+      draw("g", { "data-tip": `${trial.name}\nmedian ${p.ms(centre)} of ${plural(trial.samples.length, "sample")}${won ? "\nthe winner" : tied.includes(trial) ? "\ntied with the winner" : ""}${trial.trial ? figuresText(p, trial.trial) : ""}` },
         draw("text", { x: narrow ? 8 : left - 14, y: narrow ? y - 20 : y + 4, "text-anchor": narrow ? "start" : "end", class: won ? "mono strong" : "mono", text: fitted(name, room, MONO) }),
         draw("path", { d: dots(seen.map((ms, i) => [x(ms), y + ((i * 7) % 5 - 2) * 2.2])), class: won ? "dots best" : "dots" }),
         draw("line", { x1: x(centre), x2: x(centre), y1: y - 11, y2: y + 11, class: won ? "median best" : "median" })),

@@ -8,6 +8,7 @@ function drawCharts() {
   drawWinner();
   if (!problem.trials.length) return;
   drawFinals();
+  drawPareto();
   drawProgress();
   drawMap();
   drawEffects();
@@ -31,6 +32,7 @@ function show(i) {
   drawWinner();
   if (problem.trials.length) {
     drawFinals();
+    drawPareto();
     drawProgress();
     setUpMap();
     drawEffects();

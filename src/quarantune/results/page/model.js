@@ -9,6 +9,7 @@ function decode(raw) {
     const outcome = OUTCOMES[columns.outcome[i]];
     trials.push({
       i, outcome, phase: columns.phase[i], ms: columns.ms[i], compile: columns.compile[i], memory: columns.memory[i],
+      deviceMemory: columns.deviceMemory[i], flops: columns.flops[i], moved: columns.moved[i],
       message: data.texts[columns.message[i]], log: data.texts[columns.log[i]], device: data.texts[columns.device[i]],
       clock: columns.clock[i], samples: finals.get(i) || columns.samples[i], final: finals.has(i), ended: columns.ended[i],
       values: columns.config.map((column) => column[i]),
@@ -64,6 +65,18 @@ const configText = (problem, trial) => problem.tunables.map((tunable, at) => `${
 const timeText = (problem, trial) => (trial.ms === null ? "" : trial.outcome.name === "slow" ? `> ${problem.ms(trial.ms)}` : problem.ms(trial.ms));
 const endText = (problem, trial) => (trial.timed ? timeText(problem, trial) : trial.outcome.label)
   + (trial.outcome.failed && trial.phase ? ` in ${trial.phase}` : "");
+// The shares of the device's peaks that a config reaches, where both the peaks and its program's costs are known.
+function sharesOf(problem, trial) {
+  const { peaks } = problem, shares = [];
+  if (!peaks || !trial || trial.outcome.name !== "ok" || !trial.ms) return shares;
+  if (peaks.tflops && trial.flops) shares.push({ name: "Operations", share: trial.flops / trial.ms / peaks.tflops / 1e9, peak: `${digits(peaks.tflops)} TFLOP/s in ${peaks.dtype}` });
+  if (trial.moved) shares.push({ name: "Bandwidth", share: trial.moved / trial.ms / peaks.gbps / 1e6, peak: `${digits(peaks.gbps)} GB/s` });
+  return shares;
+}
+const figuresText = (problem, trial) => [
+  trial.deviceMemory === null ? "" : `device memory ${bytes(trial.deviceMemory)}`,
+  ...sharesOf(problem, trial).map(({ name, share, peak }) => `${name.toLowerCase()}: ${percent(share)} of the peak of ${peak}`),
+].filter(Boolean).map((line) => `\n${line}`).join("");
 function ranked(problem) {
   return [...problem.varied].sort((a, b) => problem.effects.get(b) - problem.effects.get(a) || a - b);
 }

@@ -64,7 +64,7 @@ function nearest(svg, points, p) {
       const far = (x - px) ** 2 + (y - py) ** 2;
       if (far < least) { least = far; found = trial; }
     }
-    if (found) showTip(`${configText(p, found)}\n${endText(p, found)}`, event.clientX, event.clientY);
+    if (found) showTip(`${configText(p, found)}\n${endText(p, found)}${figuresText(p, found)}`, event.clientX, event.clientY);
     else hideTip();
   });
   svg.addEventListener("pointerleave", hideTip);

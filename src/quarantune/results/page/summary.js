@@ -18,6 +18,7 @@ function drawWinner() {
   const bars = el("figure", { class: "bars" });
   body.append(bars);
   drawBars(bars, p, wins);
+  drawShares(bars, p);
   body.append(outcomeStrip(p));
   const searchEnd = { exhausted: "every config tried", max_trials: "ended by max_trials", time_budget: "ended by its time budget", patience: "ended by patience" }[p.stopped];
   $("winner-note").textContent = [searchEnd, p.note].filter(Boolean).join(" · ");
@@ -30,17 +31,30 @@ function drawBars(host, p, wins) {
   if (p.defaultMs !== null && !wins) rows.push(["Defaults", p.defaultMs, "was", p.default ? configText(p, p.default) : "the function's own values"]);
   if (p.timed.length > 2) rows.push(["Median config", median(p.timed.map((t) => t.ms)), "other", `of ${plural(p.timed.length, "timed config")}`]);
   if (p.timed.length > 1) rows.push([p.timed.some((t) => t.ms === p.high && t.outcome.name === "slow") ? "Slowest, at least" : "Slowest", p.high, "other", "of the timed configs"]);
+  clear(host);
+  if (rows.length) host.append(barChart(host, rows, Math.max(...rows.map((row) => row[1])), p.ms));
+}
+
+// The shares of the device's peaks that the winner reaches: a bar in a frame that stands for the peak.
+function drawShares(host, p) {
+  const rows = sharesOf(p, p.best && { ...p.best, ms: p.bestMs }).map(({ name, share, peak }) => [name, share, "best", `of the device's peak of ${peak}, by the compiler's count`]);
   if (!rows.length) return;
-  const width = Math.max(240, roomIn(host)), label = 112, most = Math.max(...rows.map((row) => row[1])), room = width - label - 96;
-  const svg = chart(width, rows.length * 34 + 2, rows.map(([name, ms]) => `${name} ${p.ms(ms)}`).join(", "));
-  rows.forEach(([name, ms, kind, what], row) => {
-    const y = row * 34 + 3, long = Math.max(2, (ms / most) * room);
-    svg.append(draw("g", { "data-tip": `${name}: ${p.ms(ms)}\n${what}` },
+  host.append(el("p", { class: "muted shares", text: `The winner's share of the device's peak${rows.some(([, share]) => share > 1) ? "; beyond it, caches serve a part" : ""}` }),
+    barChart(host, rows, 1, percent, true));
+}
+
+function barChart(host, rows, most, show, framed = false) {
+  const width = Math.max(240, roomIn(host)), label = 112, room = width - label - 96;
+  const svg = chart(width, rows.length * 34 + 2, rows.map(([name, amount]) => `${name} ${show(amount)}`).join(", "));
+  rows.forEach(([name, amount, kind, what], row) => {
+    const y = row * 34 + 3, long = Math.max(2, Math.min(1, amount / most) * room);
+    svg.append(draw("g", { "data-tip": `${name}: ${show(amount)}\n${what}` },
       draw("text", { x: label - 10, y: y + 18, "text-anchor": "end", class: kind === "best" ? "strong" : "label", text: name }),
+      framed ? draw("rect", { x: label, y, width: room, height: 26, rx: 3, class: "bar peak" }) : null,
       draw("rect", { x: label, y, width: long, height: 26, rx: 3, class: `bar ${kind}` }),
-      draw("text", { x: label + long + 8, y: y + 18, class: kind === "best" ? "strong" : "label", text: p.ms(ms) })));
+      draw("text", { x: label + (framed ? room : long) + 8, y: y + 18, class: kind === "best" ? "strong" : "label", text: show(amount) })));
   });
-  clear(host).append(svg);
+  return svg;
 }
 
 function outcomeStrip(p) {

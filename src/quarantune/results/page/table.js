@@ -6,7 +6,7 @@ let matching = new Set();
 
 // A filter is words that must all be there, and terms such as BM=128, time<20us or compile>2. Times without a unit are in
 // that of the page. What is not understood is told, and selects nothing.
-const FIELDS = "time, compile, memory, outcome, phase, device";
+const FIELDS = "time, compile, memory, device_memory, outcome, phase, device";
 const IN_MS = { ns: 1e-6, us: 1e-3, "µs": 1e-3, "μs": 1e-3, ms: 1, s: 1e3 };
 const IN_BYTES = { "": 1, b: 1, kb: 1e3, mb: 1e6, gb: 1e9, kib: 2 ** 10, mib: 2 ** 20, gib: 2 ** 30 };
 let complaint = "";
@@ -19,7 +19,7 @@ function termsOf(words) {
     const get = fieldNamed(name);
     if (!get) return refuse(`There is no “${name}” to compare: use ${[...problem.tunables.map((tunable) => tunable.name), FIELDS].join(", ")}.`);
     const [, amount, unit] = /^([-+.\de]*\d\.?)([a-zµμ]*)$/.exec(text) || [];
-    const factors = { time: IN_MS, memory: IN_BYTES, compile: { "": 1, s: 1, ms: 1e-3 } }[IN_MS[name] ? "time" : name] || { "": 1 };
+    const factors = { time: IN_MS, memory: IN_BYTES, device_memory: IN_BYTES, compile: { "": 1, s: 1, ms: 1e-3 } }[IN_MS[name] ? "time" : name] || { "": 1 };
     const factor = IN_MS[name] && unit === "" ? IN_MS[name] : unit === "" && name === "time" ? 1 / problem.unit[0] : factors[unit];
     const number = amount === undefined || factor === undefined ? NaN : Number(amount) * factor;
     if (sign !== "=" && Number.isNaN(number)) return refuse(`“${word}” needs a number after ${sign}, as in ${name || "time"}${sign}20.`);
@@ -33,7 +33,7 @@ function fieldNamed(name) {
   const at = problem.tunables.findIndex((tunable) => tunable.name.toLowerCase() === name);
   if (at >= 0) return (trial) => value(problem, trial, at);
   if (IN_MS[name]) return (t) => t.ms;
-  return { time: (t) => t.ms, compile: (t) => t.compile, memory: (t) => t.memory, outcome: (t) => t.outcome.name, phase: (t) => t.phase, device: (t) => t.device }[name] || null;
+  return { time: (t) => t.ms, compile: (t) => t.compile, memory: (t) => t.memory, device_memory: (t) => t.deviceMemory, outcome: (t) => t.outcome.name, phase: (t) => t.phase, device: (t) => t.device }[name] || null;
 }
 
 function columnsOf(p) {
@@ -46,6 +46,7 @@ function columnsOf(p) {
     ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => ((p.finals.length ? t.final : t.timed && t.outcome.name === "ok") ? times2(reference / t.ms) : ""), by: places, title: "time of the defaults divided by this time, where they were timed in turn" }]),
     { key: "compile", name: "compile s", number: true, get: (t) => (t.compile === null ? "" : digits(t.compile)), by: (t) => t.compile ?? Infinity },
     { key: "memory", name: "memory", number: true, get: (t) => (t.memory === null ? "" : bytes(t.memory)), by: (t) => t.memory ?? Infinity, title: "most host memory that the worker held" },
+    ...(new Set(p.trials.map((t) => t.deviceMemory)).size > 1 ? [{ key: "device", name: "device memory", number: true, get: (t) => (t.deviceMemory === null ? "" : bytes(t.deviceMemory)), by: (t) => t.deviceMemory ?? Infinity, title: "device memory of its program: arguments, output and intermediate arrays" }] : []),
     { key: "message", name: "message", get: (t) => short(t.message.replace(/\s+/g, " "), 110), by: (t) => t.message },
   ];
 }
@@ -140,7 +141,7 @@ function addRow(body, p, trial) {
 }
 
 function detailsOf(p, trial) {
-  const facts = [["config", configText(p, trial)], ["device", trial.device], ["clock", { device: "the device's own", queued: "queued runs", wall: "wall time" }[trial.clock]], ["samples", trial.samples.length ? `${trial.samples.length}: ${trial.samples.slice(0, 40).map((ms) => digits(ms * p.unit[0])).join(", ")}${trial.samples.length > 40 ? " …" : ""} ${p.unit[1]}` : ""]];
+  const facts = [["config", configText(p, trial)], ["device", trial.device], ["figures", figuresText(p, trial).trim().replaceAll("\n", "; ")], ["clock", { device: "the device's own", queued: "queued runs", wall: "wall time" }[trial.clock]], ["samples", trial.samples.length ? `${trial.samples.length}: ${trial.samples.slice(0, 40).map((ms) => digits(ms * p.unit[0])).join(", ")}${trial.samples.length > 40 ? " …" : ""} ${p.unit[1]}` : ""]];
   return el("div", { class: "detail" },
     el("dl", {}, facts.filter(([, text]) => text).map(([name, text]) => el("div", {}, el("dt", { text: name }), el("dd", { text })))),
     trial.message ? el("div", {}, el("h3", { text: "Message" }), el("pre", { text: trial.message })) : null,
@@ -170,7 +171,7 @@ function copyButton(text, get) {
   return button;
 }
 function exported(kind) {
-  const p = problem, rows = view.rows.map((trial) => ({ ...JSON.parse(jsonOf(p, trial)), outcome: trial.outcome.name, phase: trial.phase, time_ms: trial.ms, compile_s: trial.compile, peak_memory_bytes: trial.memory, message: trial.message }));
+  const p = problem, rows = view.rows.map((trial) => ({ ...JSON.parse(jsonOf(p, trial)), outcome: trial.outcome.name, phase: trial.phase, time_ms: trial.ms, compile_s: trial.compile, peak_memory_bytes: trial.memory, device_memory_bytes: trial.deviceMemory, flops: trial.flops, moved_bytes: trial.moved, message: trial.message }));
   if (kind === "json") return JSON.stringify(rows, null, 1);
   const names = [...new Set(rows.flatMap((row) => Object.keys(row)))];
   const cell = (v) => { const text = v === null || v === undefined ? "" : typeof v === "object" ? JSON.stringify(v) : String(v); return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text; };
