@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from misdeeds import kernel
 
 import quarantune
 from quarantune import CompileReport, Outcome, Phase, Trial, TuningFailedError
 from quarantune.devices import targets
+from quarantune.jax_internals.kernels import vmem_needs
 from quarantune.results.report import briefly
 from quarantune.values.compiling import CompilerFigures
 from quarantune.worker.compiler_figures import read_figures
@@ -117,6 +120,34 @@ def test_the_costs_of_programs_that_the_compiler_does_not_count_whole_are_unknow
         as_text=lambda: f"%a = {line}",
     )
     assert read_figures(program) == CompilerFigures()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "needs"),
+    [
+        (jnp.float32, {}, [(3 * 16 * 128 * 4, None)]),
+        (jnp.int4, {}, [(3 * 16 * 128 // 2, None)]),
+        (jnp.bool_, {}, [(0, None)]),
+        (jnp.float32, {"compiler_params": pltpu.CompilerParams(vmem_limit_bytes=1000)}, [(3 * 16 * 128 * 4, 1000)]),
+        (jnp.float32, {"interpret": True}, []),
+    ],
+)
+def test_a_tpus_kernel_needs_its_blocks_and_scratch_once(dtype: Any, options: dict[str, Any], needs: Any) -> None:
+    def body(x_ref: Any, in_place_ref: Any, o_ref: Any, scratch_ref: Any) -> None:
+        o_ref[...] = x_ref[...]
+
+    block = pl.BlockSpec((16, 128), lambda i: (i, 0))
+    call = pl.pallas_call(
+        body,
+        grid=(2,),
+        in_specs=[block, pl.BlockSpec(memory_space=pl.ANY)],
+        out_specs=block,
+        out_shape=jax.ShapeDtypeStruct((32, 128), dtype),
+        scratch_shapes=[pltpu.VMEM((16, 128), dtype)],
+        **options,
+    )
+    x = jax.ShapeDtypeStruct((32, 128), dtype)
+    assert vmem_needs(jax.jit(call).trace(x, x).jaxpr) == needs
 
 
 def report_of(*trials: Trial) -> CompileReport:

@@ -141,9 +141,10 @@ def test_a_hopeless_compilation_is_killed_at_its_deadline_and_nothing_is_left() 
 
 @needs_libtpu
 def test_what_exceeds_vmem_is_named_with_its_amount() -> None:
-    report = quarantune.compile_check(scaled, {"scratch": [8, 1 << 18]}, X, target="TPU v5e")
-    assert ends(report) == ["ok", "error"], report.table()
-    assert "over VMEM: 128." in report.table()
+    report = quarantune.compile_check(scaled, {"scratch": [8, 1 << 17, 1 << 18]}, X, target="TPU v5e")
+    assert ends(report) == ["ok", "error", "error"], report.table()
+    assert "over VMEM: 64." in report.table()
+    assert "VMEM: 128.01 of 128.00 MiB" in report.table(), "known before compiling: this is more than a v5e has"
     assert report.trials[0].figures is not None
     assert report.trials[0].figures.vmem_bytes
 

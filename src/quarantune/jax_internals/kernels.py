@@ -7,9 +7,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
+
 from quarantune.jax_internals.tracing import equations
 
 _KERNEL = "pallas_call"
+_IN_VMEM = ("default", "vmem")
+"""The memory spaces of blocks and scratch that a TPU's kernel has on the chip."""
 _Params: TypeAlias = Mapping[str, Any]
 
 
@@ -66,6 +70,32 @@ def with_smaller_grids(closed: Any, most_steps: int, cores: int = 1) -> tuple[An
         return made.replace(source_info=source.replace(name_stack=source.name_stack.extend(scope)))
 
     return closed.replace(jaxpr=_replaced(closed.jaxpr, named)), steps
+
+
+def vmem_needs(jaxpr: Any) -> list[tuple[int, int | None]]:
+    """Returns, for each Pallas kernel for a TPU, the bytes of VMEM that it needs at least, and those it may have.
+
+    It needs its blocks and its scratch once each; the compiler keeps most blocks twice. What it may have is None where
+    its author has not said.
+    """
+    found = [equation.params for equation in equations(jaxpr, closed={_KERNEL}) if _is_kernel(equation)]
+    return [
+        (
+            sum(_bytes(each.aval) for each in params["jaxpr"].invars if str(each.aval.memory_space) in _IN_VMEM),
+            getattr(params["compiler_params"], "vmem_limit_bytes", None),
+        )
+        for params in found
+        if not params["interpret"]
+    ]
+
+
+def _bytes(array: Any) -> int:
+    """Returns the size of an array whose elements may be smaller than a byte."""
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    if not is_float and not jnp.issubdtype(array.dtype, jnp.integer):
+        return 0
+    limits: Any = jnp.finfo if is_float else jnp.iinfo
+    return int(math.prod(array.shape) * limits(array.dtype).bits) // 8
 
 
 def _is_kernel(equation: Any) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from quarantune import jax_internals
+from quarantune import device_table, jax_internals
 from quarantune.host.waits import RunTime, Watch
+from quarantune.jax_internals import kernels
 from quarantune.measure import clocks, finals, model, rounding, sampling
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
@@ -185,6 +186,8 @@ class Bench:
         args, kwargs = inputs.call_as_structs(self._call) if away else self._arguments.shared()
         jitted, keywords = binding.applied(self._jitted, config)
         traced = jitted.trace(*args, **kwargs, **keywords)
+        if self._options.platform == "tpu":
+            _check_vmem(traced.jaxpr, jax.local_devices()[0].device_kind)
         show(traced.jaxpr)
         lowered = traced.lower()
         calls_back, _ = self._announce(lowered, config, announce)
@@ -207,7 +210,10 @@ class Bench:
         with abstract_device(target, is_check=is_check) as sharding:
             args, kwargs = inputs.call_as_structs(self._call, sharding=sharding)
             jitted, keywords = binding.applied(self._jitted, restore(config, self._call.config_values))
-            yield jitted.trace(*args, **kwargs, **keywords), sharding
+            traced = jitted.trace(*args, **kwargs, **keywords)
+            if target.platform == "tpu":
+                _check_vmem(traced.jaxpr, target.device_kind)
+            yield traced, sharding
 
     def save(self, program: Program, fd: int, *, as_data: bool = False) -> None:
         """Writes a program where another worker can load it.
@@ -460,3 +466,17 @@ class Bench:
         _, identity = self._announce(lowered, config, announce)
         program_text.remove_notes(lowered)
         return lowered.compile(), identity, rounding.coarsest_mantissa(traced.jaxpr.jaxpr, target.platform)
+
+
+def _check_vmem(jaxpr: Any, kind: str) -> None:
+    """Refuses a program for a TPU that cannot fit, on which its compiler may spend minutes.
+
+    Raises:
+        ValueError: the blocks and scratch of one of its kernels are larger than the VMEM that there is.
+    """
+    there = device_table.limits_of(kind).shared_memory_per_block_bytes
+    for needed, allowed in kernels.vmem_needs(jaxpr):
+        most = min((limit for limit in (there, allowed) if limit is not None), default=needed)
+        if needed > most:
+            amounts = f"Used {needed / 2**20:.2f}M of {most / 2**20:.2f}M vmem"
+            raise ValueError(f"a kernel's blocks and scratch do not fit into memory space vmem, once each. {amounts}.")
