@@ -5,8 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeAlias, TypeVar, Unpack, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    Literal,
+    ParamSpec,
+    Self,
+    TypeAlias,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from quarantune import jax_internals
 from quarantune.api.call_memo import Memo, MemoKeys, read_context
@@ -220,6 +232,39 @@ class Autotuned(Generic[_P, _R]):
             with caller.own_frames_hidden(), on_engine(self._signature, kwargs) as (kwargs, resume):
                 resolver, call = self._bind(args, kwargs)
                 return resolver.tune(call, resume=resume)
+        finally:
+            self.forget()
+
+    def tune_for(
+        self, calls: Sequence[Any], weights: Sequence[float] | None = None, *, by: Literal["total", "worst"] = "total"
+    ) -> TuningResult:
+        """Finds one config for several calls that share a key, and remembers it under that key.
+
+        Each call is tuned by a sweep of its own, as if there were no `key_fn`; what is measured of it already counts,
+        unless `ALWAYS_TUNE` is set. A config has to work for all calls. In a space that is searched, the first call
+        decides which configs the others try.
+
+        Args:
+            calls: for each call a tuple of positional arguments or a dict of keyword arguments, with arrays or
+                `jax.ShapeDtypeStruct`s; or calls that `recording` has met.
+            weights: how much each call counts, for example how often it is made; None for all alike, or for how often
+                it was met.
+            by: `total` for the least weighted total time; `worst` for the least slowdown in any call, relative to the
+                best config for that call.
+
+        Returns:
+            The result, whose times are weighted means over the calls; `calls` says how far each is from its own best.
+
+        Raises:
+            TuningFailedError: no config works for all calls.
+            TypeError: a call is none, or sets a tunable by hand.
+            ValueError: the calls do not share a key, or an argument is not valid.
+        """
+        from quarantune.resolve.tuning_for import tune_for  # cached calls do not need it
+
+        try:
+            with caller.own_frames_hidden():
+                return tune_for(self._resolver, calls, weights, by)
         finally:
             self.forget()
 

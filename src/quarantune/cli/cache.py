@@ -280,6 +280,8 @@ def _details(key: CacheKey, entry: Entry) -> tuple[str, Iterable[str]]:
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{printable(str(name))} {_text(item)}" for name, item in value.items() if item is not None)
+    if isinstance(value, list):
+        return "; ".join(map(_text, value))
     return f"{value:.4g}" if isinstance(value, float) else printable(str(value))
 
 

@@ -123,7 +123,7 @@ class Resolver:
             TypeError: the call sets a tunable parameter by hand.
         """
         settings = environment.current()
-        described = _keyed_to_tune(call, settings)
+        described = keyed_for_engine(call, settings)
         with self._lock_of(described.key):
             found = self._resolve(described, settings)
         if found.tuned is not None:
@@ -155,11 +155,17 @@ class Resolver:
         """
         settings = environment.current()
         saved = self._known.saved_now(settings)
-        described = _keyed_to_tune(call, settings)
+        described = keyed_for_engine(call, settings)
         result = self._tuning.tune(described, settings, start_over=not resume, earlier=saved(described.key))
         if (coordination := self._coordination(settings)) is not None:
             self._ranks.compare(described, settings, coordination, own=lambda: None, found=result)
         return result
+
+    def adopt(self, described: KeyedCall, result: TuningResult, settings: Settings) -> None:
+        """Remembers a result that was not found by one sweep, and has the other ranks use it, or uses theirs."""
+        self._known.remember(described.key, result, settings)
+        if (coordination := self._coordination(settings)) is not None:
+            self._ranks.compare(described, settings, coordination, own=lambda: None, found=result)
 
     def lookup(self, call: BoundCall) -> Config | None:
         """Returns the remembered config for a call, or None; never tunes."""
@@ -281,7 +287,7 @@ class Resolver:
         cache.report_once(f"{described.call.name}: not tuned for this call, running with its defaults ({why})")
 
 
-def _keyed_to_tune(call: BoundCall, settings: Settings) -> KeyedCall:
+def keyed_for_engine(call: BoundCall, settings: Settings) -> KeyedCall:
     """Returns a call to tune with its key, for the devices of the settings' engine if there is one."""
     if settings.executor is None:
         return keyed_to_tune(call)

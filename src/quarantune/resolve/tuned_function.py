@@ -107,6 +107,17 @@ class TunedFunction:
             function.check(listed.examples())
         return function
 
+    def with_options(self, options: Options, configs: Sequence[Config] | None = None) -> TunedFunction:
+        """Returns the function with other options, and other configs if they are given."""
+        return TunedFunction(
+            self.fn,
+            self.configs if configs is None else configs,
+            name=self.name,
+            signature=self.signature,
+            static_names=self.static_names,
+            options=options,
+        )
+
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The function's parameters by name."""

@@ -190,20 +190,10 @@ def _judged(record: CacheRecord, config: Config, default: Config | None, result:
 def _swept(call: BoundCall, configs: list[Config]) -> TuningResult:
     """Runs a sweep over a few configs that reads and saves nothing."""
     function = call.function
-    few = TunedFunction(
-        function.fn,
-        configs,
-        name=function.name,
-        signature=function.signature,
-        static_names=function.static_names,
-        options=dataclasses.replace(
-            function.options, search="exhaustive", max_trials=None, time_budget=None, patience=None, prune_fn=None
-        ),
-    )
-    resolver = Resolver(few)
-    with settings(
-        disable_cache=True, search="exhaustive", max_trials=None, time_budget=None, agree="0", progress=False
-    ):
+    limits: JsonObject = {"search": "exhaustive", "max_trials": None, "time_budget": None}
+    options = dataclasses.replace(function.options, patience=None, prune_fn=None, **limits)
+    resolver = Resolver(function.with_options(options, configs))
+    with settings(disable_cache=True, agree="0", progress=False, **limits):
         return resolver.tune(resolver.bind(call.args, call.kwargs))
 
 

@@ -49,6 +49,7 @@ class Standing:
         default_ms: the time that speed-ups are relative to, in milliseconds; None where it is not known.
         default_label: a name for the defaults.
         final: the trials of the configs that were timed in turn in the end; empty where that is not known.
+        why: why the winner won, where that was not for its time alone.
     """
 
     best: Config | None = None
@@ -57,6 +58,7 @@ class Standing:
     default_ms: float | None = None
     default_label: str = "the function's own defaults"
     final: Sequence[Trial] = ()
+    why: str = ""
 
     def speedup(self, trial: Trial) -> float | None:
         """Returns the time of the defaults divided by a trial's; None unless they were timed side by side."""
@@ -355,6 +357,8 @@ def why_best(trials: Sequence[Trial], standing: Standing) -> str:
 def _why(best: Trial, trials: Sequence[Trial], standing: Standing) -> str:
     """Returns the reason why the winner won, as the rest of a sentence about it."""
     assert best.time_ms is not None
+    if standing.why:
+        return standing.why
     timed = sorted(
         (trial.time_ms, index)
         for index, trial in enumerate(trials)

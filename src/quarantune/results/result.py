@@ -21,7 +21,7 @@ from quarantune.transport.call import Arguments
 from quarantune.values import shown
 from quarantune.values.codec import IN_MEMORY, DamageError, Record
 from quarantune.values.config_values import encode, originals, restore
-from quarantune.values.findings import Counts, Findings, Interval, Searched
+from quarantune.values.findings import Counts, Findings, Interval, Searched, ratio_text
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
 from quarantune.values.trial import Config, Milliseconds, Outcome, Trial, count_outcomes, frozen
@@ -29,6 +29,10 @@ from quarantune.values.trial import Config, Milliseconds, Outcome, Trial, count_
 if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics
 
+_WHY = {
+    "total": "has the least total time over the calls below",
+    "worst": "is the one that is never far behind the best for each of the calls below",
+}
 FromCache: TypeAlias = bool | Literal["nearest", "default"]
 _Config: TypeAlias = Annotated[Config, frozen]
 
@@ -38,6 +42,27 @@ def _refuse(folder: Path, *_: object, **__: object) -> None:
         f"the function of {folder} was not loaded, because that runs code from there: "
         f"load it with TuningResult.load(..., trusted=True), or call your own with best_config"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class CallShare(Record):
+    """One of several calls that share a config.
+
+    Attributes:
+        call: its arguments as text.
+        weight: how much it counts.
+        time_ms: the time of the config in this call, in milliseconds.
+        best_ms: that of the best config for this call alone.
+    """
+
+    call: str
+    weight: float
+    time_ms: Milliseconds
+    best_ms: Milliseconds
+
+    def __str__(self) -> str:
+        times = f"{self.time_ms:.4g} ms, {ratio_text(self.time_ms / self.best_ms)} of its own best"
+        return f"{self.call}: {times}, weight {self.weight:g}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -71,6 +96,8 @@ class TuningResult(Record):
         seen: how many configs were tried, or dropped by `prune_fn`; None where that is not known.
         space_size: how many configs there are; None where that is not known.
         versions: the versions of JAX and others under which it was tuned.
+        calls: for a result of `tune_for`, the calls that share the config, whose weighted means all times are.
+        by: what that result has least of: `total` or `worst`; empty for others.
         fn: the tuned function with the best config bound.
         executable: the executable that a worker compiled from the two, for `save`; None where there is none.
         call: the call that it was compiled for, without its arrays.
@@ -98,6 +125,8 @@ class TuningResult(Record):
     key: str
     from_cache: FromCache = False
     trials: tuple[Trial, ...]
+    calls: tuple[CallShare, ...] = ()
+    by: str = ""
     fn: Callable[..., Any] = dataclasses.field(default=_refuse, compare=False, metadata=IN_MEMORY)
     executable: bytes | None = dataclasses.field(default=None, compare=False, metadata=IN_MEMORY)
     call: Arguments = dataclasses.field(default=((), {}), compare=False, metadata=IN_MEMORY)
@@ -152,6 +181,7 @@ class TuningResult(Record):
             default=self.default_config,
             default_ms=self.default_time_ms,
             final=self.finalists,
+            why=_WHY.get(self.by, ""),
         )
 
     def lowered_text(self) -> str:
@@ -186,7 +216,8 @@ class TuningResult(Record):
         """
         if not self.trials:
             return cached_text(self, width=width)
-        return report.table(self.trials, standing=self.standing, width=width, flops=flops, moved_bytes=bytes)
+        text = report.table(self.trials, standing=self.standing, width=width, flops=flops, moved_bytes=bytes)
+        return "\n".join([text, *(f"  {call}" for call in self.calls)])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {_winner(self)}\n  {_sweep(self)}"
@@ -268,6 +299,10 @@ class TuningResult(Record):
 
         html_report.write(path, [self._report_data()])
 
+    def with_trials(self) -> TuningResult:
+        """Returns the same; of a result from the cache, with the trials of its journal, if that is there."""
+        return self if self.trials else self._report_data().result
+
     def _report_data(self) -> ResultData:
         from quarantune.results.html_report import cached_result
         from quarantune.values import settings
@@ -282,7 +317,7 @@ class TuningResult(Record):
             "default": "The call was never tuned: the function's own defaults stand in.",
             False: "",
         }[self.from_cache]
-        return ResultData(self, _key_values(self.key), note)
+        return ResultData(self, _key_values(self.key), "; ".join(filter(None, (note, *map(str, self.calls)))))
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the result into a directory: JSON for people, the function and the compiled winner for `load`.
@@ -312,7 +347,8 @@ class TuningResult(Record):
     def to_json(self) -> JsonObject:
         """Returns the content of the JSON file of a saved result."""
         configs = {name: encode(getattr(self, name)) for name in ("best_config", "default_config", "tie")}
-        return super().to_json() | configs | {"time_ms": None if math.isnan(self.time_ms) else self.time_ms}
+        data = super().to_json() | configs | {"time_ms": None if math.isnan(self.time_ms) else self.time_ms}
+        return data if self.calls else {name: value for name, value in data.items() if name not in ("calls", "by")}
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
