@@ -21,7 +21,7 @@ from quarantune.sandbox import template
 
 MARK = "AFTERMATH_MARK"
 """Environment variable that marks a program started by a test, so that all of its descendants can be found."""
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 
 
 def eventually(condition: Callable[[], object], *, timeout_s: float = _PATIENCE_S) -> bool:
@@ -62,6 +62,16 @@ def strays() -> list[str]:
     for child in templates:
         pids.update(carriers(SANDBOX, child.environ()[SANDBOX]))
     return [_describe(pid) for pid in sorted(pids - allowed)]
+
+
+def left_of(process: psutil.Process) -> list[int]:
+    """Returns the descendants of a process that run, except for Python's own."""
+    found = []
+    for child in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if child.status() != psutil.STATUS_ZOMBIE and not is_of_multiprocessing(child):
+                found.append(child.pid)
+    return found
 
 
 def is_of_multiprocessing(process: psutil.Process) -> bool:

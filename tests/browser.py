@@ -148,7 +148,7 @@ def _request(address: str, method: str, body: Any = None) -> Any:
     # Without a proxy, whatever the environment names: the driver is on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=110) as answer:
+        with opener.open(request, timeout=280) as answer:
             return json.load(answer)["value"]
     except urllib.error.HTTPError as error:
         raise AssertionError(f"{method} {address}: {json.load(error)['value']['message']}") from None

@@ -20,6 +20,8 @@ from quarantune.values.trial import Outcome, Trial
 SOURCE = Path(quarantune.__file__).parents[1]
 """The directory that a program must have on its import path to import quarantune."""
 
+TESTS = Path(__file__).parent
+
 everywhere = pytest.mark.parametrize(
     "isolation", ["process", "none", pytest.param("compile", marks=[pytest.mark.slow, pytest.mark.long])]
 )
@@ -47,6 +49,11 @@ def ends(trials: Iterable[Trial]) -> list[str]:
     return ["ok" if trial.outcome is Outcome.SLOW else trial.outcome.value for trial in trials]
 
 
+def deadline_s(quiet_s: float) -> float:
+    """Returns a deadline that most configs meet and one that hangs misses: longer where much else wants to run."""
+    return round(quiet_s * max(1.0, os.getloadavg()[0] / (2 * (os.cpu_count() or 1))), 1)
+
+
 def run_on_devices(directory: Path, body: str, *, program: str, devices: int | None) -> None:
     """Runs a program in a process of its own and asserts that it succeeds, with warnings as errors.
 
@@ -59,8 +66,8 @@ def run_on_devices(directory: Path, body: str, *, program: str, devices: int | N
     script = directory / "program.py"
     script.write_text(program + textwrap.dedent(body))
     flags = {} if devices is None else {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    environ = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu", **flags}
+    environ = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}", "JAX_PLATFORMS": "cpu", **flags}
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(script)], env=environ, capture_output=True, text=True, timeout=100
+        [sys.executable, "-W", "error", str(script)], env=environ, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr

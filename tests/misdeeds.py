@@ -153,6 +153,7 @@ def hang_deaf_to_signals() -> NoReturn:
 def starve() -> NoReturn:
     how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     taken = [mmap.mmap(-1, 32 << 20, flags=how) for _ in range(32)]  # 1 GB, unless it is stopped
+    time.sleep(20)  # a busy machine looks late
     raise AssertionError(f"nobody stopped it at {len(taken)} maps")
 
 
@@ -166,6 +167,7 @@ def starve_in_a_child() -> None:
 def starve_in_shared_memory() -> NoReturn:
     how = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
     taken = [mmap.mmap(-1, 32 << 20, flags=how) for _ in range(32)]
+    time.sleep(20)
     raise AssertionError(f"nobody stopped it at {len(taken)} maps")
 
 

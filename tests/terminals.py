@@ -42,7 +42,7 @@ def record(
     lines: int = 40,
     environ: Mapping[str, str],
     interrupt_when: Callable[[str], bool] | None = None,
-    timeout_s: float = 100.0,
+    timeout_s: float = 250.0,
 ) -> Recording:
     """Returns the recording of a program, which gets Ctrl-C once its output so far meets a condition."""
     ours, theirs = pty.openpty()

@@ -254,7 +254,7 @@ pids = [os.fork() or contend(Path(sys.argv[1])) for _ in range(4)]
 print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids])
 """
     command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=280, check=False)
     assert done.stdout == "[0, 0, 0, 0]\n"
 
 
@@ -356,7 +356,7 @@ pids = [os.fork() or search(Path(sys.argv[1])) for _ in range(16)]
 print(sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids))
 """
     command = [sys.executable, "-c", script, str(tmp_path)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=100, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=280, check=True)
     *answers, endings = done.stdout.splitlines()
     from quarantune.cache import Journal
 

@@ -405,7 +405,7 @@ print(sorted(Store(place).read("f")["cpu"]), len(Journal(place, "f", "cpu", "one
 def test_a_second_user_of_a_shared_directory_saves_results() -> None:
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o777)
-        run = subprocess.run([sys.executable, "-c", TWO_USERS, place], capture_output=True, text=True, timeout=100)
+        run = subprocess.run([sys.executable, "-c", TWO_USERS, place], capture_output=True, text=True, timeout=280)
     assert (run.returncode, run.stdout.strip()) == (0, "['one', 'three', 'two'] 3"), run.stderr
 
 

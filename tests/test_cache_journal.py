@@ -156,8 +156,8 @@ for number in range(int(sys.argv[3])):
             acknowledged = int(victim.stdout.readline())
         victim.kill()
         acknowledged = max([acknowledged, *map(int, victim.stdout.read().split())])
-        one.communicate(timeout=60)
-        other.communicate(timeout=60)
+        one.communicate(timeout=280)
+        other.communicate(timeout=280)
     found: dict[str, list[int]] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheWarning)  # about the line that the killed process may have been writing

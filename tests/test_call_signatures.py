@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import ends
 
 import quarantune
 
@@ -219,7 +220,7 @@ def test_donated_arguments_are_consumed_by_the_call_alone(donate: dict[str, Any]
 
     state, x = {"w": jnp.zeros(1000), "b": jnp.zeros(3)}, jnp.ones(())
     result = step.tune(state, x)
-    assert [trial.outcome for trial in result.trials] == ["error", "ok", "ok"]
+    assert ends(result.trials) == ["error", "ok", "ok"]
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, x)))
     for count in (1, 2, 3):
         before = state
@@ -287,4 +288,4 @@ def test_x64_of_the_whole_process_holds_in_workers_too(tmp_path: Path) -> None:
             """
         )
     )
-    subprocess.run([sys.executable, "-W", "error", str(script)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", str(script)], check=True, timeout=280)

@@ -37,7 +37,7 @@ def run(directory: Path, script: str, devices: int = 1) -> None:
     strict = ["-W", "error:::quarantune", "-W", "error:::__main__"]
     environ = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     done = subprocess.run(
-        [sys.executable, *strict, str(file)], capture_output=True, text=True, timeout=110, check=False, env=environ
+        [sys.executable, *strict, str(file)], capture_output=True, text=True, timeout=280, check=False, env=environ
     )
     assert done.returncode == 0, done.stderr
 
@@ -354,6 +354,6 @@ print(kernel(jnp.ones(3))[0], kernel.lookup(jnp.ones(3)))
 """
     sources = [START, cell.format(best=2), cell.format(best=3), cell.format(best=2)]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    nbclient.NotebookClient(notebook, timeout=110, kernel_name="python3").execute()
+    nbclient.NotebookClient(notebook, timeout=280, kernel_name="python3").execute()
     printed = [[output["text"] for output in cell.outputs] for cell in notebook.cells]
     assert printed == [[], ["2.0 {'n': 2}\n"], ["3.0 {'n': 3}\n"], ["2.0 {'n': 2}\n"]]

@@ -58,7 +58,7 @@ def chosen(result: quarantune.ContextualResult) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_kernels_are_tuned_in_turn_with_the_others_at_their_best_so_far() -> None:
-    first, second = kernel("first", {"ms": [55, 3]}), kernel("second", {"ms": [52, 100, 2]})
+    first, second = kernel("first", {"ms": [255, 3]}), kernel("second", {"ms": [52, 100, 2]})
 
     @quarantune.contextual_autotune(n_repeat=2)
     def both(x: Any) -> Any:
@@ -66,7 +66,7 @@ def test_kernels_are_tuned_in_turn_with_the_others_at_their_best_so_far() -> Non
 
     result = both.tune(X)
     assert [tuple(trial.config.values()) for trial in result.trials] == [
-        ("ms=55", "ms=52"),
+        ("ms=255", "ms=52"),
         ("ms=3", "ms=52"),
         ("ms=3", "ms=52"),
         ("ms=3", "ms=100"),
@@ -74,17 +74,17 @@ def test_kernels_are_tuned_in_turn_with_the_others_at_their_best_so_far() -> Non
     ]
     assert chosen(result) == {"first": 3, "second": 2}
     assert result.baseline_ms is not None
-    assert result.baseline_ms >= 107 > result.time_ms >= 5
+    assert result.baseline_ms >= 307 > result.time_ms >= 5
     # Every time is that of the whole function.
-    assert [min(trial.samples_ms) >= least for trial, least in zip(result.trials, (107, 55, 55, 103, 5), strict=True)]
+    assert [min(trial.samples_ms) >= least for trial, least in zip(result.trials, (307, 55, 55, 103, 5), strict=True)]
     assert [len(choice.trials) for choice in result.kernels] == [2, 3]
 
 
 @pytest.mark.slow
 def test_a_config_may_win_alone_and_lose_in_its_context() -> None:
     # The kernel is quick with ms=0, but leaves data that its successor takes long over.
-    maker = kernel("maker", {"ms": [0, 5]}, lambda x, ms: pause(x, ms) + (1 if ms == 0 else 0))
-    taker = kernel("taker", {"ms": [40]}, lambda x, ms: jax.lax.cond(x[0] > 0, lambda x: pause(x, ms), lambda x: x, x))
+    maker = kernel("maker", {"ms": [0, 30]}, lambda x, ms: pause(x, ms) + (1 if ms == 0 else 0))
+    taker = kernel("taker", {"ms": [150]}, lambda x, ms: jax.lax.cond(x[0] > 0, lambda x: pause(x, ms), lambda x: x, x))
 
     @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
     def both(x: Any) -> Any:
@@ -133,13 +133,13 @@ def test_a_kernel_within_a_kernel_is_tuned_for_the_shape_it_gets_there() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("jitted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_plain_and_jitted_functions_run_their_kernels_winners(jitted: bool) -> None:
-    # Tracing the inner jit anew, every time, takes 25 ms, which no other difference must drown in.
-    slow, quick = kernel("left", {"ms": [50, 1]}, lambda x, ms: pause(x, ms) + ms), kernel("right", {"ms": [1, 50]})
+    # Tracing the inner jit anew, every time, takes 25 ms, and longer on a busy machine; no difference must drown in it.
+    slow, quick = kernel("left", {"ms": [400, 1]}, lambda x, ms: pause(x, ms) + ms), kernel("right", {"ms": [1, 400]})
 
     def add(x: Any, *, offset: int) -> Any:
         return jax.jit(lambda x: quick(slow(x)))(x) + offset  # what an inner jit has traced must not stick either
 
-    tuned = quarantune.contextual_autotune(n_repeat=5)(
+    tuned = quarantune.contextual_autotune(n_repeat=3)(
         functools.partial(jax.jit, static_argnames=["offset"])(add) if jitted else add
     )
     assert tuned.default(X, offset=100)[0] == 101
@@ -177,7 +177,7 @@ def test_a_config_that_crashes_in_its_context_is_contained() -> None:
         return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     fragile = kernel("fragile", {"ms": [9, 2, 3]}, crash_beside_others)
-    sound = kernel("sound", {"ms": [60, 1]})
+    sound = kernel("sound", {"ms": [100, 1]})
 
     @quarantune.contextual_autotune(n_repeat=2)
     def both(x: Any) -> Any:
@@ -257,7 +257,7 @@ def test_first_and_default_configs_may_fail_where_another_works() -> None:
         return x + ms
 
     fragile, second = (kernel(name, {"ms": [7, 5, 3]}, only_the_third) for name in ("fragile", "second"))
-    sound = kernel("sound", {"ms": [60, 1]})
+    sound = kernel("sound", {"ms": [100, 1]})
 
     @quarantune.contextual_autotune(n_repeat=1, ref_fn=None)
     def three(x: Any) -> Any:
@@ -304,7 +304,7 @@ def test_the_result_is_remembered_until_a_kernels_configs_change(
 
         return whole
 
-    make([10, 1])(X)
+    make([80, 1])(X)
     assert len(sweeps) == 2
     (entry,) = next(iter(json.loads((cache_dir / "whole.json").read_text()).values())).values()
     ((name, by_key),) = entry["config"]["assignment"].items()
@@ -313,20 +313,20 @@ def test_the_result_is_remembered_until_a_kernels_configs_change(
     assert entry["kernels"][0]["config"] == {"ms": 1}
     assert entry["time_ms"] < entry["baseline_ms"]
 
-    again = make([10, 1])
+    again = make([80, 1])
     again(X)
     assert len(sweeps) == 2
     with quarantune.settings(always_tune=True):
-        fresh = make([10, 1])
+        fresh = make([80, 1])
         fresh(X)
         fresh(X)
     assert len(sweeps) == 4
     with quarantune.settings(disable_cache=True):
-        make([10, 1])(X)
+        make([80, 1])(X)
     assert len(sweeps) == 6
     # Only new kernels are to be found by their name now.
     monkeypatch.setattr(assignment, "_kernels", {})
-    wider = make([10, 1, 5])
+    wider = make([80, 1, 5])
     assert wider.lookup(X) is None
 
 
@@ -340,7 +340,7 @@ PROGRAM = """
     @quarantune.autotune({"n": [3, 2]}, ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def shift(x, n=1):
-        return x + jax.pure_callback(lambda v: (__import__("time").sleep((n == 3) / 50), v)[1], x, x) + n
+        return x + jax.pure_callback(lambda v: (__import__("time").sleep((n == 3) / 10), v)[1], x, x) + n
 
     @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
     def whole(x):
@@ -358,7 +358,7 @@ def test_a_script_without_a_guard_tunes_once_and_a_new_process_remembers(tmp_pat
 
     def run() -> str:
         done = subprocess.run(
-            [sys.executable, "-W", "error", str(script)], env=environ, capture_output=True, text=True, timeout=60
+            [sys.executable, "-W", "error", str(script)], env=environ, capture_output=True, text=True, timeout=280
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -371,7 +371,7 @@ def test_a_script_without_a_guard_tunes_once_and_a_new_process_remembers(tmp_pat
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_table_shows_each_kernels_winner_and_the_total_gain() -> None:
-    one, two = kernel("one", {"ms": [10, 1]}), kernel("two", {"ms": [1, 10]})
+    one, two = kernel("one", {"ms": [80, 1]}), kernel("two", {"ms": [1, 80]})
 
     @quarantune.contextual_autotune(n_repeat=2)
     def both(x: Any) -> Any:
@@ -394,7 +394,7 @@ def test_the_table_shows_each_kernels_winner_and_the_total_gain() -> None:
 @pytest.mark.long
 @pytest.mark.slow
 def test_without_a_sandbox_the_same_configs_win() -> None:
-    one, two = kernel("one", {"ms": [10, 1]}), kernel("two", {"ms": [1, 10]})
+    one, two = kernel("one", {"ms": [80, 1]}), kernel("two", {"ms": [1, 80]})
 
     @quarantune.contextual_autotune(n_repeat=5)
     def both(x: Any) -> Any:
@@ -412,7 +412,7 @@ def test_without_a_sandbox_the_same_configs_win() -> None:
 
 @pytest.mark.slow
 def test_inside_an_outer_jit_the_kernels_are_tuned_as_a_whole_and_baked_in(sweeps: list[str]) -> None:
-    only = kernel("only", {"ms": [10, 1]}, lambda x, ms: pause(x, ms) + ms)
+    only = kernel("only", {"ms": [80, 1]}, lambda x, ms: pause(x, ms) + ms)
 
     @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
     def whole(x: Any) -> Any:
@@ -478,14 +478,14 @@ def test_threads_keep_their_assignments_apart() -> None:
         with assigned(6).in_force():
             results = [float(only(x)[0])]
             theirs.set()
-            assert mine.wait(20)
+            assert mine.wait(100)
             return results[0]
 
     with quarantune.settings(disable_cache=True, on_miss="default"), ThreadPoolExecutor(1) as pool:
         with assigned(5).in_force():
             assert only(x)[0] == 5
             other = pool.submit(other_thread)
-            assert theirs.wait(20)
+            assert theirs.wait(100)
         mine.set()
         assert other.result() == 6
         with pytest.warns(quarantune.CacheWarning, match="not tuned for this call"):
@@ -496,7 +496,7 @@ def test_threads_keep_their_assignments_apart() -> None:
 
 @pytest.mark.slow
 def test_a_tuned_function_within_a_tuned_function_is_part_of_it(sweeps: list[str]) -> None:
-    only = kernel("only", {"ms": [10, 1]}, lambda x, ms: pause(x, ms) + ms)
+    only = kernel("only", {"ms": [80, 1]}, lambda x, ms: pause(x, ms) + ms)
 
     @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
     def part(x: Any) -> Any:
@@ -511,7 +511,7 @@ def test_a_tuned_function_within_a_tuned_function_is_part_of_it(sweeps: list[str
 
 
 class Model:
-    only = kernel("only", {"ms": [10, 1]}, lambda x, ms: pause(x, ms) + ms)
+    only = kernel("only", {"ms": [80, 1]}, lambda x, ms: pause(x, ms) + ms)
 
     @quarantune.contextual_autotune(n_repeat=2, ref_fn=None)
     def forward(self, x: Any) -> Any:

@@ -63,7 +63,7 @@ def diagnose(
     inherited = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     path = os.pathsep.join([environ.pop("PYTHONPATH", ""), str(SOURCE)]).lstrip(os.pathsep)
     done = subprocess.run(
-        command, env={**inherited, "PYTHONPATH": path, **environ}, capture_output=True, text=True, timeout=110
+        command, env={**inherited, "PYTHONPATH": path, **environ}, capture_output=True, text=True, timeout=280
     )
     assert done.stdout, done.stderr
     return done.returncode, {found["name"]: found for found in json.loads(done.stdout)}
@@ -245,7 +245,7 @@ def test_the_type_of_a_filesystem_is_that_of_the_last_mount_at_the_nearest_point
     odd.mkdir()
     command = ["unshare", "-rm", sys.executable, "-c", program, odd]
     environ = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
     assert done.stdout == "('ramfs', 'ramfs') ('tmpfs', 'tmpfs') True\n", done.stderr
 
 

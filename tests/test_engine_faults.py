@@ -61,7 +61,7 @@ class Fresh(Executor):
         ]
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done = subprocess.run(self._command, input=pickle.dumps((fn, args)), capture_output=True, timeout=100)
+        done = subprocess.run(self._command, input=pickle.dumps((fn, args)), capture_output=True, timeout=280)
         future: Future[Any] = Future()
         if done.returncode:
             future.set_exception(RuntimeError(done.stderr.decode().strip().splitlines()[-1]))

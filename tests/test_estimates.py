@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from aftermath import eventually, shared_memory
 from jax.experimental import pallas as pl
 
 import quarantune
@@ -326,7 +326,7 @@ class TestRealCompiler:
     def test_configs_are_ranked_by_the_compilers_cycles(self) -> None:
         x = struct(1024, 1024)
         space = [{"bm": 128, "bk": 128, "bn": 128}, {"bm": 512, "bk": 512, "bn": 512}, {"bm": 8, "bk": 8, "bn": 8}]
-        before = set(os.listdir("/dev/shm"))
+        before = set(shared_memory())
         report = quarantune.compile_check(matmul, space, x, x, target="v5e", estimate=True)
         assert [trial.config["bm"] for trial in report.ranked] == [512, 128, 8]
         slow, fast, failed = report.trials
@@ -340,7 +340,7 @@ class TestRealCompiler:
         assert (report.estimated_ms(fast) or 1) < (report.estimated_ms(slow) or 0) / 3
         assert "est. ms" in report.table()
         assert "nothing ran" in report.table()
-        assert set(os.listdir("/dev/shm")) <= before
+        assert eventually(lambda: set(shared_memory()) <= before)
         again = quarantune.compile_check(matmul, space, x, x, target="v5e", estimate=True)
         assert again.known == 3
         assert [report.estimated_ms(trial) for trial in again.trials] == [*map(report.estimated_ms, report.trials)]
@@ -442,18 +442,14 @@ class TestRealCompiler:
                 """
             )
         )
-        before = set(os.listdir("/dev/shm"))
+        before = set(shared_memory())
         environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
         caller = subprocess.Popen([sys.executable, "program.py"], cwd=tmp_path, env=environ)
-        deadline = time.monotonic() + 120
-        while not (set(os.listdir("/dev/shm")) - before) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        assert eventually(lambda: set(shared_memory()) - before or caller.poll() is not None, timeout_s=200)
         assert caller.poll() is None
         caller.kill()
         caller.wait()
-        while set(os.listdir("/dev/shm")) - before and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert set(os.listdir("/dev/shm")) <= before
+        assert eventually(lambda: set(shared_memory()) <= before)
 
 
 def test_estimates_for_a_gpu_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def limited(work: str, limit_ms: float) -> subprocess.Popen[str]:
 
 
 def said(process: subprocess.Popen[str]) -> list[str]:
-    told, errors = process.communicate(timeout=60)
+    told, errors = process.communicate(timeout=280)
     assert (process.returncode, errors) == (0, "")
     return told.split()
 

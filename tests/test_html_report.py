@@ -12,6 +12,7 @@ import json
 import math
 import random
 import shlex
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -310,13 +311,11 @@ def test_the_report_of_a_whole_function_has_a_tunable_for_each_kernel(tmp_path: 
     assert [tunable["name"] for tunable in problem["tunables"]] == ["mm", "norm"]
 
 
-def add(x: Any, n: int = 1) -> Any:
-    total = 0.0
-    for _ in range(n * 200):
-        total += float(x)
+def add(x: Any, n: int = 2) -> Any:
     if n == 3:
         raise ValueError("three is refused")
-    return total / n
+    time.sleep(0.05 * (n - 1))
+    return float(x)
 
 
 @pytest.mark.slow
@@ -337,11 +336,12 @@ def test_a_sweep_is_reported_from_its_result_and_from_its_journals(tmp_path: Pat
         trials, values = problem["trials"], problem["tunables"][0]["values"]
         assert (data["title"], problem["choice"]) == ("adding", [["n", "1"]])
         by_value = {values[at]: index for index, at in enumerate(trials["config"][0])}
-        assert (by_value["1"], by_value["1"]) == (problem["best"], problem["default"])
+        assert (by_value["1"], by_value["2"]) == (problem["best"], problem["default"])
         assert "three is refused" in data["texts"][trials["message"][by_value["3"]]]
         assert None not in trials["ended"]
         finals.append({values[trials["config"][0][index]]: times for index, _, _, times in problem["finalists"]})
         assert finals[-1] == finals[0]
+        assert finals[0].keys() == {"1", "2"}
         assert problem["tie"] == []
 
 

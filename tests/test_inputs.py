@@ -156,7 +156,7 @@ def test_every_process_generates_the_same_data(tmp_path: Path) -> None:
     path.write_text(script)
     source = str(Path(inputs.__file__).parents[1])
     env = os.environ | {"PYTHONPATH": source, "PYTHONHASHSEED": "77", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=280, check=True)
     assert json.loads(done.stdout) == inputs.make((4, 5), "float32", seed=3, index=2).tolist()
 
 

@@ -33,7 +33,9 @@ PROGRAM = """
 import functools, logging, os, signal, sys, time
 from pathlib import Path
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have it ignored, as nohup does
+# Whoever runs the tests may have these ignored, as `nohup` does, and a shell for what runs in the background.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import jax
 import numpy as np
 import psutil
@@ -42,6 +44,7 @@ from quarantune.sandbox import is_inside
 
 sys.path.insert(0, {tests!r})
 import misdeeds
+from aftermath import eventually, left_of
 
 HERE = Path({here!r})
 
@@ -63,7 +66,8 @@ if __name__ == "__main__":
         kernel(x)
     except KeyboardInterrupt:
         (HERE / "interrupted_at").write_text(str(time.monotonic()))
-        left = psutil.Process().children(recursive=True)
+        eventually(lambda: len(left_of(psutil.Process())) == 1)
+        left = left_of(psutil.Process())
         for _ in range(2):  # with the best config so far, and without another sweep
             assert np.asarray(kernel(x))[0] == 1 + kernel.lookup(x)["n"]
         (HERE / "left").write_text(str(len(left)))
@@ -92,9 +96,9 @@ class Program:
             stderr=subprocess.PIPE,
             **options,  # type: ignore[call-overload]
         )
-        assert eventually((self.here / "hangs").exists, timeout_s=60), "the sweep did not come to the config that hangs"
+        assert eventually((self.here / "hangs").exists, timeout_s=200), "the sweep did not come to the hanging config"
         # Owner, template, sweep's template, the grandchild, and the worker that hangs.
-        assert len(carriers(MARK, self.mark)) >= 5
+        assert eventually(lambda: len(carriers(MARK, self.mark)) >= 5)
         return process
 
     def is_gone(self) -> bool:
@@ -168,9 +172,9 @@ def test_control_c_on_a_terminal_ends_the_sweep_at_once(program: Program) -> Non
 
 def _check_the_interrupt(program: Program, process: subprocess.Popen[bytes]) -> None:
     sent_at = time.monotonic()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=280)
     assert process.returncode == 0, errors.decode()
-    assert float((program.here / "interrupted_at").read_text()) - sent_at < 10, "the config hangs for longer"
+    assert float((program.here / "interrupted_at").read_text()) - sent_at < 60, "the config hangs for longer"
     assert (program.here / "left").read_text() == "1", "only the template may be left"
     assert eventually(program.is_gone)
     measured = program.measured()
@@ -184,7 +188,7 @@ def _check_the_interrupt(program: Program, process: subprocess.Popen[bytes]) -> 
     assert json.loads((program.here / "cache" / "kernel.json").read_text())
 
 
-# Config 1 works for a second when it runs first, and says so; its limits are two.
+# Config 1 works for a second when it runs first, and says so; its limits are three.
 STOPPED = """
 import json, sys, time
 from pathlib import Path
@@ -196,10 +200,10 @@ def work(*, n: int = 0) -> int:
     if n == 1 and not (HERE / "runs").exists():
         (HERE / "runs").touch()
         time.sleep(1.0)
-    time.sleep(0.005 + 0.05 * (3 - n))
+    time.sleep(0.005 + 0.1 * (n != 3))
     return 0
 
-result = quarantune.AutoTuner(work, {{"n": [0, 1, 2, 3]}}, rep=3, timeout=2, compile_timeout=2).run()
+result = quarantune.AutoTuner(work, {{"n": [0, 1, 2, 3]}}, rep=1, timeout=3, compile_timeout=3).run()
 (HERE / "result").write_text(json.dumps([result.best_config, [trial.outcome.value for trial in result.trials]]))
 """
 
@@ -214,14 +218,14 @@ def test_stopping_and_resuming_the_caller_costs_no_config_its_result(tmp_path: P
     script.write_text(STOPPED.format(here=str(tmp_path)), encoding="utf-8")
     environ = {**os.environ, MARK: mark, "PYTHONPATH": str(SOURCE)}
     with subprocess.Popen([sys.executable, str(script)], env=environ, stderr=subprocess.PIPE) as process:
-        assert eventually((tmp_path / "runs").exists, timeout_s=60)
+        assert eventually((tmp_path / "runs").exists, timeout_s=200)
         stopped = carriers(MARK, mark) if whole_tree else [process.pid]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(4.0)  # longer than any limit
         for pid in reversed(stopped):
             os.kill(pid, signal.SIGCONT)
-        _, errors = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=280)
     assert process.returncode == 0, errors.decode()
     best, outcomes = json.loads((tmp_path / "result").read_text())
     assert best == {"n": 3}
@@ -324,4 +328,4 @@ def test_a_template_that_was_killed_between_sweeps_is_replaced() -> None:
         _kill_the_template()
         result = misdeeds.kernel.tune(X, space=(GOOD,))
     assert all(trial.outcome in misdeeds.MEASURED for trial in result.trials)
-    assert len(psutil.Process().children()) == 1
+    assert eventually(lambda: len(psutil.Process().children()) == len(running_templates()) == 1)

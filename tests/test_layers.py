@@ -281,7 +281,7 @@ def run(place: Path, body: str, cache: Path, **environ: str) -> list[str]:
         },
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

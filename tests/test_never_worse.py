@@ -108,7 +108,7 @@ def test_a_config_that_beats_the_defaults_wins_as_before(caplog: pytest.LogCaptu
 
 def test_defaults_that_fail_or_are_in_the_list_change_nothing() -> None:
     assert chained([{"n": 3}, {"n": 300}]).tune(X).best_config == {"n": 3}
-    assert chained(default="no number").tune(X).best_config == {"n": 300}
+    assert chained([{"n": 3}, {"n": 300}], default="no number").tune(X).best_config == {"n": 3}
 
 
 def test_a_search_may_end_with_the_defaults() -> None:

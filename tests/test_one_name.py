@@ -50,7 +50,7 @@ def python(arguments: list[str], cache: Path) -> Any:
     """Runs Python and returns the JSON that it prints."""
     environ = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{DATA}", "QUARANTUNE_CACHE_DIR": str(cache)}
     done = subprocess.run(
-        [sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=110, stdin=subprocess.DEVNULL
+        [sys.executable, *arguments], env=environ, capture_output=True, text=True, timeout=280, stdin=subprocess.DEVNULL
     )
     found = [line for line in done.stdout.splitlines() if line.startswith("[")]
     assert found, done.stderr

@@ -474,7 +474,7 @@ def _run(script: str, directory: Path, *args: str, name: str, modules: Path | No
         env=_environment(*([modules] if modules else [])),
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         cwd=directory,
     )
     assert done.returncode == 0, done.stderr

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from helpers import deadline_s
 
 import quarantune
 from quarantune import CacheMissError, CacheWarning
@@ -377,7 +378,7 @@ print(json.dumps(answers))
 """
 
 
-def python(code: str, *arguments: object, timeout_s: float = 60) -> str:
+def python(code: str, *arguments: object, timeout_s: float = 280) -> str:
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
@@ -739,8 +740,8 @@ def test_a_config_that_timed_out_runs_again_under_a_longer_deadline(name: str, t
             threading.Event().wait()
         return x
 
-    with quarantune.settings(compile_timeout=1.5):
+    with quarantune.settings(compile_timeout=deadline_s(1.5)):
         assert slow.tune(X).trials[0].outcome == "timeout"
     quick.touch()
-    with quarantune.settings(compile_timeout=20.0):
+    with quarantune.settings(compile_timeout=100.0):
         assert not slow.tune(X).trials[0].outcome.is_failure

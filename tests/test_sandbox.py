@@ -26,6 +26,7 @@ import numpy as np
 import psutil
 import pytest
 from aftermath import is_of_multiprocessing
+from helpers import deadline_s
 
 import quarantune
 from quarantune.host import machine
@@ -44,7 +45,7 @@ from quarantune.values.trial import SandboxError
 
 OPTIONS = worker_options("cpu", Options(warmup=0, rep=1))
 SOURCES = str(Path(quarantune.__file__).parents[1])
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """The longest wait for steps that take milliseconds on a quiet machine."""
 
 WORKLOAD = """
@@ -319,8 +320,12 @@ def facts_of(sandbox: Sandbox, worker: History) -> dict[str, Any]:
 
 
 def sweep_template() -> psutil.Process:
-    (child,) = psutil.Process(template.shared().pid).children()
-    return child
+    def running() -> list[psutil.Process]:
+        children = psutil.Process(template.shared().pid).children()
+        return [child for child in children if is_running(child.pid)]
+
+    wait_for(lambda: len(running()) == 1, "that of an earlier sweep is gone")
+    return running()[0]
 
 
 METHODS = pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
@@ -467,7 +472,7 @@ def test_leaving_the_sandbox_kills_hanging_workers(
         pids = [sandbox.pid(worker.number) for worker in workers]
         assert all(pid is not None and is_running(pid) for pid in pids)
         leaves = time.monotonic()
-    assert time.monotonic() - leaves < 20.0, "nobody waits for the workers to end by themselves"
+    assert time.monotonic() - leaves < PATIENCE_S, "nobody waits for the workers to end by themselves"
     assert not any(pid is not None and is_running(pid) for pid in pids)
 
 
@@ -512,7 +517,7 @@ LOAD_TROUBLES = {
     "ctypes.memset(0, 1, 1)": ("crashed", "was killed by SIGSEGV while it loaded"),
     "os.abort()": ("crashed", "was killed by SIGABRT while it loaded"),
     "os._exit(0)": ("crashed", "exited with code 0 while it loaded"),
-    "ctypes.PyDLL(None).pause()": ("timeout", "took longer than 0.5 s"),
+    "ctypes.PyDLL(None).pause()": ("timeout", "took longer than"),
     SCRIBBLE: ("crashed", "damaged its own connection while it loaded"),
 }
 
@@ -523,7 +528,7 @@ def test_a_failed_load_is_reported_and_the_next_sweep_works(hostility: str, load
     module = load(HOSTILE.format(hostility=f"    print('loading', flush=True)\n    {hostility}"))
     with (
         pytest.raises(LoadError, match=said) as caught,
-        sandbox_for(module.act, load_timeout_s=0.5 if outcome == "timeout" else PATIENCE_S),
+        sandbox_for(module.act, load_timeout_s=deadline_s(1.0) if outcome == "timeout" else PATIENCE_S),
     ):
         pass
     assert caught.value.report.outcome.value == outcome
@@ -821,7 +826,7 @@ def opened():
     fd = spool.create("payload")
     spool.write(fd, packed.blob)
     sandbox = pool.Sandbox(payload_fd=fd, arrays_fd=-1, method="fork")
-    sandbox.open(load_timeout_s=10)
+    sandbox.open(load_timeout_s=100)
     return sandbox
 
 mode, path = sys.argv[1:]
@@ -863,7 +868,7 @@ def owner_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.slow
 def test_a_process_and_its_fork_both_sweep(owner_script: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
-        [*owner_script, "both sweep", str(tmp_path / "pids")], capture_output=True, text=True, timeout=60, check=False
+        [*owner_script, "both sweep", str(tmp_path / "pids")], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "both did\n"
@@ -879,9 +884,7 @@ def test_a_killed_owners_workers_die_though_its_fork_holds_connections(owner_scr
         family.append(psutil.Process(int(template_path.read_text())))
         owner.kill()
         owner.wait(PATIENCE_S)
-        killed = time.monotonic()
         wait_for(lambda: not any(is_running(process.pid) for process in family), "all its processes end")
-        assert time.monotonic() - killed < 20.0
         assert is_running(child)
         os.kill(child, signal.SIGKILL)
     wait_for(lambda: not is_running(child), "the fork ends")

@@ -243,7 +243,7 @@ def as_user(user: int, script: str, *arguments: object) -> subprocess.CompletedP
     """
     program = textwrap.dedent(head) + textwrap.dedent(script)
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.fixture

@@ -86,6 +86,6 @@ if __name__ == "__main__":
 def test_what_a_config_made_goes_although_the_caller_is_killed(tmp_path: Path) -> None:
     name = f"shared-names-{os.getpid()}-killed"
     (tmp_path / "script.py").write_text(KILLED)
-    done = subprocess.run([sys.executable, str(tmp_path / "script.py"), name], timeout=100, check=False)
+    done = subprocess.run([sys.executable, str(tmp_path / "script.py"), name], timeout=280, check=False)
     assert done.returncode == -signal.SIGKILL
     assert eventually(lambda: name not in shared_memory())

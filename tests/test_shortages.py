@@ -71,7 +71,7 @@ def run(tmp_path: Path, *argv: object) -> list[str]:
         env={**os.environ, "PYTHONPATH": str(Path(quarantune.__file__).parents[1]), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -154,7 +154,7 @@ def test_a_full_disk_costs_neither_the_result_nor_the_next_one(tmp_path: Path) -
         env={**os.environ, "PYTHONPATH": str(Path(quarantune.__file__).parents[1]), "JAX_PLATFORMS": "cpu", **disk},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     full, tuned, told, remedy, then = done.stdout.splitlines()

@@ -184,7 +184,7 @@ print(spaces.device_limits() == spaces.DeviceLimits(), _jax_internals.backends_i
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=280,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     assert told.stdout.split() == ["True", "False"]

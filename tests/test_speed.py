@@ -44,7 +44,7 @@ def best_of(attempt: Callable[[], float], *, limit: float) -> float:
 
 def python(code: str, *arguments: object) -> str:
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=True).stdout
 
 
 # --- cached calls -------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def test_a_call_whose_result_is_saved_imports_nothing_that_only_tuning_needs(tmp
     def imported(**environ: str) -> set[str]:
         environ = {**os.environ, **environ}
         command = [sys.executable, program]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280, check=True)
         return set(done.stdout.splitlines()[-1].split())
 
     assert "scheduler.loop" in imported(), "the first call tunes"

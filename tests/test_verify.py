@@ -19,15 +19,15 @@ from quarantune.resolve.call_key import keyed
 from quarantune.resolve.rebuilding import CannotRebuildError, rebuilt
 
 X = np.arange(12, dtype=np.float32)
-CONFIGS = [{"n": 1}, {"n": 20_000}, {"n": -1}]
+CONFIGS = [{"n": 1}, {"n": 400_000}, {"n": -1}]
 
 
 def chained(name: str, configs: Any = None, **options: Any) -> quarantune.Autotuned:
-    """Returns a function whose defaults take 2,000 steps, so that n=1 is far faster, and n=20,000 slower."""
+    """Returns a function whose defaults take 20,000 steps, so that n=1 is far faster, and n=400,000 slower."""
 
     @quarantune.autotune(configs or CONFIGS, **{"rep": 3, "ref_fn": None, "name": name, **options})
     @functools.partial(jax.jit, static_argnames=["n", "mode"])
-    def chain(x: Any, scale: float = 1.0, *, mode: str = "up", n: int = 2_000) -> Any:
+    def chain(x: Any, scale: float = 1.0, *, mode: str = "up", n: int = 20_000) -> Any:
         if n < 0:
             raise ArithmeticError(f"n={n} is no good")
         return jax.lax.fori_loop(0, n, lambda _, y: jnp.tanh(y) * scale, x)
@@ -50,7 +50,7 @@ def test_winners_are_measured_against_the_defaults_and_stale_ones_are_named(cach
     good, slow, broken = (chained(name) for name in ("good", "slow", "broken"))
     for function in (good, slow, broken):
         function.tune(X, 0.5, mode="up")
-    edit(cache_dir, "slow", lambda key, entry: ("", key, entry | {"config": {"n": 20_000}}))
+    edit(cache_dir, "slow", lambda key, entry: ("", key, entry | {"config": {"n": 400_000}}))
     edit(cache_dir, "broken", lambda key, entry: ("", key, entry | {"config": {"n": -1}}))
     before = {path: path.read_bytes() for path in cache_dir.iterdir() if path.is_file()}
 

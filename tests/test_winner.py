@@ -150,5 +150,5 @@ if __name__ == "__main__":
 """,
         encoding="utf-8",
     )
-    run = subprocess.run([sys.executable, tmp_path / "lapack.py"], capture_output=True, text=True, timeout=100)
+    run = subprocess.run([sys.executable, tmp_path / "lapack.py"], capture_output=True, text=True, timeout=280)
     assert (run.returncode, run.stdout.split()) == (0, ["2.0", "4.0"]), run.stderr
