@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import warnings
@@ -237,6 +238,42 @@ def test_the_best_estimate_is_saved_and_marked(
     assert main(["cache", "verify"]) == 0
     assert main([*command, "h100"]) == 2
     assert "NVIDIA H100 is none" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*configs run in this process:RuntimeWarning")
+def test_verify_measures_what_was_estimated_for_this_device_and_a_measured_result_replaces_it(
+    tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "estimated_kernels.py").write_text(
+        "import functools, jax, quarantune\n"
+        "@quarantune.autotune([{'n': n} for n in (1, 2, 3, 4)], name='scale', rep=2, ref_fn=None)\n"
+        "@functools.partial(jax.jit, static_argnames=['n'])\n"
+        "def scale(x, n=1):\n"
+        "    return jax.lax.fori_loop(0, 50_000 // n**8, lambda i, y: jax.numpy.tanh(y), x)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    here = keyed(kernel()._resolver.bind((X,), {})).key.device
+    target = dataclasses.replace(targets.find("TPU v6e"), device_kind=here)
+    monkeypatch.setattr(targets, "usable", lambda name: target)
+    monkeypatch.setattr(compiling, "check_all", lambda *_, **__: checked(kernel(), target))
+
+    def entry() -> dict[str, Any]:
+        return next(iter(Store(cache_dir).read("scale")[here].values()))
+
+    assert main(["tune", "estimated_kernels.py:scale", "--args", "f32[8]", "--estimate-for", "TPU v6e"]) == 0
+    assert (entry()["config"], Findings.from_json(entry()).is_estimate) == ({"n": 2}, True)
+    command = ["cache", "verify", "estimated_kernels.py:scale"]
+    capsys.readouterr()
+    with quarantune.settings(isolation="none"):
+        assert main([*command, "--json"]) == 0
+        (seen,) = json.loads(capsys.readouterr().out)["entries"]
+        assert Findings.from_json(entry()).is_estimate, "without --retune, nothing is saved"
+        assert main([*command, "--retune"]) == 0
+    assert (seen["verdict"], seen["config"], seen["saved_time_ms"]) == ("current", {"n": 2}, None)
+    assert 0 < seen["time_ms"] < seen["default_time_ms"]
+    assert "retuned: " in capsys.readouterr().out
+    assert not Findings.from_json(entry()).is_estimate
+    assert entry()["time_ms"] > 0
 
 
 def test_configs_that_wait_for_memory_alike_are_ranked_by_their_cycles() -> None:

@@ -14,9 +14,13 @@ import numpy as np
 import pytest
 
 import quarantune
+from quarantune import Outcome, Trial, TuningFailedError, TuningResult
+from quarantune.cli import main
+from quarantune.resolve import verification
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import keyed
 from quarantune.resolve.rebuilding import CannotRebuildError, rebuilt
+from quarantune.values import settings as environment
 
 X = np.arange(12, dtype=np.float32)
 CONFIGS = [{"n": 1}, {"n": 400_000}, {"n": -1}]
@@ -68,7 +72,7 @@ def test_winners_are_measured_against_the_defaults_and_stale_ones_are_named(cach
     assert found["good"].saved_time_ms is not None
     assert "the defaults are faster" in found["slow"].reason
     assert "error: n=-1 is no good" in found["broken"].reason.replace("ArithmeticError: ", "")
-    assert str(report).startswith("1 current, 2 stale, 0 unused, 0 unknown\n")
+    assert str(report).startswith("1 current, 2 stale\n")
     assert len(json.dumps([entry.to_dict() for entry in report.entries])) > 0
     assert {path: path.read_bytes() for path in cache_dir.iterdir() if path.is_file()} == before, "nothing is saved"
 
@@ -131,6 +135,95 @@ def test_entries_that_no_call_finds_are_not_measured(cache_dir: Path) -> None:
     assert [reason for name, (_, reason) in found.items() if name.startswith("by")] == [
         "no function of this name was given"
     ]
+
+
+def saved_as(function: Any, cache_dir: Path, time_ms: float) -> quarantune.TuningCache:
+    """Saves n=1 as the winner of a function, with a time."""
+    call = BoundCall(function._resolver.function, (X,), {})
+    cache, key = quarantune.TuningCache(cache_dir), keyed(call).key
+    cache.put(function.name, key.text, key.device, {"n": 1}, time_ms=time_ms)
+    edit(cache_dir, function.name, lambda key, entry: ("", key, entry | {"space": call.space}))
+    return cache
+
+
+@pytest.fixture
+def measured_as(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Has winners and defaults measured with given times."""
+
+    def give(time_ms: float, default_ms: float) -> None:
+        ours, own = (
+            Trial(config={"n": n}, outcome=Outcome.OK, time_ms=ms) for n, ms in ((1, time_ms), (2_000, default_ms))
+        )
+        best = min((ours, own), key=lambda trial: trial.time_ms or 0)
+        result = TuningResult(
+            best_config=best.config,
+            time_ms=best.time_ms or 0,
+            default_config=own.config,
+            default_time_ms=default_ms,
+            trials=(ours, own),
+            key="",
+            device="",
+        )
+        monkeypatch.setattr(verification, "_swept", lambda call, configs: result)
+
+    return give
+
+
+@pytest.mark.usefixtures("no_process")
+@pytest.mark.parametrize(("most", "verdict"), [(None, "current"), (30, "current"), (10, "stale")])
+def test_a_winner_that_lost_more_than_the_bound_is_stale(
+    most: float | None, verdict: str, cache_dir: Path, measured_as: Callable[[float, float], None]
+) -> None:
+    function = chained("losing")
+    measured_as(1.2, 5.0)
+    (entry,) = saved_as(function, cache_dir, 1.0).verify(function, max_loss_percent=most).entries
+    assert entry.verdict == verdict
+    assert entry.to_dict()["loss_percent"] == pytest.approx(20)
+    assert ("20% longer than when it was saved: 1.2 ms against 1 ms" in entry.reason) == (verdict == "stale")
+
+
+@pytest.mark.usefixtures("no_process")
+def test_the_command_names_losses_by_table_and_exit_code_and_tunes_again(
+    cache_dir: Path,
+    measured_as: Callable[[float, float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    function = chained("losing")
+    monkeypatch.setattr("quarantune.cli.calls.load_kernel", lambda *_, **__: function)
+    saved_as(function, cache_dir, 1.0)
+    command = ["cache", "verify", "kernels:losing"]
+    measured_as(1.2, 5.0)
+    assert main([*command, "--max-loss", "30"]) == 0
+    assert "saved ms" not in capsys.readouterr().out
+    assert main([*command, "--max-loss", "10"]) == 1
+    out = capsys.readouterr().out
+    head, row = out[out.index("function  call") :].splitlines()[:2]
+    assert head.split() == ["function", "call", "config", "saved", "ms", "now", "ms", "loss"]
+    assert row.split()[0] == "losing"
+    assert row.split()[-4:] == ["n=1", "1", "1.2", "20%"]
+    measured_as(1.2, 0.5)
+    assert main(command) == 1
+    assert "the defaults are faster" in capsys.readouterr().out
+
+    tuned: list[Path] = []
+
+    def tune(resolver: Any, call: Any) -> TuningResult:
+        tuned.append(environment.current().cache_dir)
+        if len(tuned) == 1:
+            raise TuningFailedError("All 3 configs failed", trials=(), key="")
+        return TuningResult(best_config={"n": 20_000}, time_ms=0.4, trials=(), key="", device="")
+
+    monkeypatch.setattr(verification.Resolver, "tune", tune)
+    with quarantune.settings(cache_dir=cache_dir):
+        assert main([*command, "--retune"]) == 1
+        assert "tuning again failed: All 3 configs failed" in capsys.readouterr().out
+        assert main([*command, "--retune"]) == 0
+    assert "tuned again: n=20000, 0.4 ms" in capsys.readouterr().out
+    assert tuned == [cache_dir, cache_dir]
+    assert main(["cache", "verify", "--retune"]) == 2
+    assert "name their functions" in capsys.readouterr().err
+    assert main([*command, "--max-loss", "none"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quarantune import cache
 from quarantune.cache import CacheKey
+from quarantune.values import settings
 
 if TYPE_CHECKING:
     from quarantune.api.autotune import Autotuned
@@ -34,21 +35,27 @@ class TuningCache(cache.TuningCache):
         self,
         *functions: Autotuned[..., Any] | AutoTuner | str,
         arguments: Callable[[CacheKey], Arguments | None] | None = None,
+        max_loss_percent: float | None = None,
+        retune: bool = False,
     ) -> VerifyReport:
         """Measures the winners in this cache again, each against its function's own defaults, in the sandbox.
 
-        The arguments are made from each entry's shapes, dtypes and static values, by the function's `supply`. Nothing
-        is saved, and no entry is changed. Names in a cache are never imported, so the functions have to be given.
+        The arguments are made from each entry's shapes, dtypes and static values, by the function's `supply`. Without
+        `retune`, nothing is saved, and no entry is changed. Names in a cache are never imported, so the functions have
+        to be given.
 
         Args:
             *functions: the tuned functions: those of `autotune`, `AutoTuner` objects, or texts such as
                 `"kernels:matmul"`, which are imported.
             arguments: takes the key of an entry, and returns positional and keyword arguments to measure with; None
                 makes them from the key. A function with a `key_fn` needs it, and so do arguments on several devices.
+            max_loss_percent: a winner that takes longer than when it was saved by more than so many percent is stale,
+                too; None for no such bound.
+            retune: whether a call whose winner is stale, or was only estimated, is tuned again, and the result saved.
 
         Returns:
-            One verdict for each entry: `current`, `stale`, `unused` (no call finds it any more) or `unknown` (for
-            another device, without its function, or without its arguments).
+            One verdict for each entry: `current`, `stale`, `retuned`, `unused` (no call finds it any more) or `unknown`
+            (for another device, without its function, or without its arguments).
 
         Raises:
             TypeError: a function is neither of these.
@@ -58,7 +65,9 @@ class TuningCache(cache.TuningCache):
 
         if not functions:
             raise ValueError("verify needs the tuned functions: give them, or texts such as 'kernels:matmul'")
-        return verification.verify(iter(self), [_tuned(function) for function in functions], arguments)
+        tuned = [_tuned(function) for function in functions]
+        with settings.settings(cache_dir=self.directory):
+            return verification.verify(iter(self), tuned, arguments, max_loss_percent=max_loss_percent, retune=retune)
 
 
 def _tuned(function: Any) -> TunedFunction:

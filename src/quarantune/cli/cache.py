@@ -88,8 +88,9 @@ def cache_diff(options: argparse.Namespace, out: Output) -> int:
 
 def cache_verify(options: argparse.Namespace, out: Output) -> int:
     """Checks every file of the cache; with functions, also measures their winners again."""
-    directory = opened().directory
-    tuned = []
+    directory, tuned = opened().directory, []
+    if not options.functions and (options.max_loss or options.retune):
+        raise InputError("--max-loss and --retune are about winners: name their functions, as MODULE:FUNCTION")
     if options.functions:  # only these need JAX
         from quarantune.api import ahead, tuning_cache
         from quarantune.cli import calls
@@ -106,10 +107,25 @@ def cache_verify(options: argparse.Namespace, out: Output) -> int:
     is_right = not problems
     if tuned:
         names = {safe_name(ahead.function_of(function).name) for function in tuned}
-        report = tuning_cache.TuningCache(directory).verify(*tuned)
+        cache = tuning_cache.TuningCache(directory)
+        report = cache.verify(*tuned, max_loss_percent=options.max_loss, retune=options.retune)
         entries = [entry for entry in report.entries if entry.key.kernel_type in names]
         for entry in entries:
             out.line(printable(str(entry)))
+        lost = [
+            (
+                it.key.kernel_type,
+                it.call,
+                _config(it.to_dict()),
+                f"{it.saved_time_ms:.4g}",
+                f"{it.time_ms:.4g}",
+                f"{loss:.3g}%",
+            )
+            for it in entries
+            if options.max_loss and (loss := it.loss_percent or 0.0) > options.max_loss
+        ]
+        if lost:
+            out.line("\n".join(columns([("function", "call", "config", "saved ms", "now ms", "loss"), *lost])))
         verdicts = Counter(str(entry.verdict) for entry in entries)
         summary = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
         out.line(f"{counted(len(entries), 'result')} looked at" + (f": {summary}" if summary else ""))

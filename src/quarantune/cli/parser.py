@@ -93,6 +93,7 @@ def _number(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
 
 _COUNT = _number(int, "whole number of at least 1")
 _SECONDS = _number(float, "number of seconds above 0")
+_PERCENT = _number(float, "number of percent above 0")
 
 
 _Option: TypeAlias = tuple[str, Mapping[str, Any]]
@@ -243,11 +244,17 @@ COMMANDS: Mapping[str, Command] = {
         "check every file of the cache, and measure winners again",
         (
             _value("functions MODULE:FUNCTION", "measure the winners of these functions again", nargs="*"),
+            _value(
+                "--max-loss PERCENT",
+                "winners that take so much longer than when they were saved are stale",
+                type=_PERCENT,
+            ),
+            _flag("--retune", "tune again where a winner is stale, or was only estimated"),
             *_COMMON,
         ),
         "The winners of the functions that are named are measured again, each against its function's own defaults. "
-        "The exit code is 1 if a file is damaged or a winner is stale.",
-        ("quarantune cache verify", "quarantune cache verify kernels:matmul"),
+        "The exit code is 1 if a file is damaged, or if a winner is stale and was not tuned again.",
+        ("quarantune cache verify", "quarantune cache verify kernels:matmul --max-loss 10 --retune"),
     ),
     "cache merge": Command(
         "copy the results of other caches into this one",

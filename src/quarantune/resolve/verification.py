@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,8 +18,10 @@ from quarantune.resolve.layers import changed_versions, dict_or_empty
 from quarantune.resolve.rebuilding import CannotRebuildError, rebuilt
 from quarantune.resolve.resolver import Resolver
 from quarantune.resolve.tuned_function import TunedFunction
-from quarantune.results.result import TuningResult
+from quarantune.results.result import TuningResult, times_text
 from quarantune.transport.call import Arguments
+from quarantune.values import remembered
+from quarantune.values.call_text import call_text
 from quarantune.values.config_values import as_given
 from quarantune.values.findings import Findings
 from quarantune.values.json_object import JsonObject
@@ -32,9 +35,11 @@ class Verdict(enum.StrEnum):
     """What measuring a cached winner again has shown."""
 
     CURRENT = "current"
-    """It works, and is not slower than the defaults."""
+    """It works, and is neither slower than the defaults nor has lost too much."""
     STALE = "stale"
-    """It fails, or the defaults are faster: tune again, or delete the entry."""
+    """It fails, has lost too much, or the defaults are faster: tune again, or delete the entry."""
+    RETUNED = "retuned"
+    """It was stale, or only estimated, and another measurement of all configs has replaced it."""
     UNUSED = "unused"
     """It was not measured, because no call finds it any more: the code or the list of configs has changed."""
     UNKNOWN = "unknown"
@@ -49,6 +54,7 @@ class Verified:
         key: its key.
         verdict: what that has shown.
         reason: the verdict in words.
+        call: the call that it is for, as text.
         config: its config, as the cache holds it.
         time_ms: the time of its config now, in milliseconds; None where it was not measured or failed.
         default_time_ms: the time of the function's own defaults now; None where that is not known.
@@ -59,6 +65,7 @@ class Verified:
     key: CacheKey
     verdict: Verdict
     reason: str
+    call: str
     config: Any
     time_ms: float | None = None
     default_time_ms: float | None = None
@@ -70,6 +77,11 @@ class Verified:
         """The time of the defaults now, divided by that of the config."""
         return self.default_time_ms / self.time_ms if self.default_time_ms and self.time_ms else None
 
+    @property
+    def loss_percent(self) -> float | None:
+        """How much longer the config takes now than when it was saved, in percent of the time then."""
+        return 100 * (self.time_ms / self.saved_time_ms - 1) if self.time_ms and self.saved_time_ms else None
+
     def __str__(self) -> str:
         """Returns the verdict on one line."""
         changed = f" (made under {self.changed})" if self.changed else ""
@@ -78,7 +90,8 @@ class Verified:
     def to_dict(self) -> JsonObject:
         """Returns the entry as JSON holds it."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "key"}
-        return {**self.key._asdict(), **fields, "verdict": self.verdict.value, "speedup": self.speedup}
+        rates = {"speedup": self.speedup, "loss_percent": self.loss_percent}
+        return {**self.key._asdict(), **fields, "verdict": self.verdict.value, **rates}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +116,7 @@ class VerifyReport:
     def __str__(self) -> str:
         """Returns the numbers, and a line for each entry that is not current."""
         counts = collections.Counter(entry.verdict for entry in self.entries)
-        head = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict)
+        head = ", ".join(f"{counts[verdict]} {verdict}" for verdict in Verdict if counts[verdict]) or "no entries"
         return "\n".join([head, *(f"  {entry}" for entry in self.entries if entry.verdict is not Verdict.CURRENT)])
 
 
@@ -111,6 +124,9 @@ def verify(
     records: Iterable[CacheRecord],
     functions: Iterable[TunedFunction],
     arguments: Callable[[CacheKey], Arguments | None] | None,
+    *,
+    max_loss_percent: float | None = None,
+    retune: bool = False,
 ) -> VerifyReport:
     """Measures winners again.
 
@@ -118,6 +134,8 @@ def verify(
         records: the entries.
         functions: the functions that they are for; an entry of another function is `unknown`.
         arguments: returns the arguments for an entry, or None to make them from its key.
+        max_loss_percent: a winner that takes longer by more than that is stale; None for no such bound.
+        retune: whether all configs are measured again where a winner is stale, or was only estimated.
     """
     by_name = {safe_name(function.name): function for function in functions}
     found = []
@@ -126,15 +144,18 @@ def verify(
         if function is None:
             found.append(_verified(record, Verdict.UNKNOWN, "no function of this name was given"))
             continue
-        found.append(_verify(record, function, arguments))
+        verified = _verify(record, function, arguments)
+        if isinstance(verified, tuple):
+            verified = _measured(record, *verified, max_loss_percent, retune=retune)
+        found.append(verified)
         _logger.info("%s", found[-1])
     return VerifyReport(tuple(found))
 
 
 def _verify(
     record: CacheRecord, function: TunedFunction, arguments: Callable[[CacheKey], Arguments | None] | None
-) -> Verified:
-    """Measures one winner again, if a call of the function as it is now would find it."""
+) -> Verified | tuple[BoundCall, Config]:
+    """Returns the call and the config to measure, or the verdict if no call of the function as it is now finds it."""
     fingerprint = function.fingerprint
     if _code_of(record.key) != fingerprint.digest:
         differences = fingerprint.differences(dict_or_empty(record.entry.get("fingerprint")))
@@ -159,10 +180,32 @@ def _verify(
         return _verified(record, Verdict.UNUSED, "its config is not in the list of configs any more")
     if record.entry.get("space") != call.space:
         return _verified(record, Verdict.UNUSED, "the list of configs has changed, so a call tunes again")
-    return _measured(record, call, config)
+    return call, config
 
 
-def _measured(record: CacheRecord, call: BoundCall, config: Config) -> Verified:
+def _measured(
+    record: CacheRecord, call: BoundCall, config: Config, max_loss_percent: float | None, *, retune: bool
+) -> Verified:
+    """Measures one winner again, and all configs in its place where that is due and asked for."""
+    found = _compared(record, call, config)
+    if found.verdict is Verdict.CURRENT and (found.loss_percent or 0.0) > (max_loss_percent or math.inf):
+        times = f"{found.time_ms:.4g} ms against {found.saved_time_ms:.4g} ms"
+        lost = f"it takes {found.loss_percent:.3g}% longer than when it was saved: {times}"
+        found = dataclasses.replace(found, verdict=Verdict.STALE, reason=lost)
+    is_estimate = found.verdict is Verdict.CURRENT and Findings.from_json(record.entry).is_estimate
+    if not retune or not (is_estimate or found.verdict is Verdict.STALE):
+        return found
+    try:
+        result = Resolver(call.function).tune(call)
+    except (SandboxError, TuningFailedError) as error:
+        return dataclasses.replace(found, reason=f"{found.reason}; tuning again failed: {_line(error)}")
+    remembered.forget(record.key.device, record.key.problem_size)
+    reason = f"{found.reason}; tuned again: {result.config_text}, {times_text(result)}"
+    return dataclasses.replace(found, verdict=Verdict.RETUNED, reason=reason)
+
+
+def _compared(record: CacheRecord, call: BoundCall, config: Config) -> Verified:
+    """Measures one winner against the defaults."""
     default = call.own_defaults
     try:
         result = _swept(call, [config, *([default] if default not in (None, config) else [])])
@@ -211,6 +254,7 @@ def _verified(record: CacheRecord, verdict: Verdict, reason: str, **times: float
         key=record.key,
         verdict=verdict,
         reason=reason,
+        call=call_text(entry.get("key_values")),
         config=entry.get("config"),
         saved_time_ms=saved if saved == saved else None,
         changed=changed_versions(entry),
