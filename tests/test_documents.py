@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
-import itertools
 import re
 import tomllib
 from pathlib import Path
@@ -16,8 +14,6 @@ from document_blocks import blocks_of
 import quarantune
 import quarantune.metrics
 import quarantune.spaces
-from quarantune.sandbox import messages, template_messages
-from quarantune.scheduler.workers import Worker, WorkerState
 from quarantune.values.options import Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Outcome
@@ -125,35 +121,6 @@ def test_the_architecture_lists_the_layers_that_are_enforced() -> None:
     contract = tomllib.loads(text_of("pyproject.toml"))["tool"]["importlinter"]["contracts"][0]
     enforced = [package for layer in contract["layers"] for package in layer.split(" | ")]
     assert first_column(section("ARCHITECTURE.md", "## Layers")) == enforced
-
-
-def test_the_architecture_lists_every_message() -> None:
-    from_template = (template_messages.CHILD_EVENTS, template_messages.LOAD_REPORTS)
-    kinds = (messages.TASKS, messages.REPLIES, template_messages.ORDERS, *from_template)
-    rows = re.findall(r"^\| `(\w+)`", section("ARCHITECTURE.md", "## Messages"), flags=re.MULTILINE)
-    assert sorted(rows) == sorted(message.__name__ for kind in kinds for message in kind)
-
-
-def test_the_architecture_names_types_in_the_files_that_define_them() -> None:
-    for types, file in re.findall(r"^\| (`[^|]+) \| `([^|`]+\.py)` \|", text_of("ARCHITECTURE.md"), flags=re.MULTILINE):
-        source = (SOURCE / file).read_text(encoding="utf-8")
-        assert not [
-            name for name in code_in(types) if not re.search(rf"^(class {name}\b|{name} = )", source, re.MULTILINE)
-        ]
-
-
-def test_the_architecture_lists_every_move_of_a_worker() -> None:
-    rows = re.findall(
-        r"^\| `([A-Z_]+)` \|.*\|(.*)\|$", section("ARCHITECTURE.md", "## States of a worker"), re.MULTILINE
-    )
-    listed = {name: {*code_in(following), "DYING"} for name, following in rows}
-    possible: dict[str, set[str]] = {}
-    for state, following in itertools.product(WorkerState, WorkerState):
-        worker = Worker(number=1, job=None, device=None, deadline=0.0, state=state)
-        with contextlib.suppress(RuntimeError):
-            worker.transition(following)
-            possible.setdefault(state.name, set()).add(following.name)
-    assert listed == possible
 
 
 def test_values_of_the_source_have_types_of_their_own() -> None:
