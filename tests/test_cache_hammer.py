@@ -82,7 +82,7 @@ def acknowledged(directory: Path) -> list[tuple[str, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("locks", ["working", "no-op", "none"])
 @pytest.mark.parametrize("room", [1 << 19, 1500], ids=["one file", "many files"])
-@pytest.mark.parametrize(("writes_each", "killed"), [(80, 0), (60, WRITERS // 2)])
+@pytest.mark.parametrize(("writes_each", "killed"), [(50, 0), (40, WRITERS // 2)])
 def test_no_acknowledged_write_is_lost_and_no_read_is_torn(
     tmp_path: Path, locks: str, room: int, writes_each: int, killed: int
 ) -> None:

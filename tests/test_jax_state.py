@@ -183,6 +183,11 @@ def test_a_worker_ignores_options_that_it_does_not_know(tmp_path: Path) -> None:
         """
         import jax, jax.numpy as jnp, quarantune
         from jax._src import config
+        try:
+            import jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu  # which registers those of JAX's own tests
+            assert "test_targets" in jax.config.values
+        except ImportError as error:
+            assert error.name == "absl"
 
         config.string_flag("an_option_of_the_script", "x")  # nothing in a worker registers it
 
@@ -208,28 +213,6 @@ def test_a_worker_ignores_options_that_it_does_not_know(tmp_path: Path) -> None:
         tmp_path,
     )
     assert told.splitlines() == ["[False]"] * 2
-
-
-@pytest.mark.slow
-def test_a_worker_ignores_the_options_that_the_tests_of_jax_register(tmp_path: Path) -> None:
-    pytest.importorskip("absl")
-    told = script(
-        """
-        import jax, jax.numpy as jnp, quarantune
-        import jax.experimental.pallas.ops.gpu.hopper_matmul_mgpu
-
-        @quarantune.autotune({"n": [1, 2]}, rep=1)
-        @jax.jit(static_argnames=["n"])
-        def double(x, n: int = 1):
-            return x * n * 2 / n
-
-        if __name__ == "__main__":
-            assert "test_targets" in jax.config.values
-            print(double.tune(jnp.ones(3)).failures.get("error", 0))
-        """,
-        tmp_path,
-    )
-    assert told.strip() == "0"
 
 
 @functools.partial(jax.jit, static_argnames=["block"])

@@ -304,33 +304,33 @@ def kernel(x, n: int = 1):
     run(tmp_path, "program.py")
 
 
-@pytest.mark.parametrize(
-    ("read", "act"),
-    [
-        ("FLAGS.causal", "mykernels.FLAGS(['program', '--causal'])"),
-        ("CONFIG.factor()", "mysettings.CONFIG.inner['scale'] = 0"),
-        pytest.param("mysettings.CAUSAL", "mysettings.CAUSAL = True", marks=pytest.mark.long),
-        pytest.param("HOLDER.value > 1", "mykernels.FLAGS(['program', '--held=2'])", marks=pytest.mark.long),
-        pytest.param("CONFIG.depth", "mysettings.CONFIG.depth = 0", marks=pytest.mark.long),
-        pytest.param("TABLE", "mysettings.TABLE['a'] = 1", marks=pytest.mark.long),
-    ],
-)
-def test_a_result_for_one_value_is_none_for_another(tmp_path: Path, read: str, act: str) -> None:
+VALUES = [
+    ("FLAGS.causal", "mykernels.FLAGS(['program', '--causal'])"),
+    ("CONFIG.factor()", "mysettings.CONFIG.inner['scale'] = 0"),
+    ("mysettings.CAUSAL", "mysettings.CAUSAL = True"),
+    ("HOLDER.value > 1", "mykernels.FLAGS(['program', '--held=2'])"),
+    ("CONFIG.depth", "mysettings.CONFIG.depth = 0"),
+    ("TABLE", "mysettings.TABLE['a'] = 1"),
+]
+"""What a kernel reads, and how a program sets it."""
+
+
+@pytest.mark.parametrize("values", [VALUES[:2], pytest.param(VALUES[2:], marks=pytest.mark.long)], ids=["two", "four"])
+def test_a_result_for_one_value_is_none_for_another(tmp_path: Path, values: list[tuple[str, str]]) -> None:
+    modules = {f"reads{index}": READS.format(read=read) for index, (read, _) in enumerate(values)}
+    acts = "\n    ".join(act for _, act in values)
     script = f"""{PROGRAM}
-import sys, reads
+import sys, {", ".join(modules)}
 mykernels.FLAGS(['program'])
 if sys.argv[1] == "set":
-    {act}
-before = reads.kernel.lookup(X)
-reads.kernel(X)
-print(before is not None)
+    {acts}
+for module in ({", ".join(modules)}):
+    print(module.kernel.lookup(X) is not None)
+    module.kernel(X)
 """
-    write(tmp_path, reads=READS.format(read=read), program=script)
-    assert [run(tmp_path, "program.py", argument) for argument in ("unset", "set", "unset")] == [
-        "False\n",
-        "False\n",
-        "True\n",
-    ]
+    write(tmp_path, **modules, program=script)
+    found = [set(run(tmp_path, "program.py", argument).split()) for argument in ("unset", "set", "unset")]
+    assert found == [{"False"}, {"False"}, {"True"}]
 
 
 def test_a_result_found_under_another_prune_fn_is_not_used() -> None:

@@ -296,7 +296,7 @@ def test_importing_quarantune_costs_at_most_1_2_times_importing_jax() -> None:
     def ratio() -> float:
         times = [[float(python(script.format(statement))) for statement in imports] for _ in range(3)]
         ours, theirs = zip(*times, strict=True)
-        return statistics.median(ours) / statistics.median(theirs)
+        return min(ours) / min(theirs)  # a busy machine makes any of them longer and none shorter
 
     assert best_of(ratio, limit=1.2) <= 1.2
 
