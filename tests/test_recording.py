@@ -107,7 +107,7 @@ def test_what_a_fork_meets_is_recorded_beside_its_parents(calls: Any) -> None:
     directory = Path(os.environ["QUARANTUNE_RECORD"])
     child = context.Process(target=recorded.note, args=(described, add._resolver, directory))
     child.start()
-    child.join(60)
+    child.join(200)
     assert child.exitcode == 0
     assert sorted((call.arguments["x"]["shape"], call.count) for call in calls()) == [([2], 1), ([3], 1)]
 
