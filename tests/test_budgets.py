@@ -54,9 +54,9 @@ def entry(cache_dir: Path) -> dict[str, Any]:
 @pytest.mark.usefixtures("quiet_place")
 def test_a_time_budget_ends_a_search_of_ten_thousand_configs_in_time() -> None:
     started_s = time.monotonic()
-    result = tuner(LARGE, search="auto", time_budget=5, compile_timeout=20, timeout=20).run(1.0)
+    result = tuner(LARGE, search="auto", time_budget=5, compile_timeout=60, timeout=60).run(1.0)
     took_s = time.monotonic() - started_s
-    assert took_s < 5 + 40, "the budget and one trial"
+    assert took_s < 5 + 120, "the budget and one trial"
     assert result.stopped == "time_budget"
     assert result.space_size == 10_000
     assert result.seen is not None

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from helpers import deadline_s
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from misdeeds import kernel
@@ -44,7 +45,7 @@ def test_a_check_names_how_each_config_ends_and_leaves_nothing() -> None:
             lambda x, space: configs,
             X,
             target="cpu",
-            compile_timeout=8,
+            compile_timeout=deadline_s(8.0),
             prune_fn=lambda config, x, space: config["turn"] < 5,
             space=space,
         )

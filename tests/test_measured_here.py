@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from aftermath import nothing_is_left, quiet_place  # noqa: F401
-from helpers import SOURCE, ends
+from helpers import SOURCE, deadline_s, ends
 from misdeeds import kernel
 
 import quarantune
@@ -99,10 +99,11 @@ def test_misdeeds_while_compiling_end_as_with_workers_alone(tmp_path: Path) -> N
     space = (GOOD, ("segfault", "tracing"), ("hang", "tracing"), ("starve", "tracing"), ("exit_with_0", "tracing"))
     space += (("fail", "tracing"), ("leave_a_daemon", "tracing"), GOOD)
     # Each has a cache of its own, because a config that failed to compile is not compiled again.
-    with quarantune.settings(compile_timeout=5, isolation="process", cache_dir=tmp_path / "apart"):
+    deadline = deadline_s(5.0)
+    with quarantune.settings(compile_timeout=deadline, isolation="process", cache_dir=tmp_path / "apart"):
         apart = kernel.tune(X, space=space).trials
     jnp.ones(3).block_until_ready()  # this process has its device
-    with nothing_is_left(), quarantune.settings(compile_timeout=5), in_this_process:
+    with nothing_is_left(), quarantune.settings(compile_timeout=deadline), in_this_process:
         here = kernel.tune(X, space=space).trials
     assert ends(here) == ends(apart) == ["ok", "crashed", "timeout", "oom", "crashed", "error", "ok", "ok"]
     assert [trial.phase for trial in here[1:6]] == [trial.phase for trial in apart[1:6]]

@@ -669,7 +669,7 @@ def test_a_config_with_trouble_at_another_shape_runs_last(
     monkeypatch.setenv("QUARANTUNE_CPU_COUNT", "1")  # two that compile at once may be traced in either order
     notes = str(tmp_path / "notes")
 
-    @quarantune.autotune({"n": [1, 2, 3]}, rep=1, name=name, compile_timeout=4.0, ref_fn=None)
+    @quarantune.autotune({"n": [1, 2, 3]}, rep=1, name=name, compile_timeout=deadline_s(4.0), ref_fn=None)
     @functools.partial(jax.jit, static_argnames=["n"])
     def moody(x: Any, n: int = 2) -> Any:
         if is_inside():
