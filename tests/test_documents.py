@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "quarantune"
 DOCUMENTS = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "SECURITY.md"]
 DOCUMENTS += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
-THE_READERS = {"attention.py", "rmsnorm.py", "targets/"}
+THE_READERS = {"attention.py", "kernels.py", "rmsnorm.py", "targets/", "train.py"}
 """Files that the documents name, and that are made where the reader works."""
 DOCUMENTS = [name for name in DOCUMENTS if (ROOT / name).exists()]  # a source distribution may leave some out
 

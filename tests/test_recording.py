@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
+import logging
 import multiprocessing
 import os
+import re
+import socket
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +23,7 @@ import numpy as np
 import pytest
 
 import quarantune
+from quarantune import cli
 from quarantune.cache import CacheWarning, Journal
 from quarantune.resolve import recorded
 from quarantune.resolve.bound_call import BoundCall
@@ -181,7 +188,7 @@ def test_a_block_lists_its_calls_and_a_traced_program_has_the_same(calls: Any, c
         step(tree)
     assert before == quarantune.calls_in(step, tree) == list(listed)
     assert [(call.arguments["mode"], call.count) for call in listed] == [("up", 2), ("down", 2)]
-    assert repr(listed) == "listed(x f32[4], mode up), met 2 times\nlisted(x f32[4], mode down), met 2 times"
+    assert [str(call) for call in listed] == ["listed(x f32[4], mode up)", "listed(x f32[4], mode down)"]
     assert listed[0].call == ((abstract[0],), {})
     recorded._flush()
     assert [call.count for call in calls()] == [6, 6], "the directory of the environment has all of them, too"
@@ -226,3 +233,262 @@ def test_calls_that_were_listed_can_be_tuned() -> None:
         double.run(np.ones(4))
     with pytest.raises(TypeError, match="use `quarantune tune --recorded`"):
         quarantune.RecordedCall.from_json(calls[0].to_json()).tune()
+
+
+# --- quarantune tune --recorded -----------------------------------------------------------------------------
+
+
+def command(*words: object, cwd: Path, **environ: str) -> tuple[int, str, str]:
+    """Runs the command line in a process of its own."""
+    command = [sys.executable, "-m", "quarantune", *map(str, words)]
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **environ},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.usefixtures("no_process")
+def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
+    calls: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"kernels_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(
+        "import functools, jax, quarantune\n"
+        "@quarantune.autotune([{'n': 1}, {'n': 2}], ref_fn=None)\n"
+        "@functools.partial(jax.jit, static_argnames=['n', 'mode'])\n"
+        "def add(x, mode='up', n: int = 0):\n    return x + n\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    add = importlib.import_module(name).add
+    for mode in ("up", "up", "up", "up", "down", len):
+        add(X, mode=mode)
+    save(add, X, 2)
+    known, *_ = calls()
+    journal = Journal(tmp_path / "recorded", "others", "cpu", "calls", suffix=".calls")
+    for change in (
+        {"function": "no.such_module:f", "name": "no.such_module.f"},
+        {"function": "os:system", "name": "os.system"},
+        {"function": f"{name}:made.<locals>.add", "name": "made.add"},
+        {"device": "NVIDIA H100"},
+        {"jax_settings": {"jax_enable_x64": "maybe"}},
+        {"jax_settings": {"mesh": {"shape": [2], "axes": 3}}},
+        {"arguments": {"x": {"shape": [1], "dtype": "float32", "sharding": {"mesh": {"d": "2"}, "spec": 3}}}},
+        {"arguments": {"y": 3}},
+    ):
+        journal.append(known.to_json() | change)
+    monkeypatch.setattr(os, "system", lambda words: pytest.fail("a record was run"))
+
+    code = cli.main(["tune", "--recorded", "recorded", "--time-budget", "1e-6", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 1
+    assert [found[0][key] for key in ("function", "call", "count", "status", "config")] == [
+        f"{name}.add", "x f32[8], mode up", 4, "tuned before", {"n": 2}
+    ]  # fmt: skip
+    reasons = {entry["error"] for entry in found if entry["status"] == "not possible here"}
+    for words in (
+        "there is no module 'no'",
+        "'os' tunes nothing of the name 'os.system'",
+        "made inside a function: tune it in Python",
+        "'mode' is not in its key, only a description of it): tune it with --inputs",
+        "another key",
+        "float32 that cannot be made here",
+        "'y' is no parameter",
+    ):
+        assert sum(words in reason for reason in reasons) == 1, words
+    assert {entry["status"] for entry in found[1:]} == {
+        "not possible here",
+        "left for the next run",
+        f"for NVIDIA H100, and not for {known.device}",
+    }
+    assert not jax.config.jax_enable_x64  # type: ignore[attr-defined]
+
+    assert cli.main(["tune", f"{name}.py:add", "--recorded", "recorded", "--time-budget", "1e-6"]) == 1
+    said = capsys.readouterr().out
+    assert "9 calls recorded in 'recorded'" not in said
+    assert re.search(r"calls recorded in 'recorded': 1 tuned before, ", said)
+    sys.modules.pop(name)
+
+
+PROGRAM = """
+import functools, sys
+import jax, jax.numpy as jnp, numpy as np, quarantune
+from jax.sharding import NamedSharding, PartitionSpec
+
+QUICK = {"warmup": 0, "rep": 1, "ref_fn": None}
+
+@quarantune.autotune([{"n": 1}, {"n": 2}], **QUICK)
+@functools.partial(jax.jit, static_argnames=["n", "mode"])
+def add(x, mode="up", n: int = 0):
+    return x + n
+
+@quarantune.autotune([{"n": 1}], key_fn=lambda x: len(x) // 16, devices_per_trial=2, **QUICK)
+@functools.partial(jax.jit, static_argnames=["n"])
+def bucketed(x, n: int = 0):
+    return x + n
+
+@quarantune.autotune([{"n": 1}], **QUICK)
+@jax.jit(static_argnames=["n"])
+def broken(x, n: int = 0):
+    if n:
+        raise RuntimeError("no good")
+    return x
+
+plain = quarantune.AutoTuner(lambda x, n=0: x + n, [{"n": 1}], name="plain", **QUICK)
+
+if __name__ == "__main__":
+    wrong = []
+    def want(out):
+        if "tuned" in sys.argv and not (np.asarray(out) != 0).all():
+            wrong.append(out)
+    step = jax.jit(lambda x: add(x) + bucketed(x))
+    want(step(jnp.zeros(20)))
+    for _ in range(3):
+        want(bucketed(jnp.zeros(25)))
+        want(add(np.zeros((2, 4), np.int8), mode="down"))
+    with jax.default_matmul_precision("highest"), jax.enable_x64(True):
+        want(add(jnp.zeros(6)))
+    mesh = jax.make_mesh((2,), ("d",))
+    want(bucketed(jax.device_put(jnp.zeros((64, 4)), NamedSharding(mesh, PartitionSpec("d")))))
+    plain.run(np.zeros(4))
+    if "tuned" not in sys.argv:
+        broken(jnp.zeros(2))
+    sys.exit(len(wrong))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.usefixtures("two_slots")
+def test_recorded_calls_are_tuned_and_the_program_then_needs_no_tuning(tmp_path: Path) -> None:
+    two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    (tmp_path / "program.py").write_text(PROGRAM)
+
+    def program(*words: str, **environ: str) -> None:
+        done = subprocess.run(
+            [sys.executable, "program.py", *words],
+            cwd=tmp_path,
+            env={**os.environ, **two, **environ},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+
+    program(QUARANTUNE_RECORD="recorded")
+    assert not list((tmp_path / "cache").glob("*.json")), "nothing is tuned meanwhile"
+    code, out, err = command("tune", "--recorded", "recorded", "--json", cwd=tmp_path, **two)
+    found = json.loads(out)
+    assert code == 1, err
+    counts = [(it["function"], it["count"]) for it in found]
+    assert counts[:2] == [("program.bucketed", 4), ("program.add", 3)], "20 and 25 share a key"
+    assert [it["function"] for it in found if it["status"] == "failed"] == ["program.broken"]
+    assert {it["status"] for it in found if it["function"] != "program.broken"} == {"tuned"}
+    program("tuned", QUARANTUNE_ON_MISS="error")
+
+    code, out, _ = command("tune", "program.py:add", "--recorded", "recorded", "--force", cwd=tmp_path, **two)
+    assert (code, len(out.splitlines())) == (0, 4)
+    assert out.endswith("3 calls recorded in 'recorded': 3 tuned\n")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_process_that_is_killed_while_it_records_loses_no_call(tmp_path: Path) -> None:
+    program = tmp_path / "killed.py"
+    program.write_text(
+        "import functools, os, sys\n"
+        "import jax, numpy as np, quarantune\n"
+        "@quarantune.autotune([{'n': 1}])\n"
+        "@functools.partial(jax.jit, static_argnames=['n'])\n"
+        "def add(x, n: int = 0):\n"
+        "    return x\n"
+        "while line := sys.stdin.readline():\n"
+        "    report, told = os.pipe()\n"
+        "    if (child := os.fork()) == 0:\n"
+        "        for size in range(1, 1000):\n"
+        "            shape = jax.ShapeDtypeStruct((int(line), size), np.float32)\n"
+        "            jax.eval_shape(lambda x: add(x), shape)\n"
+        "            os.write(told, b'.')\n"
+        "        os._exit(0)\n"
+        "    os.close(told)\n"
+        "    acknowledged = 0\n"
+        "    while acknowledged < int(line) % 7 + 1:\n"
+        "        acknowledged += len(os.read(report, 1))\n"
+        "    os.kill(child, 9)\n"
+        "    os.waitpid(child, 0)\n"
+        "    while more := os.read(report, 1000):\n"
+        "        acknowledged += len(more)\n"
+        "    os.close(report)\n"
+        "    print(acknowledged, flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, program],
+        input="".join(f"{number}\n" for number in range(1, 101)),
+        env={**os.environ, "QUARANTUNE_RECORD": str(tmp_path / "recorded"), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    acknowledged = [int(line) for line in done.stdout.split()]
+    assert len(acknowledged) == 100, done.stderr
+    found = {tuple(call.arguments["x"]["shape"]) for call in recorded.read(tmp_path / "recorded")}
+    for number, count in enumerate(acknowledged, start=1):
+        assert {(number, size) for size in range(1, count + 1)} <= found
+    assert min(acknowledged) >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.clients
+@pytest.mark.timeout(400)
+@pytest.mark.filterwarnings("ignore")  # those of other people's libraries
+def test_two_training_processes_record_what_a_cluster_tunes_for_them(tmp_path: Path) -> None:
+    pytest.importorskip("flax")
+    distributed = pytest.importorskip("distributed")
+    logging.getLogger("distributed").setLevel(logging.CRITICAL)
+
+    def train(**environ: str) -> list[str]:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, Path(__file__).with_name("recorded_training.py"), str(rank), str(port)],
+                env={**os.environ, "JAX_PLATFORMS": "cpu", **environ},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            ended = [rank.communicate(timeout=150) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        assert [rank.returncode for rank in ranks] == [0, 0], ended[0][1] + ended[1][1]
+        return [out.splitlines()[-1] for out, _ in ended]
+
+    directory = tmp_path / "recorded"
+    assert train(QUARANTUNE_RECORD=str(directory), QUARANTUNE_ON_MISS="default") == [str([None] * 4)] * 2
+    found = recorded.read(directory)
+    kernels = sorted(call.function.partition(":")[2] for call in found)
+    assert kernels == ["mean", "project", "project", "square"]
+    assert {call.count for call in found if call.function.endswith("square")} == {10}, "five times by each"
+    assert not (tmp_path / "cache").exists()
+    with distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        address = cluster.scheduler_address.replace("tcp://", "dask://")
+        code, out, err = command(
+            "tune", "--recorded", directory, "--executor", address, "--json", cwd=Path(__file__).parent
+        )
+        assert code == 0, err
+        assert {it["status"] for it in json.loads(out)} == {"tuned"}
+    first, second = train(QUARANTUNE_ON_MISS="error")
+    assert first == second
+    assert "None" not in first

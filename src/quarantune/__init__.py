@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from quarantune.api.contextual import Contextual as Contextual
     from quarantune.api.contextual import contextual_autotune as contextual_autotune
     from quarantune.api.jit import jit as jit
-    from quarantune.api.recording import RecordedCalls as RecordedCalls
     from quarantune.api.recording import calls_in as calls_in
     from quarantune.api.recording import recording as recording
     from quarantune.api.tune_many import tune_many as tune_many
@@ -56,7 +55,7 @@ _NAMES = {
     "api.compile_check": ("compile_check", "compile_configs"),
     "api.contextual": ("Contextual", "contextual_autotune"),
     "api.jit": ("jit",),
-    "api.recording": ("RecordedCalls", "calls_in", "recording"),
+    "api.recording": ("calls_in", "recording"),
     "api.tuner": ("AutoTuner",),
     "api.tuning_cache": ("TuningCache",),
     "api.tune_many": ("tune_many",),

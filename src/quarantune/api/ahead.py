@@ -8,7 +8,7 @@ import io
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from quarantune.api.autotune import Autotuned
 from quarantune.api.contextual import Contextual
@@ -16,6 +16,8 @@ from quarantune.api.tuner import AutoTuner
 from quarantune.resolve import compiling
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import keyed_to_tune
+from quarantune.resolve.recorded import RecordedCall
+from quarantune.resolve.resolver import Resolver, keyed_for_engine
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.results.report import CompileReport
 from quarantune.results.result import TuningResult
@@ -32,7 +34,7 @@ from quarantune.values.trial import Config, Trial
 Tuned: TypeAlias = "Autotuned[..., Any] | Contextual[..., Any] | AutoTuner"
 
 
-def is_tuned(value: object) -> bool:
+def is_tuned(value: object) -> TypeGuard[Tuned]:
     """Returns whether an object is a function with a tuner."""
     return isinstance(value, (Autotuned, Contextual, AutoTuner))
 
@@ -43,9 +45,21 @@ def function_of(tuned: Tuned) -> TunedFunction:
 
 
 def is_known(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether a config is remembered for a call."""
-    resolver = tuned._resolver
-    return resolver.lookup(resolver.bind(args, kwargs)) is not None
+    """Returns whether a result is remembered for a call on the devices that would tune it, and is thorough enough."""
+    resolver, call = _bound(tuned, args, kwargs)
+    return resolver.is_known(call)
+
+
+def is_same(recorded: RecordedCall, tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a call that was made again from its record has the key of that call."""
+    described = keyed_for_engine(_bound(tuned, args, kwargs)[1], environment.current())
+    return RecordedCall.of(described).identity == recorded.identity
+
+
+def _bound(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Resolver, BoundCall]:
+    if isinstance(tuned, Autotuned):
+        return tuned._bind(args, kwargs)
+    return tuned._resolver, tuned._resolver.bind(args, kwargs)
 
 
 def result_of(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, anew: bool) -> TuningResult:
@@ -61,8 +75,7 @@ def result_of(tuned: Tuned, args: tuple[Any, ...], kwargs: Mapping[str, Any], *,
         TuningFailedError: every config failed.
         TypeError: the function does not take these arguments.
     """
-    resolver = tuned._resolver
-    call = resolver.bind(args, kwargs)
+    resolver, call = _bound(tuned, args, kwargs)
     return resolver.tune(call) if anew else resolver.result(call)
 
 

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -21,39 +21,8 @@ from quarantune.values import settings as environment
 _numbers = itertools.count()
 
 
-class RecordedCalls(Sequence[RecordedCall]):
-    """The calls that were met so far, each once, in the order in which they were first met."""
-
-    def __init__(self) -> None:
-        self._calls: dict[Any, RecordedCall] = {}
-
-    def note(self, described: KeyedCall, resolver: Resolver) -> None:
-        """Adds a call, or counts it once more."""
-        about = described.call.name, described.key
-        known = self._calls.get(about)
-        self._calls[about] = (
-            RecordedCall.of(described, resolver) if known is None else dataclasses.replace(known, count=known.count + 1)
-        )
-
-    @overload
-    def __getitem__(self, index: int) -> RecordedCall: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[RecordedCall]: ...
-
-    def __getitem__(self, index: int | slice) -> RecordedCall | list[RecordedCall]:
-        return list(self._calls.values())[index]
-
-    def __len__(self) -> int:
-        return len(self._calls)
-
-    def __repr__(self) -> str:
-        """Returns a line for each call."""
-        return "\n".join(f"{call}, met {call.count:,} times" for call in self) or "no calls"
-
-
 @contextlib.contextmanager
-def recording() -> Iterator[RecordedCalls]:
+def recording() -> Iterator[list[RecordedCall]]:
     """Lists the calls of a block of code, in this thread, that have no saved result; none of them is tuned.
 
     They run with the function's defaults, whatever `ON_MISS` says, unless that is `nearest` or `error`. Where
@@ -61,17 +30,18 @@ def recording() -> Iterator[RecordedCalls]:
     again, so that the calls inside are not met.
 
     Yields:
-        The calls so far, which `tune_many` tunes.
+        The calls so far, each once, in the order in which they were first met; `tune_many` tunes them.
 
     Example:
         >>> with recording() as calls:  # doctest: +SKIP
         ...     train_step(state, batch)
         >>> quarantune.tune_many(calls)  # doctest: +SKIP
     """
-    calls, outer = RecordedCalls(), environment.current().record
+    calls, add = _list_of_calls()
+    outer = environment.current().record
 
     def note(described: KeyedCall, resolver: Resolver) -> None:
-        calls.note(described, resolver)
+        add(described, resolver)
         recorded.note(described, resolver, outer)
 
     with environment.settings(record=note):
@@ -95,12 +65,27 @@ def calls_in(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Recor
     Example:
         >>> quarantune.tune_many(quarantune.calls_in(jax.jit(train_step), state, batch))  # doctest: +SKIP
     """
-    calls = RecordedCalls()
     # JAX keeps traces. This one, with the defaults, serves no other call, as no other has the number.
     data = {"others": assignment.DEFAULT, "chosen": {}, "number": next(_numbers)}
     listing = assignment.Assignment(json.dumps(data))
-    listing.note = calls.note
+    calls, listing.note = _list_of_calls()
     trace = getattr(fn, "trace", None) or jax.jit(fn).trace
     with listing.in_force():
         trace(*args, **kwargs)
-    return [*calls]
+    return calls
+
+
+def _list_of_calls() -> tuple[list[RecordedCall], Callable[[KeyedCall, Resolver], None]]:
+    """Returns a list of calls, and a function that adds a call to it, or counts it once more."""
+    calls: list[RecordedCall] = []
+    met: dict[Any, RecordedCall] = {}
+
+    def add(described: KeyedCall, resolver: Resolver) -> None:
+        about = described.call.name, described.key
+        known = met.get(about)
+        met[about] = (
+            dataclasses.replace(known, count=known.count + 1) if known else RecordedCall.of(described, resolver)
+        )
+        calls[:] = met.values()
+
+    return calls, add

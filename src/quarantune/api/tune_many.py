@@ -21,7 +21,7 @@ from quarantune.values.texts import shown
 if TYPE_CHECKING:
     from quarantune.engine.distributed import WholeSweeps
 
-_MOST = 64
+MOST = 64
 """How many problems are followed at a time, each by one thread."""
 
 _Tune: TypeAlias = Callable[[], TuningResult]
@@ -103,7 +103,7 @@ def _all_at_once(tunes: Sequence[_Tune], executor: Executor, done: list[None]) -
         if read_context() == context:
             is_alike.set()
 
-    with ThreadPoolExecutor(min(_MOST, max(1, len(tunes))), "quarantune-tune-many", adopt) as threads:
+    with ThreadPoolExecutor(min(MOST, max(1, len(tunes))), "quarantune-tune-many", adopt) as threads:
         threads.submit(int).result()
         if is_alike.is_set():
             return _followed([threads.submit(_outcome, tune, done) for tune in tunes], whole)

@@ -72,12 +72,18 @@ class Call:
 
 
 def read(options: argparse.Namespace) -> list[Call] | None:
-    """Returns the calls of a command, before its function and JAX are imported; None where `--inputs` makes them.
+    """Returns the calls of a command before JAX is imported; None where `--inputs` or `--recorded` has them.
 
     Raises:
         InputError: an option describes no call.
     """
     statics = parse_statics(options.static)
+    if getattr(options, "recorded", None) is not None:
+        if statics or options.estimate_for is not None:
+            raise InputError("--recorded goes with neither --static nor --estimate-for: leave them out")
+        return None
+    if options.function is None:
+        raise InputError("no function is named: write quarantune tune MODULE:FUNCTION, or --recorded DIR for all")
     if options.inputs is not None:
         return None
     found = [parse_call(options.args)] if options.args is not None else read_calls(options.shapes)

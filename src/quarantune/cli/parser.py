@@ -140,7 +140,7 @@ _CALLS = (
     ),
     [
         _value(
-            "--args ARGUMENTS",
+            "--args ARGS",
             "the arguments of one call: arrays as dtype[sizes], numbers, and name=value, "
             "as in 'bf16[4096,4096] bf16[4096,4096] causal=true'",
             action=_Once,
@@ -175,7 +175,9 @@ COMMANDS: Mapping[str, Command] = {
     "tune": Command(
         "tune a function ahead of time, and save the winners in the cache",
         (
-            *_CALLS,
+            (_CALLS[0][0], {**_CALLS[0][1], "nargs": "?"}),
+            [*_CALLS[1], _value("--recorded DIR", "calls recorded in QUARANTUNE_RECORD=DIR, most frequent first")],
+            _CALLS[2],
             _flag("--force", "tune calls again that are tuned already"),
             _value("--estimate-for TPU", "save what the compiler estimates best for a TPU, which need not be here"),
             _value(
@@ -183,7 +185,7 @@ COMMANDS: Mapping[str, Command] = {
                 'auto, exhaustive, random, surrogate or optuna:<sampler>: see the page "Searching large spaces"',
             ),
             _value("--max-trials N", "try at most N configs for each call", type=_COUNT),
-            _value("--time-budget S", "try configs for at most S seconds per call", type=_SECONDS),
+            _value("--time-budget S", "try configs for at most S seconds per call (--recorded: in all)", type=_SECONDS),
             _value(
                 "--executor ADDRESS",
                 "tune on a cluster: dask://HOST:PORT, ray://HOST:PORT, or ray://auto "
@@ -197,6 +199,7 @@ COMMANDS: Mapping[str, Command] = {
             "quarantune tune kernels:matmul --args 'bf16[4096,4096] bf16[4096,4096]'",
             "quarantune tune kernels.py:attention --shapes shapes.txt --static causal=true",
             "quarantune tune kernels:matmul --inputs kernels:real_inputs --max-trials 200",
+            "quarantune tune --recorded recorded --time-budget 3600",
         ),
     ),
     "run": Command(

@@ -30,7 +30,7 @@ from quarantune.values.trial import Config, Trial, TuningFailedError, count_outc
 _UNKNOWN = ("device", "config", "time_ms", "default_time_ms", "speedup", "speedup_interval")
 """The fields of a record that are null where all configs failed."""
 
-_End: TypeAlias = TuningResult | TuningFailedError
+End: TypeAlias = TuningResult | TuningFailedError
 
 
 def tune(options: argparse.Namespace, out: Output) -> int:
@@ -49,28 +49,32 @@ def tune(options: argparse.Namespace, out: Output) -> int:
     records = []
     with override, contextlib.ExitStack() as engine:
         _check_cache()
-        tuned = calls.load_tuned(options.function)
-        with input_errors(TypeError, ValueError):
-            function = ahead.function_of(tuned)
-        wanted = calls.make(function, options)
+        if options.recorded is None:
+            tuned = calls.load_tuned(options.function)
+            with input_errors(TypeError, ValueError):
+                function = ahead.function_of(tuned)
+            wanted = calls.make(function, options)
         if options.executor is not None:
             executor = engine.enter_context(engines.connected(options.executor))
             engine.enter_context(environment.settings(executor=executor))
+        if options.recorded is not None:
+            from quarantune.cli import recorded
+
+            return recorded.tune(options, out)
         for call, (ended, was_known) in zip(wanted, _ends(tuned, wanted, options), strict=True):
             about = {"function": function.name, "call": calls.describe(call, function.signature)}
-            is_tuned = isinstance(ended, TuningResult)
-            kernels = _kernels(tuned, call) if is_tuned and isinstance(tuned, Contextual) else {}
-            records.append(about | _record(ended, kernels) | {"from_cache": was_known})
+            record, text = told(tuned, call, ended, was_known=was_known)
+            records.append(about | record)
             if len(wanted) == 1 and isinstance(ended, TuningResult) and ended.trials:
                 out.line(f"{ended.table(width=out.width)}\n")
-            out.line(f"{function.name}({about['call']}): {_text(ended, kernels, was_known=was_known)}")
+            out.line(f"{function.name}({about['call']}): {text}")
             if repeating := _repeating(ended.trials, options):
                 out.line(f"to repeat one that failed, alone:\n  {repeating}")
     out.json(records)
     return FAILED if any(record["error"] for record in records) else DONE
 
 
-def _ends(tuned: ahead.Tuned, wanted: Sequence[Call], options: argparse.Namespace) -> Iterator[tuple[_End, bool]]:
+def _ends(tuned: ahead.Tuned, wanted: Sequence[Call], options: argparse.Namespace) -> Iterator[tuple[End, bool]]:
     """Yields what came of each call, and whether it was in the cache."""
     known: list[bool] = []
     if options.executor is not None and len(wanted) > 1 and not isinstance(tuned, Contextual):
@@ -107,32 +111,30 @@ def _check_cache() -> None:
         ) from error
 
 
-def _kernels(tuned: Contextual[..., Any], call: Call) -> dict[str, Config]:
-    """Returns the config of each kernel that a function calls, by a short name."""
-    chosen = tuned.lookup(*call.args, **call.kwargs) or {}
-    return dict(zip(labels([slot.name for slot in chosen]), chosen.values(), strict=True))
-
-
-def _record(ended: _End, kernels: dict[str, Config]) -> JsonObject:
+def told(tuned: ahead.Tuned, call: Call, ended: End, *, was_known: bool) -> tuple[JsonObject, str]:
+    """Returns how a call ended, as JSON and as text."""
     if isinstance(ended, TuningFailedError):
         outcomes = count_outcomes(ended.trials)
         failed = {"key": ended.key, "outcomes": outcomes, "tie": [], "stopped": "", "error": str(ended)}
-        return dict.fromkeys(_UNKNOWN) | failed
+        return dict.fromkeys(_UNKNOWN) | failed | {"from_cache": was_known}, str(ended)
+    kernels = _kernels(tuned, call) if isinstance(tuned, Contextual) else {}
     names = ("device", "key", "time_ms", "default_time_ms", "speedup", "speedup_interval", "stopped")
-    return {name: getattr(ended, name) for name in names} | {
+    record = {name: getattr(ended, name) for name in names} | {
         "config": encode(kernels or ended.best_config),
         "outcomes": count_outcomes(ended.trials) or ended.counts,
         "tie": [encode(config) for config in ended.tie],
         "error": None,
+        "from_cache": was_known,
     }
-
-
-def _text(ended: _End, kernels: dict[str, Config], *, was_known: bool) -> str:
-    if isinstance(ended, TuningFailedError):
-        return str(ended)
     config = ", ".join(f"{name}: {format_config(config)}" for name, config in kernels.items()) or ended.config_text
     origin = ", from the cache (--force tunes again)" if was_known else ""
-    return f"{config}, {result.times_text(ended)}{origin}"
+    return record, f"{config}, {result.times_text(ended)}{origin}"
+
+
+def _kernels(tuned: Contextual[..., Any], call: Call) -> dict[str, Config]:
+    """Returns the config of each kernel that a function calls, by a short name."""
+    chosen = tuned.lookup(*call.args, **call.kwargs) or {}
+    return dict(zip(labels([slot.name for slot in chosen]), chosen.values(), strict=True))
 
 
 def _repeating(trials: Sequence[Trial], options: argparse.Namespace) -> str:

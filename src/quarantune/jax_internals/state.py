@@ -134,6 +134,13 @@ def _is(value: Any, default: Any) -> bool:
     return type(value) is type(default) and bool(value == default)
 
 
+def other_options(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the options that differ here from those of a description, with the values that they have there."""
+    values = jax.config.values
+    wanted = {name: described.get(name, default) for name, default in DEFAULTS.items() if name in values}
+    return {name: value for name, value in wanted.items() if not _is(values[name], value)}
+
+
 def options_to_travel() -> Mapping[str, Any]:
     """Returns the JAX options that a worker takes over, by name."""
     return {

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import ast
-import collections
+import contextlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from quarantune import jax_internals
+from quarantune.jax_internals import state
 from quarantune.resolve.tuned_function import TunedFunction
 from quarantune.transport import inputs
 from quarantune.transport.arrays import dtype_from_name
 from quarantune.transport.call import Arguments
 from quarantune.values.json_object import JsonObject
-from quarantune.values.shardings import MeshSpec, ShardingSpec, abstract_sharding
+from quarantune.values.shardings import MeshSpec, ShardingSpec, abstract_mesh, abstract_sharding
 
 _SEED = 0
 _NUMBERS: Mapping[str, Any] = {"bool": True, "int": 1, "float": 1.0, "complex": 1j}
@@ -47,13 +48,12 @@ def rebuilt(key: str, function: TunedFunction) -> Arguments:
         CannotRebuildError: the key does not hold a value, but only a description of it.
     """
     try:
-        values = json.loads(key)["call"]
-        items = list(values.items())
+        values = dict(json.loads(key)["call"].items())
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         raise CannotRebuildError("its key is not one of a tuned function") from None
     if function.options.key_fn is not None:
         raise CannotRebuildError("its key holds the result of key_fn and not the shapes")
-    return described_arguments(dict(items), function)
+    return described_arguments(values, function)
 
 
 def described_arguments(values: JsonObject, function: TunedFunction) -> Arguments:
@@ -72,12 +72,23 @@ def described_arguments(values: JsonObject, function: TunedFunction) -> Argument
             made.setdefault(rest, {})[name.removeprefix("**")] = maker.value(name, described)
         else:
             raise CannotRebuildError(f"{name!r} is no parameter of the function")
-    bound = inspect.BoundArguments(function.signature, collections.OrderedDict(_in_order(made, parameters)))
+    ordered = {name: made[name] for name in parameters if name in made}
+    bound = inspect.BoundArguments(function.signature, ordered)
     return bound.args, bound.kwargs
 
 
-def _in_order(made: Mapping[str, Any], parameters: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [(name, made[name]) for name in parameters if name in made]
+@contextlib.contextmanager
+def described_settings(described: Mapping[str, Any]) -> Iterator[None]:
+    """Puts the settings of JAX's that have a description in a key in force for a block, if JAX accepts them."""
+    with contextlib.ExitStack() as block:
+        for name, value in state.other_options(described).items():
+            block.callback(jax.config.update, name, jax.config.values[name])
+            jax.config.update(name, value)
+        if (mesh := described.get("mesh")) is not None:
+            shape, names, kinds = (tuple(mesh[part]) for part in ("shape", "axes", "types"))
+            spec = MeshSpec(shape=shape, axis_names=names, axis_types=kinds)
+            block.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh(spec)))
+        yield
 
 
 class _Maker:
@@ -117,39 +128,35 @@ class _Maker:
     def _leaf(self, name: str, described: Any) -> Any:
         match described:
             case {"shape": list() as shape, "dtype": str() as dtype, **rest}:
-                place = _sharding(name, rest["sharding"]) if "sharding" in rest else None
-                return self._array(name, tuple(shape), dtype, is_weak=bool(rest.get("weak_type")), sharding=place)
+                return self._array(name, tuple(shape), dtype, rest)
             case {"scalar": str() as kind} if kind in _NUMBERS:
                 return _NUMBERS[kind]
         return _static(name, described)
 
-    def _array(self, name: str, shape: tuple[int, ...], dtype: str, *, is_weak: bool, sharding: Any) -> Any:
+    def _array(self, name: str, shape: tuple[int, ...], dtype: str, about: Mapping[Any, Any]) -> Any:
         function = self._function
         self._arrays += 1
         try:
+            sharding = _sharding(about["sharding"]) if "sharding" in about else None
             if (implementation := _key_implementation(dtype)) is not None:
                 return jax.ShapeDtypeStruct(shape, jax_internals.key_dtype(implementation), sharding=sharding)
             if function.is_jitted or callable(function.options.supply):
+                is_weak = bool(about.get("weak_type"))
                 return jax.ShapeDtypeStruct(shape, dtype_from_name(dtype), weak_type=is_weak, sharding=sharding)
             return inputs.elements(
                 shape, dtype_from_name(dtype), kind=function.options.supply, seed=_SEED, index=self._arrays
             )
-        except (TypeError, ValueError, AttributeError):
-            raise CannotRebuildError(f"{name!r} is an array of {dtype}, which cannot be made here") from None
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise CannotRebuildError(f"{name!r} is an array of {dtype} that cannot be made here") from None
 
 
-def _sharding(name: str, described: Any) -> jax.sharding.NamedSharding:
+def _sharding(described: Any) -> jax.sharding.NamedSharding:
     """Returns the sharding that a description in a key is of, over a mesh without devices."""
-    try:
-        mesh, explicit = described["mesh"], described.get("explicit", ())
-        kinds = tuple("Explicit" if axis in explicit else "Auto" for axis in mesh)
-        spec = MeshSpec(shape=tuple(mesh.values()), axis_names=tuple(mesh), axis_types=kinds)
-        partitions = tuple(tuple(axis) if isinstance(axis, list) else axis for axis in described["spec"])
-        return abstract_sharding(ShardingSpec(mesh=spec, partitions=partitions))
-    except (TypeError, ValueError, KeyError, AttributeError):
-        raise CannotRebuildError(
-            f"{name!r} is laid out over several devices in a way that its key does not tell"
-        ) from None
+    mesh, explicit = described["mesh"], described.get("explicit", ())
+    kinds = tuple("Explicit" if axis in explicit else "Auto" for axis in mesh)
+    spec = MeshSpec(shape=tuple(mesh.values()), axis_names=tuple(mesh), axis_types=kinds)
+    partitions = tuple(tuple(axis) if isinstance(axis, list) else axis for axis in described["spec"])
+    return abstract_sharding(ShardingSpec(mesh=spec, partitions=partitions))
 
 
 def _key_implementation(dtype: str) -> str | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import jax
 import numpy as np
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
     from quarantune.results.result import TuningResult
 
 _SUFFIX = ".calls"
-_MOST = 1 << 53
+
+
+def _function_name(value: str) -> str:
+    if re.fullmatch(r"[\w.]+:[\w.<>]+", short_text(value)) is None:  # nor a path
+        raise ValueError("it is no name of a function in a module")
+    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,13 +54,13 @@ class RecordedCall(Record):
         call: in the process that met it, its arguments with a `jax.ShapeDtypeStruct` for each array; else None.
     """
 
-    function: Annotated[str, short_text]
+    function: Annotated[str, _function_name]
     name: Annotated[str, short_text]
     device: Annotated[str, short_text]
     arguments: Mapping[str, Any]
     bucket: Mapping[str, Any] | None = None
     jax_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    count: Annotated[int, within(1, _MOST)] = 1
+    count: Annotated[int, within(1, 1 << 53)] = 1
     call: Arguments | None = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
     _resolver: Any = dataclasses.field(default=None, compare=False, repr=False, metadata=IN_MEMORY)
 
@@ -88,8 +94,7 @@ class RecordedCall(Record):
         """
         if self.call is None:
             raise TypeError(f"{self}: another process met this call: use `quarantune tune --recorded`")
-        result: TuningResult = self._resolver.result(self._resolver.bind(*self.call))
-        return result
+        return cast("TuningResult", self._resolver.result(self._resolver.bind(*self.call)))
 
     def __str__(self) -> str:
         """Returns the call on one line."""
@@ -115,18 +120,7 @@ def note(described: KeyedCall, resolver: Resolver, record: Path | Callable[..., 
     if callable(record):
         record(described, resolver)
     elif record is not None:
-        process = os.getpid(), record  # a fork has met nothing yet
-        _writers.setdefault(process, _Writer(record)).add(described)
-
-
-@dataclasses.dataclass
-class _Met:
-    """A call that this process has met, and how many times of it are written down."""
-
-    record: RecordedCall
-    journal: Journal
-    count: int = 0
-    written: int = 0
+        _writers.setdefault((os.getpid(), record), _Writer(record)).add(described)  # a fork has met nothing yet
 
 
 class _Writer:
@@ -135,35 +129,34 @@ class _Writer:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._lock = locks.new()
-        self._met: dict[Any, _Met] = {}
+        self._met: dict[Any, tuple[RecordedCall, int]] = {}
 
     def add(self, described: KeyedCall) -> None:
-        name, key = described.call.name, described.key
+        """Counts a call, and writes that down where it is new or was met twice as often since."""
+        about = described.call.name, described.key
         with self._lock:
-            if (met := self._met.get((name, key))) is None:
-                calls = Journal(self._directory, name, key.device, "calls", suffix=_SUFFIX)  # one file for all of them
-                met = self._met[name, key] = _Met(RecordedCall.of(described), calls)
-            met.count += 1
-            if met.count.bit_count() == 1:  # a process that is killed has told of half of its calls at least
-                self._write(met)
+            record, written = self._met.get(about) or (dataclasses.replace(RecordedCall.of(described), count=0), 0)
+            record = dataclasses.replace(record, count=record.count + 1)
+            self._met[about] = record, written
+            if record.count >= 2 * written:  # a process that is killed has told of half of its calls
+                self.flush([about])
 
-    def flush(self) -> None:
-        """Writes down how often calls were met since."""
+    def flush(self, those: Iterable[Any] = ()) -> None:
+        """Writes down how often some calls, or all, were met since."""
         with self._lock:
-            for met in self._met.values():
-                if met.count > met.written:
-                    self._write(met)
-
-    def _write(self, met: _Met) -> None:
-        try:
-            met.journal.append(dataclasses.replace(met.record, count=met.count - met.written).to_json())
-            met.written = met.count
-        except CacheWriteError as error:
-            reason = getattr(error.__cause__, "strerror", None) or error
-            cache.report_once(
-                f"calls cannot be recorded in {str(self._directory)!r} ({reason}): make it writable, or set "
-                "QUARANTUNE_RECORD to another directory"
-            )
+            for about in those or [*self._met]:
+                record, written = self._met[about]
+                try:
+                    if more := record.count - written:  # one file for all calls of a function
+                        calls = Journal(self._directory, record.name, record.device, "calls", suffix=_SUFFIX)
+                        calls.append(dataclasses.replace(record, count=more).to_json())
+                        self._met[about] = record, record.count
+                except CacheWriteError as error:
+                    reason = getattr(error.__cause__, "strerror", None) or error
+                    cache.report_once(
+                        f"calls cannot be recorded in {str(self._directory)!r} ({reason}): make it writable, or set "
+                        "QUARANTUNE_RECORD to another directory"
+                    )
 
 
 _writers: dict[tuple[int, Path], _Writer] = {}
@@ -189,9 +182,8 @@ def read(directory: Path) -> list[RecordedCall]:
         except DamageError:
             damaged += 1
             continue
-        known = found.get(call.identity)
-        count = call.count if known is None else min(_MOST - 1, known.count + call.count)
-        found[call.identity] = dataclasses.replace(call, count=count)
+        before = found[call.identity].count if call.identity in found else 0
+        found[call.identity] = dataclasses.replace(call, count=before + call.count)
     if damaged:
         cache.report_once(f"{damaged} lines below {str(directory)!r} are no records of calls, and are left out")
     return sorted(found.values(), key=lambda call: -call.count)

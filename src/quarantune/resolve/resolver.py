@@ -174,6 +174,12 @@ class Resolver:
         known = self._find(keyed(call), environment.current())
         return None if known is None else known.config
 
+    def is_known(self, call: BoundCall) -> bool:
+        """Returns whether a result is remembered for these devices with which no sweep would go on."""
+        settings = environment.current()
+        known = self._known.find(keyed_for_engine(call, settings), settings)
+        return known is not None and self._known.is_enough(known, settings)
+
     def seeding_compilation(
         self, config: Config, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> contextlib.AbstractContextManager[None]:

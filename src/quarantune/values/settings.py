@@ -114,10 +114,6 @@ def _executor(value: Any) -> Executor:
     return value
 
 
-def _record(value: Any) -> Any:
-    return value if callable(value) else _path(value)
-
-
 def _path(value: Any) -> Path:
     if "://" in os.fspath(value):
         raise ValueError
@@ -234,7 +230,9 @@ class Settings:
     )
     agree: bool = _setting(_flag, "0", True, unset="auto")
     progress: bool | None = _setting(_flag, "0, 1", unset="auto")
-    record: Path | Callable[..., None] | None = _setting(_record, _DIRECTORY)  # noqa: RUF009 - makes a field
+    record: Path | Callable[..., None] | None = _setting(  # noqa: RUF009 - makes a field
+        lambda value: value if callable(value) else _path(value), _DIRECTORY
+    )
     log_dir: Path | None = _setting(_path, _DIRECTORY)  # noqa: RUF009 - makes a field
     lock_timeout: float = _setting(_number(least=0, most=LONGEST_S), "a number of seconds from 0 to 1e9", 60.0)
     executor: Executor | None = _setting(  # noqa: RUF009 - makes a field

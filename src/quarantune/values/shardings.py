@@ -76,11 +76,15 @@ def _mesh_spec(mesh: Any) -> MeshSpec:
     return MeshSpec(shape=shape, axis_names=names, axis_types=kinds)
 
 
+def abstract_mesh(spec: MeshSpec) -> jax.sharding.AbstractMesh:
+    """Returns a mesh without devices."""
+    kinds = tuple(jax.sharding.AxisType[name] for name in spec.axis_types)
+    return jax.sharding.AbstractMesh(spec.shape, spec.axis_names, axis_types=kinds)
+
+
 def abstract_sharding(spec: ShardingSpec) -> jax.sharding.NamedSharding:
     """Returns a sharding over a mesh without devices, for a `jax.ShapeDtypeStruct`."""
-    kinds = tuple(jax.sharding.AxisType[name] for name in spec.mesh.axis_types)
-    mesh = jax.sharding.AbstractMesh(spec.mesh.shape, spec.mesh.axis_names, axis_types=kinds)
-    return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec.partitions))
+    return jax.sharding.NamedSharding(abstract_mesh(spec.mesh), jax.sharding.PartitionSpec(*spec.partitions))
 
 
 def local_sharding(array: Any, spec: ShardingSpec | None) -> jax.sharding.NamedSharding | None:
