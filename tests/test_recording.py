@@ -95,7 +95,10 @@ def test_a_record_has_all_of_the_key_and_no_value_of_an_array(calls: Any, tmp_pa
     secret = np.full((3, 5), 1234.5625, np.float16)
     with jax.default_matmul_precision("highest"):
         bucketed(secret, mode="quietly")
-    (call,) = calls()
+        bucketed(secret[:2], mode="quietly")
+        bucketed(secret[:2], mode="quietly")
+    other, call = calls()
+    assert (other.count, other.arguments["x"]["shape"], other.bucket) == (2, [2, 5], call.bucket), "tune_for needs both"
     assert call.arguments == {"x": {"shape": [3, 5], "dtype": "float16"}, "mode": "quietly"}
     assert call.bucket == {"mode": "quietly", "key_fn": 0}
     assert call.jax_settings == {"jax_default_matmul_precision": "highest"}
@@ -386,9 +389,11 @@ def test_recorded_calls_are_tuned_and_the_program_then_needs_no_tuning(tmp_path:
     found = json.loads(out)
     assert code == 1, err
     counts = [(it["function"], it["count"]) for it in found]
-    assert counts[:2] == [("program.bucketed", 4), ("program.add", 3)], "20 and 25 share a key"
+    assert sorted(counts[:2]) == [("program.add", 3), ("program.bucketed", 3)]
+    assert not counts[2:] or max(count for _, count in counts[2:]) == 1
     assert [it["function"] for it in found if it["status"] == "failed"] == ["program.broken"]
-    assert {it["status"] for it in found if it["function"] != "program.broken"} == {"tuned"}
+    ends = sorted(it["status"] for it in found if it["function"] != "program.broken")
+    assert ends == ["tuned"] * (len(ends) - 1) + ["tuned before"], "two sizes share a key"
     program("tuned", QUARANTUNE_ON_MISS="error")
 
     code, out, _ = command("tune", "program.py:add", "--recorded", "recorded", "--force", cwd=tmp_path, **two)

@@ -81,7 +81,7 @@ def _list_of_calls() -> tuple[list[RecordedCall], Callable[[KeyedCall, Resolver]
     met: dict[Any, RecordedCall] = {}
 
     def add(described: KeyedCall, resolver: Resolver) -> None:
-        about = described.call.name, described.key
+        about = recorded.call_of(described)
         known = met.get(about)
         met[about] = (
             dataclasses.replace(known, count=known.count + 1) if known else RecordedCall.of(described, resolver)

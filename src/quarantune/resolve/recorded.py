@@ -115,6 +115,12 @@ def _without_values(described: KeyedCall) -> Arguments:
     return with_leaves(call.args, call.kwargs, has_shape, struct)
 
 
+def call_of(described: KeyedCall) -> Any:
+    """Returns a value by which a process tells calls apart, also those that share a key of `key_fn`."""
+    has_bucket = described.call.function.options.key_fn is not None
+    return described.call.name, described.key, cache.canonical_json(described.arguments) if has_bucket else ""
+
+
 def note(described: KeyedCall, resolver: Resolver, record: Path | Callable[..., None] | None) -> None:
     """Notes a call where the setting `record` says: in a directory, or in the list of a block of code."""
     if callable(record):
@@ -133,7 +139,7 @@ class _Writer:
 
     def add(self, described: KeyedCall) -> None:
         """Counts a call, and writes that down where it is new or was met twice as often since."""
-        about = described.call.name, described.key
+        about = call_of(described)
         with self._lock:
             record, written = self._met.get(about) or (dataclasses.replace(RecordedCall.of(described), count=0), 0)
             record = dataclasses.replace(record, count=record.count + 1)
