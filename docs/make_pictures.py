@@ -24,7 +24,7 @@ from browser import Browser, browser  # noqa: E402
 from document_blocks import blocks_of  # noqa: E402
 from terminals import Recording, record  # noqa: E402
 
-SECTIONS = ("winner", "finals", "progress", "map", "effects", "parallel", "trials")
+SECTIONS = ("winner", "finals", "pareto", "progress", "map", "effects", "parallel", "trials")
 TERMINALS = (80, 120)
 STYLE = """
 body { margin: 0; display: inline-block; background: #14181c; }

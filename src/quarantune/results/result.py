@@ -228,13 +228,13 @@ class TuningResult(Record):
     def pareto(self) -> tuple[Trial, ...]:
         """Returns the configs that no other beats in time and device memory, the fastest first.
 
-        Each further one is slower and takes less memory. Configs whose device memory is not known are left out; a
-        result from the cache has no trials, and none of these.
+        Each further one is slower and takes less memory. One that was stopped early counts with the time that it had by
+        then. Configs whose device memory is not known are left out; a result from the cache has no trials.
         """
         sized = [
-            (trial.time_ms or 0.0, size, trial)
+            (trial.time_ms, size, trial)
             for trial in self.trials
-            if trial.outcome is Outcome.OK and (size := trial.device_memory_bytes) is not None
+            if trial.time_ms is not None and (size := trial.device_memory_bytes) is not None
         ]
         kept, least = list[Trial](), math.inf
         for _, size, trial in sorted(sized, key=lambda it: it[:2]):

@@ -1,33 +1,35 @@
 // Time against device memory: every timed config as a dot, and the line of those that no other beats in both.
 function drawPareto() {
   const p = problem, host = clear($("pareto-chart"));
+  // One that was stopped early has the median of the samples that it had, as elsewhere only its fastest run is told.
+  const ms = (trial) => (trial.outcome.name === "slow" && trial.samples.length ? median(trial.samples) : trial.ms);
   const known = p.timed.filter((trial) => trial.deviceMemory !== null), sizes = known.map((trial) => trial.deviceMemory);
   $("pareto").hidden = new Set(sizes).size < 2 || !p.pareto.length;
   if ($("pareto").hidden) return;
   const front = p.pareto.map((i) => p.trials[i]), [fast] = front, small = front[front.length - 1];
   $("pareto-finding").textContent = front.length === 1
-    ? `${configText(p, fast)} takes the least time and the least device memory: ${p.ms(fast.ms)} and ${bytes(fast.deviceMemory)}.`
-    : `${front.length} of ${plural(known.length, "timed config")} are worth a choice: no other beats them in both. From ${bytes(fast.deviceMemory)} and ${p.ms(fast.ms)}, memory falls to ${bytes(small.deviceMemory)}, for ${times(small.ms / fast.ms)} the time.`;
+    ? `${configText(p, fast)} takes the least time and the least device memory: ${p.ms(ms(fast))} and ${bytes(fast.deviceMemory)}.`
+    : `${front.length} of ${plural(known.length, "timed config")} are worth a choice: no other beats them in both. From ${bytes(fast.deviceMemory)} and ${p.ms(ms(fast))}, memory falls to ${bytes(small.deviceMemory)}, for ${times(ms(small) / ms(fast))} the time.`;
   const width = Math.max(280, roomIn(host)), left = 56, right = width - 24, top = 30, bottom = 270, height = bottom + 46;
-  const low = Math.min(...known.map((trial) => trial.ms)), high = Math.max(...known.map((trial) => trial.ms));
+  const low = Math.min(...known.map((trial) => ms(trial))), high = Math.max(...known.map((trial) => ms(trial)));
   const y = scale(low * 0.93, high * 1.07, bottom, top, { log: true });
   const unit = 1024 ** Math.min(4, Math.floor(Math.log2(Math.max(...sizes)) / 10)), name = ["B", "KiB", "MiB", "GiB", "TiB"][Math.round(Math.log2(unit) / 10)];
   const inUnits = scale((Math.min(...sizes) * 0.97) / unit, (Math.max(...sizes) * 1.03) / unit, left, right, { count: width < 560 ? 3 : 8 });
   const x = (trial) => inUnits(trial.deviceMemory / unit);
-  const svg = chart(width, height, front.map((trial) => `${bytes(trial.deviceMemory)}: ${p.ms(trial.ms)}`).join(", "));
+  const svg = chart(width, height, front.map((trial) => `${bytes(trial.deviceMemory)}: ${p.ms(ms(trial))}`).join(", "));
   for (const tick of y.ticks) svg.append(draw("line", { x1: left, x2: right, y1: y(tick), y2: y(tick), class: "grid" }),
     draw("text", { x: left - 8, y: y(tick) + 4, "text-anchor": "end", class: "tick", text: p.tick(tick) }));
   for (const tick of inUnits.ticks) svg.append(draw("line", { x1: inUnits(tick), x2: inUnits(tick), y1: bottom, y2: bottom + 5, class: "mark" }),
     draw("text", { x: inUnits(tick), y: bottom + 19, "text-anchor": "middle", class: "tick", text: trimmed(tick) }));
   svg.append(draw("text", { x: left - 48, y: 14, class: "axis", text: `time of one call (${p.unit[1]})${y.log ? ", logarithmic" : ""}` }),
     draw("text", { x: right, y: height - 7, "text-anchor": "end", class: "axis", text: `device memory (${name})${inUnits.log ? ", logarithmic" : ""}` }));
-  const points = known.map((trial) => [x(trial), y(trial.ms), trial]), many = known.length > 800 ? "dots many" : "dots";
-  let path = `M${right} ${y(fast.ms).toFixed(1)}`;
-  for (const trial of front) path += `V${y(trial.ms).toFixed(1)}H${x(trial).toFixed(1)}`;
+  const points = known.map((trial) => [x(trial), y(ms(trial)), trial]), many = known.length > 800 ? "dots many" : "dots";
+  let path = `M${right} ${y(ms(fast)).toFixed(1)}`;
+  for (const trial of front) path += `V${y(ms(trial)).toFixed(1)}H${x(trial).toFixed(1)}`;
   svg.append(draw("path", { d: dots(points.filter(([, , t]) => t.outcome.name === "ok")), class: many }),
     draw("path", { d: dots(points.filter(([, , t]) => t.outcome.name === "slow")), class: `${many} slow` }),
     draw("path", { d: `${path}V${top}`, class: "best-line" }),
-    draw("path", { d: dots(front.map((trial) => [x(trial), y(trial.ms)])), class: "dots best" }));
+    draw("path", { d: dots(front.map((trial) => [x(trial), y(ms(trial))])), class: "dots best" }));
   nearest(svg, points, p);
-  host.append(svg, asTable(["config", "time", "device memory"], front.map((trial) => [configText(p, trial), p.ms(trial.ms), bytes(trial.deviceMemory)])));
+  host.append(svg, asTable(["config", "time", "device memory"], front.map((trial) => [configText(p, trial), p.ms(ms(trial)), bytes(trial.deviceMemory)])));
 }

@@ -46,7 +46,7 @@ function columnsOf(p) {
     ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => ((p.finals.length ? t.final : t.timed && t.outcome.name === "ok") ? times2(reference / t.ms) : ""), by: places, title: "time of the defaults divided by this time, where they were timed in turn" }]),
     { key: "compile", name: "compile s", number: true, get: (t) => (t.compile === null ? "" : digits(t.compile)), by: (t) => t.compile ?? Infinity },
     { key: "memory", name: "memory", number: true, get: (t) => (t.memory === null ? "" : bytes(t.memory)), by: (t) => t.memory ?? Infinity, title: "most host memory that the worker held" },
-    ...(new Set(p.trials.map((t) => t.deviceMemory)).size > 1 ? [{ key: "device", name: "device memory", number: true, get: (t) => (t.deviceMemory === null ? "" : bytes(t.deviceMemory)), by: (t) => t.deviceMemory ?? Infinity, title: "device memory of its program: arguments, output and intermediate arrays" }] : []),
+    ...(new Set(p.trials.map((t) => t.deviceMemory)).size > 1 ? [{ key: "device", name: "on device", number: true, get: (t) => (t.deviceMemory === null ? "" : bytes(t.deviceMemory)), by: (t) => t.deviceMemory ?? Infinity, title: "device memory of its program: arguments, output and intermediate arrays" }] : []),
     { key: "message", name: "message", get: (t) => short(t.message.replace(/\s+/g, " "), 110), by: (t) => t.message },
   ];
 }
