@@ -69,7 +69,7 @@ def calls_in(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Recor
     data = {"others": assignment.DEFAULT, "chosen": {}, "number": next(_numbers)}
     listing = assignment.Assignment(json.dumps(data))
     calls, listing.note = _list_of_calls()
-    trace = getattr(fn, "trace", None) or jax.jit(fn).trace
+    trace = getattr(fn, "trace", None) or getattr(fn, "lower", None) or jax.jit(fn).trace
     with listing.in_force():
         trace(*args, **kwargs)
     return calls

@@ -20,7 +20,7 @@ from quarantune.api.tune_many import MOST, tune_many
 from quarantune.cli import calls
 from quarantune.cli.call_texts import Call
 from quarantune.cli.output import DONE, FAILED, InputError, Output, counted, message_of
-from quarantune.cli.tune import End, told
+from quarantune.cli.tune import End, told, told_failure
 from quarantune.devices import discovery
 from quarantune.resolve import engines, recorded
 from quarantune.resolve.rebuilding import described_arguments, described_settings
@@ -79,7 +79,7 @@ def _ends(found: Sequence[RecordedCall], options: argparse.Namespace, named: ahe
                     if status == _TUNED and left_s <= 0:
                         status, made = "left for the next run", None
                     if made is None:
-                        yield call, status, ({"config": None, "from_cache": False, "error": reason or status}, reason)
+                        yield call, status, told_failure(TuningFailedError(reason or status, trials=(), key=""))
                     elif status == _KNOWN:
                         yield _ended(call, made, status)
                     else:

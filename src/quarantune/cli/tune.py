@@ -114,9 +114,7 @@ def _check_cache() -> None:
 def told(tuned: ahead.Tuned, call: Call, ended: End, *, was_known: bool) -> tuple[JsonObject, str]:
     """Returns how a call ended, as JSON and as text."""
     if isinstance(ended, TuningFailedError):
-        outcomes = count_outcomes(ended.trials)
-        failed = {"key": ended.key, "outcomes": outcomes, "tie": [], "stopped": "", "error": str(ended)}
-        return dict.fromkeys(_UNKNOWN) | failed | {"from_cache": was_known}, str(ended)
+        return told_failure(ended)
     kernels = _kernels(tuned, call) if isinstance(tuned, Contextual) else {}
     names = ("device", "key", "time_ms", "default_time_ms", "speedup", "speedup_interval", "stopped")
     record = {name: getattr(ended, name) for name in names} | {
@@ -129,6 +127,12 @@ def told(tuned: ahead.Tuned, call: Call, ended: End, *, was_known: bool) -> tupl
     config = ", ".join(f"{name}: {format_config(config)}" for name, config in kernels.items()) or ended.config_text
     origin = ", from the cache (--force tunes again)" if was_known else ""
     return record, f"{config}, {result.times_text(ended)}{origin}"
+
+
+def told_failure(error: TuningFailedError) -> tuple[JsonObject, str]:
+    """Returns why there is no result for a call, as JSON and as text."""
+    failed = {"key": error.key, "outcomes": count_outcomes(error.trials), "tie": [], "stopped": "", "error": str(error)}
+    return dict.fromkeys(_UNKNOWN) | failed | {"from_cache": False}, str(error)
 
 
 def _kernels(tuned: Contextual[..., Any], call: Call) -> dict[str, Config]:
