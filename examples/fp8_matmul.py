@@ -85,7 +85,7 @@ def quantize(x):
 def main() -> None:
     """Tunes, prints the outcome of every config and the gain over the defaults, and checks the winner."""
     interpret = jax.default_backend() == "cpu"
-    size = 256 if interpret else 4096
+    size = 128 if interpret else 4096
     a, a_scale = quantize(jax.random.normal(jax.random.key(0), (size, size)))
     b, b_scale = quantize(jax.random.normal(jax.random.key(1), (size, size)) / size**0.5)
 

@@ -267,7 +267,7 @@ def test_configs_that_hang_or_crash_here_end_a_sweep_but_not_the_next_ones(tmp_p
         )
     )
     environ = {**os.environ, "PYTHONPATH": str(SOURCE), "JAX_PLATFORMS": "cpu"}
-    environ |= {"QUARANTUNE_ISOLATION": "compile", "QUARANTUNE_TIMEOUT": "2"}
+    environ |= {"QUARANTUNE_ISOLATION": "compile", "QUARANTUNE_TIMEOUT": str(deadline_s(2.0))}
     with subprocess.Popen([sys.executable, str(program)], env=environ, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         reports = (line for line in process.stderr if "which cannot end it" in line)
