@@ -93,7 +93,7 @@ def test_a_call_without_a_result_is_recorded_once_and_not_tuned(
 def test_a_record_has_all_of_the_key_and_no_value_of_an_array(calls: Any, tmp_path: Path) -> None:
     bucketed = plus("bucketed", key_fn=lambda x, mode="up": x.shape[0] // 8)
     secret = np.full((3, 5), 1234.5625, np.float16)
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision("highest"), quarantune.recording() as listed:
         bucketed(secret, mode="quietly")
         bucketed(secret[:2], mode="quietly")
         bucketed(secret[:2], mode="quietly")
@@ -101,6 +101,8 @@ def test_a_record_has_all_of_the_key_and_no_value_of_an_array(calls: Any, tmp_pa
     assert (other.count, other.arguments["x"]["shape"], other.bucket) == (2, [2, 5], call.bucket), "tune_for needs both"
     assert call.arguments == {"x": {"shape": [3, 5], "dtype": "float16"}, "mode": "quietly"}
     assert call.bucket == {"mode": "quietly", "key_fn": 0}
+    with pytest.raises(ValueError, match="tune it in the context in which it was met"):
+        listed[0].tune()
     assert call.jax_settings == {"jax_default_matmul_precision": "highest"}
     assert str(call) == "bucketed(x f16[3,5], mode quietly)"
     assert "1234" not in "".join(path.read_text() for path in (tmp_path / "recorded").rglob("*") if path.is_file())
@@ -278,6 +280,7 @@ def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
         {"function": "no.such_module:f", "name": "no.such_module.f"},
         {"function": "os:system", "name": "os.system"},
         {"function": f"{name}:made.<locals>.add", "name": "made.add"},
+        {"function": f"{tmp_path}/evil.py:add", "name": "evil.add"},
         {"device": "NVIDIA H100"},
         {"jax_settings": {"jax_enable_x64": "maybe"}},
         {"jax_settings": {"mesh": {"shape": [2], "axes": 3}}},
@@ -285,6 +288,7 @@ def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
         {"arguments": {"y": 3}},
     ):
         journal.append(known.to_json() | change)
+    (tmp_path / "evil.py").write_text("raise SystemExit('a record was run')")
     monkeypatch.setattr(os, "system", lambda words: pytest.fail("a record was run"))
 
     code = cli.main(["tune", "--recorded", "recorded", "--time-budget", "1e-6", "--json"])
@@ -297,8 +301,9 @@ def test_recorded_calls_that_cannot_be_tuned_are_named_and_nothing_is_run(
     for words in (
         "there is no module 'no'",
         "'os' tunes nothing of the name 'os.system'",
-        "made inside a function: tune it in Python",
+        "made.<locals>.add' is at the top of no module: tune it in Python",
         "'mode' is not in its key, only a description of it): tune it with --inputs",
+        "evil.py:add' is at the top of no module",
         "another key",
         "float32 that cannot be made here",
         "'y' is no parameter",

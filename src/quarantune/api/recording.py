@@ -82,10 +82,8 @@ def _list_of_calls() -> tuple[list[RecordedCall], Callable[[KeyedCall, Resolver]
 
     def add(described: KeyedCall, resolver: Resolver) -> None:
         about = recorded.call_of(described)
-        known = met.get(about)
-        met[about] = (
-            dataclasses.replace(known, count=known.count + 1) if known else RecordedCall.of(described, resolver)
-        )
+        known = met.get(about) or dataclasses.replace(RecordedCall.of(described, resolver), count=0)
+        met[about] = dataclasses.replace(known, count=known.count + 1)
         calls[:] = met.values()
 
     return calls, add

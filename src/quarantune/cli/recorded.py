@@ -40,9 +40,8 @@ def tune(options: argparse.Namespace, out: Output) -> int:
     if not directory.is_dir():
         raise InputError(f"--recorded {shown(options.recorded)} is no directory: name that of QUARANTUNE_RECORD")
     named = None if options.function is None else calls.load_tuned(options.function)
-    found = recorded.read(directory)
-    if named is not None:
-        found = [call for call in found if call.name == ahead.function_of(named).name]
+    name = None if named is None else ahead.function_of(named).name
+    found = [call for call in recorded.read(directory) if name in (None, call.name)]
     counts, records = Counter[str](), []
     for call, status, (record, text) in _ends(found, options, named):
         about = {"function": call.name, "call": call_text(call.arguments), "count": call.count, "status": status}
@@ -88,9 +87,8 @@ def _ends(found: Sequence[RecordedCall], options: argparse.Namespace, named: ahe
                     block.enter_context(environment.settings(time_budget=max(left_s, 1e-3)))
                 block.enter_context(environment.settings(always_tune=options.force))
                 if engine is not None:
-                    kernels = [made for _, made in ready if not isinstance(made[0], Contextual)]
                     with contextlib.suppress(ExceptionGroup):  # these fail once more below
-                        tune_many((tuned, again.args, again.kwargs) for tuned, again in kernels)
+                        tune_many((fn, to.args, to.kwargs) for _, (fn, to) in ready if not isinstance(fn, Contextual))
                 yield from (_ended(call, made, _TUNED) for call, made in ready)
 
 
@@ -106,17 +104,17 @@ def _made_again(
         args, kwargs = described_arguments(dict(call.arguments), ahead.function_of(tuned))
         if not ahead.is_same(call, tuned, args, kwargs):
             return _REFUSED, None, "made again, it has another key, as inside shard_map: tune it where it is called"
-        is_known = not force and ahead.is_known(tuned, args, kwargs)
+        status = _TUNED if force or not ahead.is_known(tuned, args, kwargs) else _KNOWN
     except Exception as error:  # of the author's functions, too
         return _REFUSED, None, f"it cannot be made again ({message_of(error)}): tune it with --inputs"
-    return _KNOWN if is_known else _TUNED, (tuned, Call(args, kwargs)), ""
+    return status, (tuned, Call(args, kwargs)), ""
 
 
 def _loaded(function: str, name: str) -> ahead.Tuned | str:
     """Imports a function, or the tuner of it in its module; returns what was wrong where that fails."""
     module = function.partition(":")[0]
-    if "<locals>" in function:
-        return "it is made inside a function: tune it in Python, by quarantune.tune_many after quarantune.recording"
+    if "<locals>" in function or not module.replace(".", "_").isidentifier():  # a path, for one
+        return f"{function!r} is at the top of no module: tune it in Python, by quarantune.tune_many of its recording"
     try:
         found, missing = calls.load(function), f"{module!r} tunes nothing of the name {name!r}."
     except InputError as error:

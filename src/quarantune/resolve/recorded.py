@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -17,7 +16,7 @@ from quarantune import cache
 from quarantune.cache import CacheWriteError, Journal, journal
 from quarantune.cache.content import short_text
 from quarantune.host import locks
-from quarantune.resolve.call_key import KeyedCall
+from quarantune.resolve.call_key import KeyedCall, keyed
 from quarantune.transport.call import Arguments, with_leaves
 from quarantune.transport.problem import is_array
 from quarantune.values import naming
@@ -29,14 +28,6 @@ from quarantune.values.shardings import abstract_sharding, sharding_of
 if TYPE_CHECKING:
     from quarantune.resolve.resolver import Resolver
     from quarantune.results.result import TuningResult
-
-_SUFFIX = ".calls"
-
-
-def _function_name(value: str) -> str:
-    if re.fullmatch(r"[\w.]+:[\w.<>]+", short_text(value)) is None:  # nor a path
-        raise ValueError("it is no name of a function in a module")
-    return value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +45,7 @@ class RecordedCall(Record):
         call: in the process that met it, its arguments with a `jax.ShapeDtypeStruct` for each array; else None.
     """
 
-    function: Annotated[str, _function_name]
+    function: Annotated[str, short_text]
     name: Annotated[str, short_text]
     device: Annotated[str, short_text]
     arguments: Mapping[str, Any]
@@ -91,10 +82,15 @@ class RecordedCall(Record):
 
         Raises:
             TypeError: another process met the call.
+            ValueError: JAX's settings have changed since.
         """
         if self.call is None:
             raise TypeError(f"{self}: another process met this call: use `quarantune tune --recorded`")
-        return cast("TuningResult", self._resolver.result(self._resolver.bind(*self.call)))
+        call = self._resolver.bind(*self.call)
+        if (now := keyed(call).jax_state) != self.jax_settings:
+            met = f"it was met under JAX's settings {self.jax_settings}, and now they are {now}"
+            raise ValueError(f"{self}: {met}: tune it in the context in which it was met, or from QUARANTUNE_RECORD")
+        return cast("TuningResult", self._resolver.result(call))
 
     def __str__(self) -> str:
         """Returns the call on one line."""
@@ -154,15 +150,13 @@ class _Writer:
                 record, written = self._met[about]
                 try:
                     if more := record.count - written:  # one file for all calls of a function
-                        calls = Journal(self._directory, record.name, record.device, "calls", suffix=_SUFFIX)
+                        calls = Journal(self._directory, record.name, record.device, "calls", suffix=".calls")
                         calls.append(dataclasses.replace(record, count=more).to_json())
                         self._met[about] = record, record.count
                 except CacheWriteError as error:
                     reason = getattr(error.__cause__, "strerror", None) or error
-                    cache.report_once(
-                        f"calls cannot be recorded in {str(self._directory)!r} ({reason}): make it writable, or set "
-                        "QUARANTUNE_RECORD to another directory"
-                    )
+                    fault = f"calls cannot be recorded in {str(self._directory)!r} ({reason})"
+                    cache.report_once(f"{fault}: make it writable, or set QUARANTUNE_RECORD to another directory")
 
 
 _writers: dict[tuple[int, Path], _Writer] = {}
@@ -182,7 +176,7 @@ def read(directory: Path) -> list[RecordedCall]:
     """
     found: dict[str, RecordedCall] = {}
     damaged = 0
-    for data in journal.records_below(directory, _SUFFIX):
+    for data in journal.records_below(directory, ".calls"):
         try:
             call = RecordedCall.from_json(data)
         except DamageError:

@@ -193,8 +193,7 @@ class Resolver:
         found = self._resolve(described, settings, may_tune=may_tune)
         if found.known is not None:
             # What a block of code sets does not hold for the calls after it.
-            may_end = environment.is_set_in_block("on_miss") or settings.record is not None
-            is_settled = not (found.is_nearest and may_end)
+            is_settled = not found.is_nearest or not (environment.is_set_in_block("on_miss") or settings.record)
             return Choice(found.known.config, is_settled=is_settled)
         if settings.on_miss != "tune" and not sandbox.is_inside():
             self._allow_defaults(described, settings, where=("default", "nearest"))
@@ -251,10 +250,8 @@ class Resolver:
 
     def _record(self, described: KeyedCall, settings: Settings) -> None:
         """Has a call without a saved result written down, where the settings want that."""
-        if settings.record is None or sandbox.is_inside() or described.call.is_symbolic:
-            return
-        known = self._known.find(described, settings)
-        if known is None or known.findings.is_estimate:
+        is_wanted = settings.record is not None and not (sandbox.is_inside() or described.call.is_symbolic)
+        if is_wanted and ((known := self._known.find(described, settings)) is None or known.findings.is_estimate):
             from quarantune.resolve import recorded  # programs that record nothing do not need it
 
             recorded.note(described, self, settings.record)
