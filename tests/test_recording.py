@@ -406,7 +406,6 @@ def test_recorded_calls_are_tuned_and_the_program_then_needs_no_tuning(tmp_path:
     assert out.endswith("3 calls recorded in 'recorded': 3 tuned\n")
 
 
-@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_process_that_is_killed_while_it_records_loses_no_call(tmp_path: Path) -> None:
