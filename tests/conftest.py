@@ -83,9 +83,12 @@ def swept(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
 @pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fails the test if it starts a process, or asks for the template, which other tests may have started."""
+    import jax
     import psutil
 
     from quarantune.sandbox import template
+
+    jax.devices()  # else a process looks for them, unless an earlier test has
 
     def children() -> set[int]:
         return {child.pid for child in psutil.Process().children(recursive=True)}

@@ -137,7 +137,12 @@ def _sweeps(resolver: Resolver, described: Sequence[KeyedCall]) -> tuple[list[Tu
         with environment.settings(**block):
             resume = not environment.current().always_tune
             result = own.tune(own.bind(each.call.args, each.call.kwargs), resume=resume).with_trials()
-        trials = {text_of(trial.config): trial for trial in result.trials}
+        # Finals are measured with care; of others, disturbed runs would count.
+        measured = {text_of(trial.config): trial.time_ms for trial in result.finalists}
+        trials = dict[str, Trial]()
+        for trial in result.trials:
+            text = text_of(trial.config)
+            trials[text] = dataclasses.replace(trial, time_ms=measured.get(text, trial.level_ms))
         if (default := result.default_config) is not None and options.judges_outputs and result.default_time_ms:
             timed = Trial(config=default, outcome=Outcome.OK, time_ms=result.default_time_ms)
             trials.setdefault(text_of(default), timed)
@@ -153,7 +158,7 @@ def _sweeps(resolver: Resolver, described: Sequence[KeyedCall]) -> tuple[list[Tu
 def _merged(each: Sequence[Trial | None], labels: Sequence[str], weights: Sequence[float]) -> Trial:
     """Returns the trial of a config over all calls: with its mean time, or as it ended in the first that it failed.
 
-    A call that has ruled it out early counts with the time that it had by then.
+    A call that has ruled it out early counts with the least time that it had by then.
     """
     known = next(trial for trial in each if trial is not None)
     times_ms = [trial.time_ms for trial in each if trial is not None and trial.time_ms is not None]

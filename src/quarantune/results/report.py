@@ -165,7 +165,8 @@ def _figures(trials: Sequence[Trial], standing: Standing, flops: float | None, m
     figures: dict[str, Callable[[Trial], str]] = {"ms": time_text}
     if standing.default_ms is not None or standing.default is not None:
         figures["speed-up"] = lambda trial: speedup_text(trial, standing)
-    figures[_COMPILE_HEADING] = lambda trial: "" if trial.compile_s is None else f"{trial.compile_s:.2f}"
+    if any(trial.compile_s is not None for trial in trials):
+        figures[_COMPILE_HEADING] = lambda trial: "" if trial.compile_s is None else f"{trial.compile_s:.2f}"
     if len({trial.device_memory_bytes for trial in trials} - {None}) > 1:
         memory = functools.partial(_in_form, lambda trial: (trial.device_memory_bytes or 0) / (1 << 20) or None, ".4g")
         figures[_MEMORY_HEADING] = memory
