@@ -44,7 +44,7 @@ def test_a_slow_config_runs_a_few_times_with_one_sample(tmp_path: Path) -> None:
     result = quarantune.AutoTuner(nap, {"n": [1, 2]}, rep=1, ref_fn=None).run(str(tmp_path))
     assert [len(trial.samples_ms) for trial in result.trials] == [1, 1]
     runs = [len((tmp_path / f"ran {n}").read_text()) for n in (1, 2)]
-    assert max(runs) <= 6, "the check, the warm-up and a sample; and for the final as many"
+    assert max(runs) <= 9, "the check, the warm-up and a sample; as many if these were disturbed, and for the final"
 
 
 @pytest.mark.parametrize(("each_ms", "rep", "most_runs"), [(200.0, 1, 2), (200.0, 7, 8), (0.01, 1, 51), (0.01, 3, 151)])

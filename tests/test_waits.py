@@ -50,6 +50,18 @@ def test_a_thread_that_shares_its_cpu_is_seen_to_wait_for_it() -> None:
 
 
 def test_waits_of_threads_one_after_another_all_count() -> None:
+    found: list[RunTime] = []
+
+    def is_right() -> bool:
+        found.append(taken := handed_over())
+        return taken.cpu == pytest.approx(0.3, rel=0.3) and taken.cpu < 0.8 * taken.whole
+
+    # Other threads of this process, which a busy machine keeps waiting meanwhile, would count, too.
+    assert eventually(is_right), f"the longest wait alone would leave most of the waiting in: {found}"
+
+
+def handed_over() -> RunTime:
+    """Times three threads that work for 0.1 s each, one after another, beside a rival for their CPU."""
     pauses = [threading.Event() for _ in range(3)]
 
     def hand_over(index: int) -> None:
@@ -78,8 +90,7 @@ def test_waits_of_threads_one_after_another_all_count() -> None:
         over.set()
     for thread in threads:
         thread.join()
-    assert taken.cpu == pytest.approx(0.3, rel=0.3), "the longest wait alone would leave most of the waiting in"
-    assert taken.cpu < 0.8 * taken.whole
+    return taken
 
 
 @pytest.mark.parametrize(
