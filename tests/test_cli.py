@@ -299,6 +299,7 @@ def test_a_file_in_a_package_is_imported_under_its_full_name(
 
 def test_every_command_has_help_and_a_handler(run: Run) -> None:
     def walk(parser: Any) -> Iterator[Any]:
+        parser.complete()
         nodes = [choice for action in parser._actions if isinstance(action.choices, dict) for choice in action.choices]
         inner = next((action.choices for action in parser._actions if isinstance(action.choices, dict)), {})
         yield parser

@@ -174,8 +174,8 @@ class _Notebook(Screen):
         import html  # needed here only, and no part of the import of this package
 
         text = "\n".join(lines)
-        style = "white-space:pre-wrap;margin:0"
-        return {"text/plain": text, "text/html": f'<pre style="{style}">{html.escape(text)}</pre>'}
+        styled = f'<pre style="white-space:pre-wrap;margin:0">{html.escape(text)}</pre>'
+        return {"text/plain": text, "text/html": styled}
 
 
 class Terminal(Screen):

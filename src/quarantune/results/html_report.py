@@ -457,11 +457,9 @@ def result_of(directory: Path, name: str, device: str, key: str, entry: Entry) -
 def _origin(trials: dict[str, Trial], *, is_concluded: bool) -> str:
     if not trials:
         return "The cache holds its choice alone, without trials."
-    return (
-        ""
-        if is_concluded
-        else "Times of the trials are from their first measurement, before the finalists were compared."
-    )
+    if is_concluded:
+        return ""
+    return "Times of the trials are from their first measurement, before the finalists were compared."
 
 
 def _listed(names: Iterable[str]) -> str:
