@@ -26,13 +26,12 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 RELEASE = [pytest.mark.slow, pytest.mark.long]
 TABLES = [
-    # The quick start of .ci/run runs it, too.
     pytest.param("matmul.py", 12, r"agrees with a @ b", marks=RELEASE),
     pytest.param("attention.py", 9, r"agrees with the direct formula", marks=pytest.mark.slow),
     pytest.param("callable.py", 8, r"agrees with distances taken one by one", marks=pytest.mark.slow),
     pytest.param("rmsnorm_rope.py", 18, r"the defaults take \d.*\nagrees with plain JAX", marks=RELEASE),
     pytest.param("gated_mlp.py", 32, r"the defaults take \d.*\nagrees with plain JAX", marks=RELEASE),
-    pytest.param("fp8_matmul.py", 16, r"the defaults take \d.*\nagrees with plain JAX", marks=pytest.mark.slow),
+    pytest.param("fp8_matmul.py", 16, r"the defaults take \d.*\nagrees with plain JAX", marks=RELEASE),
 ]
 
 
