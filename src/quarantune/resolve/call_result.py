@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import datetime
+from collections.abc import Iterable, Sequence
 
-from quarantune.cache import Entry
+from quarantune.cache import Entry, plain_function
+from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall
 from quarantune.results.compiled_winner import without_arrays
 from quarantune.results.result import FromCache, TuningResult
@@ -13,9 +15,9 @@ from quarantune.transport import binding
 from quarantune.transport.problem import as_structs
 from quarantune.values import versions
 from quarantune.values.config_values import as_given, encode
-from quarantune.values.findings import Findings
+from quarantune.values.findings import Findings, Searched
 from quarantune.values.json_object import JsonObject
-from quarantune.values.trial import Config, Trial
+from quarantune.values.trial import Config, Trial, count_outcomes
 
 
 def call_result(
@@ -64,6 +66,15 @@ def call_result(
         structs=as_structs(call.args, call.kwargs),
         fn=binding.bind(call.function.fn, config),
     )
+
+
+def findings_now(call: BoundCall, time_ms: float, trials: Sequence[Trial], search: Searched) -> Findings:
+    """Returns the findings of a sweep that has just ended: with the date, and the commit of the user's repository."""
+    from quarantune.host.commit import commit_of  # cached calls do not need it
+
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    commit = commit_of(plain_function(call.function.fn))
+    return Findings(time_ms, created=now, commit=commit, trials=count_outcomes(trials), search=search)
 
 
 def _given(trials: Iterable[Trial]) -> tuple[Trial, ...]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from quarantune.resolve import engines
 from quarantune.resolve.call_key import KeyedCall, keyed_to_tune
-from quarantune.resolve.call_result import entry_for
+from quarantune.resolve.call_result import entry_for, findings_now
 from quarantune.resolve.compile_failures import CompileFailures, note_check
 from quarantune.resolve.layers import more_thorough, open_store
 from quarantune.resolve.tuning_job import check_outside
@@ -23,8 +23,8 @@ from quarantune.sweep.limits import SweepLimits
 from quarantune.sweep.request import SweepRequest
 from quarantune.values import settings as environment
 from quarantune.values.config_values import text_of
-from quarantune.values.findings import ESTIMATED, Findings, Searched
-from quarantune.values.trial import Config, Trial, count_outcomes, pruned_trial
+from quarantune.values.findings import ESTIMATED, Searched
+from quarantune.values.trial import Config, Trial, pruned_trial
 
 if TYPE_CHECKING:
     from quarantune.devices.targets import Target
@@ -110,9 +110,8 @@ def save_estimated(call: BoundCall, report: CompileReport) -> Config | None:
     if best.figures is None or best.figures.estimate is None:
         return None
     described, settings = keyed_to_tune(call, report.target), environment.current()
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     searched = Searched(ESTIMATED, len(report.compiled), call.configs.size)
-    findings = Findings(created=now, trials=count_outcomes(report.trials), search=searched)
+    findings = findings_now(call, math.nan, report.trials, searched)
     entry = entry_for(described, best.config, findings, {"name": ESTIMATED})
     entry |= {"time_ms": None, "estimated_ms": report.estimated_ms(best)}
     open_store(settings).merge(call.name, {described.key.device: {described.key.text: entry}}, prefer=more_thorough)

@@ -17,7 +17,7 @@ from quarantune.cache import Entry
 from quarantune.host import locks
 from quarantune.measure import finals
 from quarantune.resolve.bound_call import BoundCall
-from quarantune.resolve.call_result import call_result
+from quarantune.resolve.call_result import call_result, findings_now
 from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.resolve.layers import space_of
 from quarantune.resolve.resolver import Resolver
@@ -365,7 +365,9 @@ class ContextualJob(TuningJob):
         ]
         chosen = {slot: choice.config for slot, choice in choices.items()}
         config: Config = {KEY: assignment.encode(chosen, others=OWN)}
-        findings = dataclasses.replace(self._findings(time_ms, trials), baseline_ms=baseline_ms)
+        findings = dataclasses.replace(
+            findings_now(self._call, time_ms, trials, self._searched()), baseline_ms=baseline_ms
+        )
         kernels = [
             {**slot._asdict(), "config": choice.config, "time_ms": choice.time_ms, "space": space}
             for (slot, choice), space in zip(choices.items(), spaces, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from quarantune import cache
 from quarantune.cache import CacheWriteError
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.call_result import call_result, entry_for
+from quarantune.resolve.call_result import call_result, entry_for, findings_now
 from quarantune.resolve.layers import open_store
 from quarantune.resolve.recorded import RecordedCall
 from quarantune.resolve.resolver import Resolver, keyed_for_engine
@@ -22,10 +21,9 @@ from quarantune.transport.call import Arguments
 from quarantune.values import settings as environment
 from quarantune.values.call_text import call_text
 from quarantune.values.config_values import text_of
-from quarantune.values.findings import Findings
 from quarantune.values.json_object import JsonObject
 from quarantune.values.texts import shown
-from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError, count_outcomes
+from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError
 
 TOTAL, WORST = "total", "worst"
 
@@ -72,13 +70,9 @@ def tune_for(resolver: Resolver, calls: Sequence[Any], weights: Sequence[float] 
         return max(map(operator.truediv, times_ms(trial), best_ms)) if by == WORST else trial.time_ms or math.nan
 
     best, default = min(usable, key=score), results[0].default_config
-    findings = Findings(
-        best.time_ms or math.nan,
-        next((trial.time_ms for trial in usable if trial.config == default), None),
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        trials=count_outcomes(trials),
-        search=results[0].findings.search,
-    )
+    default_ms = next((trial.time_ms for trial in usable if trial.config == default), None)
+    findings = findings_now(first.call, best.time_ms or math.nan, trials, results[0].findings.search)
+    findings = dataclasses.replace(findings, default_time_ms=default_ms)
     shares = tuple(map(CallShare, labels, many, times_ms(best), best_ms))
     result = dataclasses.replace(call_result(first, best.config, findings, trials), calls=shares, by=by)
     if not settings.disable_cache:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import logging
 import statistics
 import time
@@ -13,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from quarantune import cache, sandbox
-from quarantune.cache import CacheWriteError, Entry, plain_function
+from quarantune.cache import CacheWriteError, Entry
 from quarantune.host import locks
-from quarantune.host.commit import commit_of
 from quarantune.measure import finals, model
 from quarantune.resolve import engines
 from quarantune.resolve.bound_call import BoundCall
 from quarantune.resolve.call_key import KeyedCall
-from quarantune.resolve.call_result import call_result, entry_for
+from quarantune.resolve.call_result import call_result, entry_for, findings_now
 from quarantune.resolve.compilation_seeds import CompilationSeeds
 from quarantune.resolve.known_results import Known, KnownResults
 from quarantune.resolve.layers import more_thorough, open_store
@@ -371,7 +369,7 @@ class TuningJob:
         defaults = settled.get(finals.default_among(settled, default))
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
         assert best.time_ms is not None
-        findings = self._findings(best.time_ms, trials)
+        findings = findings_now(self._call, best.time_ms, trials, self._searched())
         if defaults is not None and defaults.outcome is Outcome.OK:  # and not ruled out by a sample or two
             interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
             findings = dataclasses.replace(findings, default_time_ms=defaults.time_ms, speedup_interval=interval)
@@ -441,11 +439,6 @@ class TuningJob:
             self._records.discard()
         self._claim.leave_failure(self._terms(), trials)
         return self._failure(trials)
-
-    def _findings(self, time_ms: float, trials: Sequence[Trial]) -> Findings:
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        commit = commit_of(plain_function(self._call.function.fn))
-        return Findings(time_ms, created=now, commit=commit, trials=count_outcomes(trials), search=self._searched())
 
     def _entry(self, config: Config, findings: Findings) -> Entry:
         return entry_for(self._keyed, config, findings, {"name": self._search.label, "seed": self._search.seed})
