@@ -24,6 +24,7 @@ from jax.extend.core import primitives
 
 import quarantune
 from quarantune import jax_internals
+from quarantune.sandbox import spool
 from quarantune.transport import arrays, inputs, payload, pickling
 from quarantune.transport.call import Call
 
@@ -896,3 +897,25 @@ def test_the_message_for_a_tracer_in_a_closure_has_a_remedy() -> None:
         return a
 
     outer(jnp.ones(3))
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_arrays_of_any_type_come_back_from_a_file(is_sealed: bool) -> None:
+    sent = [np.arange(7, dtype=dtype).reshape(7, 1)[::step] for dtype in ("int8", "complex128") for step in (1, -2)]
+    sent += [np.asarray(jnp.ones((3, 5), jnp.bfloat16)), np.zeros((0, 3)), np.array(2.5, np.float32)]
+    apart: list[memoryview] = []
+    blob, written = pickling.dumps(sent, apart), spool.create("output")
+    try:
+        spool.write_parts(written, [blob, *apart])
+        assert spool.read_parts(written) == [blob, *map(bytes, apart)]
+        read_from = spool.protect(written) if is_sealed else os.dup(written)
+        try:
+            first, *parts = spool.map_parts(read_from)
+            for array, expected in zip(pickling.loads(first, parts), sent, strict=True):
+                assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+                assert array.flags.aligned
+                np.testing.assert_array_equal(array, expected)
+        finally:
+            os.close(read_from)
+    finally:
+        os.close(written)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from quarantune.values.compiling import OutputArray
 from quarantune.worker.stale_memory import StaleMemory, fill_value
 
 
@@ -40,6 +41,16 @@ def test_memory_is_filled_with_a_value_that_no_output_has(dtype: str) -> None:
         values = np.asarray(array.astype(jnp.float32)) if jnp.issubdtype(dtype, jnp.floating) else np.asarray(array)
         is_filled = np.isnan(values) if jnp.issubdtype(dtype, jnp.inexact) else values == np.iinfo(dtype).max
         assert is_filled.all()
+
+
+def test_outputs_that_are_expected_are_overwritten_by_what_was_compiled_before() -> None:
+    memory = StaleMemory(is_shared=True)
+    memory.expect([OutputArray((4, 8), "bfloat16"), OutputArray((3,), "bool")])
+    compiled = dict(memory._fills)
+    memory.note({"out": jnp.ones((4, 8), "bfloat16"), "flags": jnp.zeros(3, bool)})
+    memory.overwrite()
+    assert memory._fills == compiled
+    assert len(compiled) == 1
 
 
 def test_types_without_such_a_value_are_left_alone() -> None:

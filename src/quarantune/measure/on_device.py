@@ -134,13 +134,13 @@ class Comparer:
             return None
         block, column = (self._carried(part, got.sharding) for part in (allowance.block, allowance.column))
         limits = np.asarray(allowance.for_dtype(got.dtype).limits, np.float32)
-        counts, sums, *there = self.run(_judge, got, wanted, block, column, limits)
-        count, far, worst = map(int, np.asarray(counts))
-        found = Mismatches(count, far=far, together=allowance.reason(np.asarray(sums), got.size))
+        there = np.asarray(self.run(_judge, got, wanted, block, column, limits))
+        (count, far, worst), floats = map(int, there[:3]), there[3:].view(np.float32)
+        found = Mismatches(count, far=far, together=allowance.reason(floats[:4], got.size))
         if not found.disagree(got.size, allowance):
             return found
-        mine, its, limit = (np.asarray(part)[()] for part in there)
-        return dataclasses.replace(found, worst=worst, got=mine, wanted=its, allowed=float(limit))
+        mine, its = floats[4].astype(got.dtype), floats[5].astype(wanted.dtype)
+        return dataclasses.replace(found, worst=worst, got=mine, wanted=its, allowed=float(floats[6]))
 
 
 @jax.jit
@@ -149,14 +149,13 @@ def _are_equal(got: jax.Array, wanted: jax.Array) -> jax.Array:
 
 
 @jax.jit
-def _judge(
-    got: jax.Array, wanted: jax.Array, block: jax.Array, column: jax.Array, limits: jax.Array
-) -> tuple[jax.Array, ...]:
+def _judge(got: jax.Array, wanted: jax.Array, block: jax.Array, column: jax.Array, limits: jax.Array) -> jax.Array:
     """Compares two arrays.
 
     Returns:
-        How many elements differ by more than their allowances, how many by far, and the place of the worst; the sums of
-        `deviations`; and the worst element, the expected one, and its allowance.
+        In one array, which takes one transfer to the host: how many elements differ by more than their allowances, how
+        many by far, and the place of the worst; then, as the bits of floats, the sums of `deviations`, the worst
+        element, the expected one, and its allowance.
     """
     mine, its = (array.reshape(-1).astype("float32") for array in (got, wanted))
     columns = got.shape[-1] if got.ndim else 1
@@ -165,4 +164,7 @@ def _judge(
     worst = jnp.argmax(excess)
     counts = jnp.sum(excess > 0), jnp.sum(is_far(jnp, excess, limit, limits[2])), worst
     sums = rounding.deviations(jnp, mine, its)[1]
-    return jnp.stack(counts), sums, got.reshape(-1)[worst], wanted.reshape(-1)[worst], limit[worst]
+    floats = jnp.concatenate([sums, jnp.stack([mine[worst], its[worst], limit[worst]])])
+    return jnp.concatenate(
+        [jnp.stack(counts).astype("int32"), jax.lax.bitcast_convert_type(floats.astype("float32"), "int32")]
+    )

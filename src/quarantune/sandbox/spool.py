@@ -18,6 +18,7 @@ _MEMORY_SHARE = 4
 _LOG_CAP_BYTES = 1 << 20
 _LOG_KEPT_BYTES = 16 << 10
 _BLOCK_BYTES = 16 << 20
+_ALIGNMENT = 64
 
 write = shared_files.write_all
 
@@ -60,12 +61,15 @@ def _written_bytes(fd: int) -> int:
     return size_bytes
 
 
-def write_parts(fd: int, parts: Sequence[bytes]) -> None:
-    """Writes byte strings for `read_parts`."""
+def write_parts(fd: int, parts: Sequence[bytes | memoryview]) -> None:
+    """Writes byte strings for `read_parts`, each at a place where an array of any type may begin."""
     lengths = [len(part) for part in parts]
-    write(fd, struct.pack(f"<I{len(parts)}Q", len(parts), *lengths))
+    write(fd, struct.pack(f"<{1 + len(parts)}Q", len(parts), *lengths))
+    place = 8 + 8 * len(parts)
     for part in parts:
+        write(fd, bytes(-place % _ALIGNMENT))
         write(fd, part)
+        place += -place % _ALIGNMENT + len(part)
 
 
 def read_parts(fd: int) -> list[bytes]:
@@ -74,19 +78,36 @@ def read_parts(fd: int) -> list[bytes]:
     Raises:
         ValueError: the file was not written by `write_parts`; a worker may have written anything to it.
     """
-    data = read(fd)
+    return [bytes(part) for part in map_parts(fd)]
+
+
+def map_parts(fd: int) -> list[memoryview]:
+    """Returns the byte strings that `write_parts` wrote, uncopied where nobody can change them.
+
+    Raises:
+        ValueError: as for `read_parts`.
+    """
+    size = _written_bytes(fd)
+    data = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_READ) if size and _is_sealed(fd) else read(fd))
     try:
-        (count,) = struct.unpack_from("<I", data)
-        lengths = struct.unpack_from(f"<{count}Q", data, 4)
+        (count,) = struct.unpack_from("<Q", data)
+        lengths = struct.unpack_from(f"<{count}Q", data, 8)
     except (struct.error, MemoryError, OverflowError) as error:
         raise ValueError("the file does not hold a sequence of byte strings") from error
-    parts, start = [], 4 + 8 * count
+    parts, place = [], 8 + 8 * count
     for length in lengths:
-        parts.append(data[start : start + length])
-        start += length
-    if start != len(data):
+        place += -place % _ALIGNMENT
+        parts.append(data[place : place + length])
+        place += length
+    if place != len(data):
         raise ValueError("the file does not hold a sequence of byte strings")
     return parts
+
+
+def _is_sealed(fd: int) -> bool:
+    with contextlib.suppress(OSError, AttributeError):  # it lies on the disk, where its writer may cut it
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE)
+    return False
 
 
 def protect(fd: int) -> int:

@@ -13,11 +13,12 @@ import pickle
 import sys
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 import jax
+import numpy as np
 
 from quarantune import jax_internals
 from quarantune.host import locks, origins
@@ -34,12 +35,13 @@ _SIGNATURE_ATTRIBUTES = (
 )
 
 
-def dumps(obj: object) -> bytes:
+def dumps(obj: object, apart: list[memoryview] | None = None) -> bytes:
     """Pickles a function with everything that it refers to.
 
     Args:
         obj: functions (jitted ones and those of `__main__`, closures and notebooks included), arrays,
             classes, values.
+        apart: receives the elements of numpy arrays, which are not copied then; None to have them in the result.
 
     Returns:
         Bytes for `loads`, in a process with the same packages.
@@ -48,7 +50,7 @@ def dumps(obj: object) -> bytes:
         TypeError: a part of `obj` cannot be pickled; the message names the part, the way to it, and a remedy.
     """
     try:
-        return _dump(obj)
+        return _dump(obj, apart)
     except Exception as error:
         if unpicklable.is_interruption(error):
             raise
@@ -61,15 +63,16 @@ def dumps(obj: object) -> bytes:
         raise TypeError(message) from error
 
 
-def loads(blob: bytes) -> Any:
+def loads(blob: bytes | memoryview, apart: Sequence[memoryview] = ()) -> Any:
     """Returns the object that `dumps` pickled.
 
     A backend is initialised only if a function closes over arrays, which are made here.
 
     Args:
         blob: bytes from `dumps`, from a trusted process: loading them may run code.
+        apart: what `dumps` left apart; the arrays share its memory.
     """
-    return pickle.loads(blob)
+    return pickle.loads(blob, buffers=apart)
 
 
 # cloudpickle's list of modules to pickle by value is global; the lock keeps our additions private to one dump.
@@ -95,8 +98,8 @@ def _untake(module: types.ModuleType) -> None:
         cloudpickle.unregister_pickle_by_value(module)
 
 
-def _dump(obj: object) -> bytes:
-    return dump_with(Pickler, obj, io.BytesIO())
+def _dump(obj: object, apart: list[memoryview] | None = None) -> bytes:
+    return dump_with(functools.partial(Pickler, apart=apart), obj, io.BytesIO())
 
 
 def dump_with(make: Callable[[io.BytesIO, contextlib.ExitStack], Pickler], obj: object, file: io.BytesIO) -> bytes:
@@ -109,8 +112,10 @@ def dump_with(make: Callable[[io.BytesIO, contextlib.ExitStack], Pickler], obj: 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, extended to the objects that JAX makes."""
 
-    def __init__(self, file: io.BytesIO, cleanup: contextlib.ExitStack) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+    def __init__(self, file: io.BytesIO, cleanup: contextlib.ExitStack, apart: list[memoryview] | None = None) -> None:
+        take = None if apart is None else lambda buffer: apart.append(buffer.raw())
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL, buffer_callback=take)
+        self._takes_apart = apart is not None
         self._cleanup = cleanup
         self._importable: dict[str, bool] = {}
 
@@ -118,6 +123,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduces an object in our own way, or leaves it to cloudpickle."""
         if isinstance(obj, type):
             return self._reduce_class(obj)
+        if self._takes_apart and type(obj) is np.ndarray and obj.nbytes and not obj.dtype.hasobject:
+            # numpy itself leaves no array of a dtype such as bfloat16 apart.
+            elements = np.ascontiguousarray(obj).reshape(-1).view(np.uint8)
+            return _array_of, (pickle.PickleBuffer(elements.data), obj.dtype, obj.shape)
         kind: Any = type(obj)
         reducer = _reducer_for(kind)
         reduced = self._by_name(obj) if reducer in _OF_WRAPPERS else NotImplemented
@@ -374,6 +383,10 @@ def _make_function(
     for name, value in attributes.items():
         setattr(function, name, value)
     return function
+
+
+def _array_of(elements: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+    return np.frombuffer(elements, np.uint8).view(dtype).reshape(shape)
 
 
 def _rebuild_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:

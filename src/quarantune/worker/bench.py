@@ -143,6 +143,13 @@ class Bench:
             self._attaching = threading.Thread(target=self._attach, daemon=True)
             self._attaching.start()
 
+    def expect(self, outputs: Sequence[OutputArray], fd: int | None = None) -> None:
+        """Compiles what comparing such outputs needs, ahead of the first, as `Judge.expect` does."""
+        filling = threading.Thread(target=self._stale.expect, args=(outputs,), daemon=True)
+        filling.start()
+        self.judge.expect(outputs, fd)
+        filling.join()
+
     def _attach(self) -> None:
         with contextlib.suppress(clocks.NoDeviceClockError):  # the first config meets the same error
             self._flusher()

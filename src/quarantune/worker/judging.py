@@ -158,7 +158,7 @@ class Judge:
                 checked = dataclasses.replace(checked, coarsest=rounding.coarsest_mantissa(traced, self._platform))
             compared = self._compared(checked, ref_fn)
             kept = dataclasses.replace(compared.on_host(), allowances=self._allowances(compared, checked))
-        spool.write(fd, pickling.dumps(kept))
+        _write(fd, kept)
 
     def _trace_defaults(self) -> Any:
         args, kwargs = inputs.call_as_structs(self._call)
@@ -180,7 +180,7 @@ class Judge:
             output = self._trace_defaults().out_info
         except Exception:
             return None  # its configs may do better
-        return compare.compare_shapes(_flat(output), self._read(fd).output)
+        return compare.compare_shapes(_flat(output), _read(fd).output)
 
     def check(
         self,
@@ -327,7 +327,7 @@ class Judge:
         """Writes an output to the file from which other configs' outputs are compared with it."""
         on_host = dataclasses.replace(own.on_host(), allowances=self._allowances(own, checked))
         self.noise = on_host.noise
-        spool.write(fd, pickling.dumps(on_host))
+        _write(fd, on_host)
         if self._shortcut is not None:
             self._shortcut.keep(own.output.values, on_host.output.values)
         self._expected[_identity(fd)] = on_host
@@ -367,13 +367,8 @@ class Judge:
         """Returns the content of a reference's file, read once."""
         file = _identity(fd)
         if file not in self._expected:
-            self._expected[file] = self._read(fd)
+            self._expected[file] = _read(fd)
         return self._expected[file]
-
-    @staticmethod
-    def _read(fd: int) -> ComparedOutput:
-        found: ComparedOutput = pickling.loads(spool.read(fd))
-        return found
 
     def _gradients(self, fn: Callable[..., Any], config: Config, arguments: Arguments) -> Any:
         args, kwargs = arguments
@@ -383,6 +378,17 @@ class Judge:
             fn = jax_internals.without_compiler_options(fn)
         bound = functools.partial(fn, **config) if config else fn
         return differentiation.gradients(bound, args, kwargs, static)
+
+
+def _write(fd: int, kept: ComparedOutput) -> None:
+    arrays: list[memoryview] = []
+    spool.write_parts(fd, [pickling.dumps(kept, arrays), *arrays])
+
+
+def _read(fd: int) -> ComparedOutput:
+    blob, *arrays = spool.map_parts(fd)
+    found: ComparedOutput = pickling.loads(blob, arrays)
+    return found
 
 
 def _flat(tree: Any) -> Flat:

@@ -143,7 +143,7 @@ class Worker:
                 bench.prepare(fds)
                 yield messages.Ready(**self._heading(), modules=self.new_modules())
             case messages.Expect():
-                bench.judge.expect(task.outputs, *fds)
+                bench.expect(task.outputs, *fds)
             case messages.Warm():
                 with contextlib.suppress(Exception):  # the config that comes meets it again, and reports it
                     bench.prepare()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from quarantune.values.compiling import OutputArray
 
 _COPIES = 3
 """An allocator may place the next output where it placed any of the last few."""
@@ -47,6 +49,14 @@ class StaleMemory:
             if len(array.devices()) == 1 and fill_value(array.dtype) is not None
         ]
 
+    def expect(self, outputs: Sequence[OutputArray]) -> None:
+        """Compiles what overwrites such outputs, which takes a GPU 0.06 s each, ahead of the first; raises nothing."""
+        with contextlib.suppress(Exception):
+            for output in outputs if self._is_shared else ():
+                kind = _Kind(output.shape, jnp.dtype(output.dtype), jax.local_devices()[0])
+                if fill_value(kind.dtype) is not None:
+                    self._compiled(kind)
+
     def overwrite(self) -> None:
         """Fills free memory with values that outputs do not have, unless it takes too much; raises nothing."""
         size = sum(jnp.dtype(kind.dtype).itemsize * math.prod(kind.shape) for kind in self._outputs)
@@ -57,11 +67,14 @@ class StaleMemory:
             self._is_shared = False  # there is too little memory, and waiting for more takes seconds each time
 
     def _filled(self, kind: _Kind) -> jax.Array:
+        return self._compiled(kind)()
+
+    def _compiled(self, kind: _Kind) -> Callable[[], jax.Array]:
         if kind not in self._fills:
             value = fill_value(kind.dtype)
             with jax.default_device(kind.device):
                 self._fills[kind] = jax.jit(lambda: jnp.full(kind.shape, value, kind.dtype)).lower().compile()
-        return self._fills[kind]()
+        return self._fills[kind]
 
 
 def fill_value(dtype: Any) -> Any:
