@@ -168,6 +168,16 @@ def test_the_table_has_the_compilers_figures_and_reasons() -> None:
     assert "over VMEM: 73.39 of 16.00 MiB" in over
 
 
+def test_no_spills_are_told_where_another_config_has_some() -> None:
+    each = [
+        CompilerFigures(registers=168, spilled_bytes=spilled, shared_bytes=8320, occupancy=0.1875) for spilled in (0, 8)
+    ]
+    trials = [Trial(config={"BM": n}, outcome=Outcome.OK, figures=figures) for n, figures in enumerate(each)]
+    header, *rows = (line.split() for line in report_of(*trials).table().splitlines()[:3])
+    assert header == ["BM", "outcome", "compile", "s", "registers", "spilled", "B", "shared", "KiB", "occupancy"]
+    assert rows == [["0", "ok", "168", "0", "8.125", "19%"], ["1", "ok", "168", "8", "8.125", "19%"]]
+
+
 def test_configs_that_need_too_much_share_a_note_and_keep_their_amounts() -> None:
     wanted = "Scoped allocation with size {}.00M and limit 16.00M exceeded scoped vmem limit"
     trials = [Trial(config={"BM": n}, outcome=Outcome.ERROR, message=wanted.format(n)) for n in (32, 64)]

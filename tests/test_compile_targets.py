@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from aftermath import nothing_is_left, quiet_place  # noqa: F401
+from aftermath import nothing_is_left, quiet_place, shared_memory  # noqa: F401
 from jax.experimental import pallas as pl
 from jax.extend import backend
 from misdeeds import kernel as zoo
@@ -367,6 +367,11 @@ def test_triton_kernels_meet_the_shared_memory_of_each_gpu(target: str, expected
     report = quarantune.compile_check(triton_matmul, configs, *[struct(1024, 1024)] * 2, target=target)
     assert ends(report) == expected, report.table()
     assert "over shared memory: " in report.table()
+    figures = report.trials[0].figures
+    assert figures is not None
+    assert (figures.shared_bytes, figures.spilled_bytes) == (2 * 2 * 64 * 64 * 2 if target == "H100" else 16384, 0)
+    assert 32 <= (figures.registers or 0) <= 255
+    assert figures.occupancy in [blocks * 4 / 64 for blocks in range(3, 12)]
 
 
 @functools.partial(jax.jit, static_argnames=["steps"])
@@ -406,8 +411,16 @@ def test_jaxs_own_gpu_kernels_compile_or_not_per_config(
     fn: Callable[..., Any], configs: dict[str, list[int]], x: Any, expected: list[str]
 ) -> None:
     operands = 2 if fn is hopper_matmul else 3
+    before = shared_memory()
     report = quarantune.compile_check(fn, configs, *[x] * operands, target="NVIDIA H200")
     assert ends(report) == expected, report.table()
+    assert set(shared_memory()) <= set(before)
+    figures = report.trials[0].figures
+    assert figures is not None
+    assert 32 <= (figures.registers or 0) <= 255
+    assert 1 << 10 < (figures.shared_bytes or 0) < 227 << 10
+    assert 0 < (figures.occupancy or 0) < 1
+    assert all(heading in report.table(width=200) for heading in ("registers", "shared KiB", "occupancy"))
 
 
 @needs_cuda

@@ -95,14 +95,8 @@ class Target:
         """Its description for a compile worker; None for the CPU, since every process can compile for it."""
         if self.platform == "cpu":
             return None
-        return CompileTarget(
-            platform=self.platform,
-            config_text=self.config_text,
-            device_kind=self.device_kind,
-            num_cores=self.num_cores,
-            topology=self.topology,
-            estimates=self.estimates,
-        )
+        names = [field.name for field in dataclasses.fields(CompileTarget)]
+        return CompileTarget(**{name: getattr(self, name) for name in names})
 
 
 def targets() -> tuple[Target, ...]:

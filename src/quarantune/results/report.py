@@ -570,7 +570,7 @@ class CompileReport:
             def value(trial: Trial) -> float | None:
                 found = getattr(trial.figures, name, None)
                 found = found.cycles if isinstance(found, CycleEstimate) else found
-                return found / unit if found else None
+                return None if found is None else found / unit
 
             return value
 
@@ -579,6 +579,10 @@ class CompileReport:
             (_CYCLES, figure("estimate", 1e6), ".4g"),
             ("compile s", lambda trial: trial.compile_s, ".2f"),
             ("VMEM MiB", figure("vmem_bytes", 1 << 20), ".4g"),
+            ("registers", figure("registers", 1), ".0f"),
+            ("spilled B", figure("spilled_bytes", 1), ".0f"),
+            ("shared KiB", figure("shared_bytes", 1 << 10), ".4g"),
+            ("occupancy", figure("occupancy", 1), ".0%"),
             ("temp MiB", figure("temporary_bytes", 1 << 20), ".4g"),
             ("GFLOP", figure("flops", 1e9), ".4g"),
         ):

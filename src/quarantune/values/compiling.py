@@ -93,6 +93,10 @@ class CompilerFigures(Record):
         aliased_bytes: device memory of donated arguments that the output takes over, counted in both.
         code_bytes: the size of the program.
         vmem_bytes: the most VMEM that a kernel of the program uses, on a TPU.
+        registers: the most registers that a thread of a kernel uses, in a compile check for an NVIDIA GPU, as the next.
+        spilled_bytes: the most that a thread of a kernel stores for lack of registers.
+        shared_bytes: the most shared memory that a block of a kernel uses.
+        occupancy: the smallest share of a multiprocessor's warps that can run at a time, by a kernel's needs.
         flops: floating-point operations of one call, by the compiler's estimate; None, too, where it does not count
             all of them, as those of a kernel whose author does not state them, or of all turns of a loop.
         moved_bytes: bytes that one call reads and writes in device memory, likewise.
@@ -106,6 +110,10 @@ class CompilerFigures(Record):
     aliased_bytes: _Bytes | None = None
     code_bytes: _Bytes | None = None
     vmem_bytes: _Bytes | None = None
+    registers: _Bytes | None = None
+    spilled_bytes: _Bytes | None = None
+    shared_bytes: _Bytes | None = None
+    occupancy: Annotated[float, within(0, 1)] | None = None
     flops: _Estimate | None = None
     moved_bytes: _Estimate | None = None
     estimate: CycleEstimate | None = None

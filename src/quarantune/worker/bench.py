@@ -22,9 +22,10 @@ from quarantune.sandbox import spool
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.transport import assignment, binding, differentiation, executable, inputs, manual_axes, program_text
 from quarantune.transport.call import Arguments, Call
-from quarantune.values.compiling import CompileTarget, OutputArray
+from quarantune.values.compiling import CompilerFigures, CompileTarget, OutputArray
 from quarantune.values.config_values import restore
 from quarantune.values.trial import Config
+from quarantune.worker import kernel_figures
 from quarantune.worker.arguments import CallArguments
 from quarantune.worker.deviceless import abstract_device, why_device_is_needed
 from quarantune.worker.failures import NeedsDeviceError
@@ -50,6 +51,7 @@ class Program:
         calls_back: whether it is known to call back into Python.
         identity: its hash where it was compiled without its device, as `program_text.identity` returns it.
         coarsest: the bits in the mantissas of the coarsest type that it computes with; None where that is not known.
+        figures: what its kernels need, as far as that is known.
     """
 
     config: Config
@@ -59,6 +61,7 @@ class Program:
     calls_back: bool = False
     identity: str | None = None
     coarsest: int | None = None
+    figures: CompilerFigures | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,8 +191,8 @@ class Bench:
         if self.is_plain:
             return Program(config, binding.bind(self._call.fn, config), 0.0)
         if target is not None:
-            compiled, identity, coarsest = self._compile_deviceless(config, target, announce, show, is_check=is_check)
-            return Program(config, compiled, time.perf_counter() - start, identity=identity, coarsest=coarsest)
+            program = self._compile_deviceless(config, target, announce, show, is_check=is_check)
+            return dataclasses.replace(program, compile_s=time.perf_counter() - start)
         args, kwargs = inputs.call_as_structs(self._call) if away else self._arguments.shared()
         jitted, keywords = binding.applied(self._jitted, config)
         traced = jitted.trace(*args, **kwargs, **keywords)
@@ -464,7 +467,7 @@ class Bench:
 
     def _compile_deviceless(
         self, config: Config, target: CompileTarget, announce: Announce, show: Callable[[Any], None], *, is_check: bool
-    ) -> tuple[Any, str | None, int]:
+    ) -> Program:
         with self.traced_for(config, target, is_check=is_check) as (traced, _):
             show(traced.jaxpr)
             if not is_check and (reason := why_device_is_needed(traced.jaxpr.jaxpr, target.platform)):
@@ -472,7 +475,10 @@ class Bench:
             lowered = traced.lower(lowering_platforms=(target.platform,))
         _, identity = self._announce(lowered, config, announce)
         program_text.remove_notes(lowered)
-        return lowered.compile(), identity, rounding.coarsest_mantissa(traced.jaxpr.jaxpr, target.platform)
+        reads = is_check and target.platform == "cuda"
+        compiled, figures = kernel_figures.compiled(lowered, target) if reads else (lowered.compile(), None)
+        coarsest = rounding.coarsest_mantissa(traced.jaxpr.jaxpr, target.platform)
+        return Program(config, compiled, 0.0, identity=identity, coarsest=coarsest, figures=figures)
 
 
 def _check_vmem(jaxpr: Any, kind: str) -> None:

@@ -218,7 +218,7 @@ class Worker:
 
     def compiled(self, bench: Bench, program: Program, estimated: CompilerFigures | None = None) -> Reply:
         """Returns the reply about a program that was compiled here."""
-        figures = None if bench.is_plain else read_figures(program.call, estimated)
+        figures = None if bench.is_plain else read_figures(program.call, estimated or program.figures)
         return messages.Compiled(
             **self._heading(), compile_s=program.compile_s, modules=self.new_modules(), figures=figures
         )
