@@ -725,15 +725,18 @@ def test_an_installed_package_is_imported_once_for_all_later_sweeps(
     folder = tmp_path / "site"
     (folder / "some-1.0.dist-info" if is_installed else folder).mkdir(parents=True)
     (folder / f"{library}.py").write_text(
-        f"import os\nwith open({str(notes)!r}, 'a') as notes:\n    notes.write(f'{{os.getpid()}} ')\n"
+        f"import os\nos.environ['EXTRA'] = 'theirs'\n"
+        f"with open({str(notes)!r}, 'a') as notes:\n    notes.write(f'{{os.getpid()}} ')\n"
     )
     monkeypatch.syspath_prepend(str(folder))
     act = load(f"import {library}\n{WORKLOAD}").act
+    monkeypatch.delenv("EXTRA")  # as where only workers import the package
     template.close_shared()
     for _ in range(3):
         with sandbox_for(act) as sandbox:
             assert sandbox.forks_loaded
-            assert run(sandbox, do="nothing").types == ["Compiled", "Measured"]
+            facts = facts_of(sandbox, run(sandbox, do="say_who_i_am"))
+    assert facts["extra"] == ("theirs" if is_installed else None), "no worker imports it after the template has"
     shared_pid = str(template.shared().pid)
     pids = notes.read_text().split()
     assert len(set(pids)) == len(pids) == imports, (

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 from quarantune.sandbox import contain, shared_names, spawning, wire, worker_program
@@ -40,6 +40,9 @@ from quarantune.sandbox.template_messages import (
     WorkerOptions,
 )
 from quarantune.sandbox.wire import Connection
+
+_set_by_modules: dict[str, str] = {}
+"""The environment variables that modules set when they were imported here, as those of Mosaic GPU do."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -163,7 +166,7 @@ class Forker:
                             contain.show_stack(child.pid)
                         contain.kill_tree(child.pid)
             case Import():
-                spawning.import_modules(order.modules)
+                _import_for_forks(order.modules)
                 prepare_to_fork()
 
     def _warm_up(self, order: WarmUp) -> None:
@@ -175,7 +178,7 @@ class Forker:
         try:
             if order.task is not None:
                 worker_program.load().warm_up(order.task)
-            spawning.import_modules(order.modules, are_installed=True)
+            _import_for_forks(order.modules, are_installed=True)
         except BaseException:  # a plugin may raise anything; every worker will meet it again
             traceback.print_exc()
         os.environ.clear()
@@ -209,7 +212,7 @@ class Forker:
                 _serve_sweep(_new_client(order, fds[1:]), parent, loads_plugins=order.loads_plugins)
 
             return _fork(serve_sweep)
-        environ = {**(client.environ or os.environ), **order.environ}
+        environ = {**_set_by_modules, **(client.environ or os.environ), **order.environ}
         options = WorkerOptions(
             parent_pid=parent,
             connection_fd=connection_fd,
@@ -277,6 +280,13 @@ class Forker:
         self._selector.close()
 
 
+def _import_for_forks(modules: Sequence[str], *, are_installed: bool = False) -> None:
+    """Imports modules ahead of their use in forks, whose environments get the variables that the modules set."""
+    before = dict(os.environ)
+    spawning.import_modules(modules, are_installed=are_installed)
+    _set_by_modules.update(os.environ.items() - before.items())
+
+
 def _fork(run: Callable[[], NoReturn]) -> int:
     """Returns the id of a new fork of this process, which runs a function."""
     if pid := os.fork():
@@ -316,7 +326,7 @@ def _serve_sweep(client: _Client, parent: int, *, loads_plugins: bool) -> NoRetu
     from quarantune import jax_internals
 
     os.environ.clear()
-    os.environ.update(client.environ or {})
+    os.environ.update({**_set_by_modules, **(client.environ or {})})
     program = worker_program.load()
     before = set(sys.modules)
     try:
