@@ -22,6 +22,7 @@ from helpers import ends
 from jax.experimental.xla_metadata import set_xla_metadata
 
 import quarantune
+from quarantune.scheduler.workers import Worker, Workers, WorkerState
 from quarantune.sweep import routes
 from quarantune.transport import program_text
 from quarantune.worker.judging import structure_of
@@ -185,6 +186,35 @@ def test_a_worker_goes_on_after_an_exception_that_a_fresh_one_has_raised_too(
         pids[config].add(pid)
     used = set.union(*(pids[f"refuse {i}"] for i in range(6)))
     assert len(used) <= 4, "most were taken by a worker that had raised the exception before"
+
+
+def misread(x: Any, do: str = "") -> Any:
+    x = jnp.linalg.cholesky(x)
+    if not do.startswith("fail"):
+        return x
+    result = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((), jnp.int32))
+    return jax.ffi.ffi_call("lapack_spotrf_ffi", result)(x * int(do[-1]))[0]  # it is called without its attribute
+
+
+@pytest.mark.usefixtures("quiet_place")
+def test_a_worker_that_measures_goes_on_after_an_error_that_a_fresh_one_has_raised_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QUARANTUNE_CONFIGS_PER_WORKER", "100")
+    started: list[WorkerState] = []
+    start = Workers.start
+
+    def noted(self: Workers, task: Any, state: WorkerState, **more: Any) -> Worker:
+        started.append(state)
+        return start(self, task, state, **more)
+
+    monkeypatch.setattr(Workers, "start", noted)
+    with nothing_is_left():
+        trials = tuner(misread, ["good", *(f"fail {i}" for i in range(2, 8)), "good too"]).run(4 * jnp.eye(8)).trials
+    assert ends(trials) == ["ok", *["error"] * 6, "ok"]
+    assert {(trial.phase, trial.message) for trial in trials[1:7]} == {("check", trials[1].message)}
+    assert "attribute" in trials[1].message
+    assert started.count(WorkerState.PREPARING) <= 5, "most errors ended no worker"
 
 
 def switch(x: Any, do: str = "") -> Any:

@@ -725,6 +725,25 @@ def test_an_exception_at_a_known_place_is_not_repeated_and_does_not_end_its_work
     assert all(log.endswith(f": [{index}] tb") for index, log in logs.items()), "the output of others is not theirs"
 
 
+@pytest.mark.parametrize("still_works", [True, False])
+def test_a_measuring_worker_goes_on_after_an_exception_that_a_fresh_one_has_raised_too(still_works: bool) -> None:
+    def fails(worker: FakeWorker) -> list[Step] | None:
+        if int(worker.trial or 0) % 2 == 0:
+            return None
+        goes_on = still_works and not worker.task.last
+        failed = worker.raises("check", place="here" if worker.trial != 9 else "there", goes_on=goes_on)
+        return [(0.1, worker.says("PhaseEntered", "check")), (0.1, failed)]
+
+    result = run(plan_for(Route.APART, configs_per_worker=100), 20, when("Measure", fails))
+    assert result.outcomes == ["ok", "error"] * 10
+    tried = collections.Counter(worker.trial for worker in result.given("Measure"))
+    repeated = {index for index, times in tried.items() if times == 2}
+    assert len(repeated) == 2, "one of each place had to show that no other config was to blame"
+    assert 9 in repeated
+    workers = {worker.number for worker in result.given("Measure")}
+    assert len(workers) == 3 if still_works else len(workers) > 10
+
+
 @pytest.mark.parametrize("is_check", [True, False])
 def test_workers_that_only_compile_take_several_configs(is_check: bool) -> None:
     plan = plan_for(Route.APART, slots=1, compiles_per_worker=4, compile_only=True, is_check=is_check, target=TARGET)

@@ -405,7 +405,7 @@ class Compared(Reply):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failed(Judged):
-    """The task raised an exception, and the worker ends, unless it only compiles for others.
+    """The task raised an exception, and the worker ends, unless others have compiled its config, or will measure it.
 
     Attributes:
         outcome: the kind of failure.
@@ -413,7 +413,7 @@ class Failed(Judged):
         text: its message.
         traceback: the last lines of its traceback.
         place: its type and where it was raised, as `worker.failures.place_of` returns it.
-        goes_on: whether the worker waits for another config to compile.
+        goes_on: whether the worker waits for another config.
     """
 
     outcome: Raised

@@ -148,11 +148,11 @@ class Jobs:
         return bool(self.pending)
 
     def fails_by_itself(self, job: Job, worker: Worker, outcome: Outcome) -> bool:
-        """Whether an error while compiling cannot be the doing of configs that the same worker had before.
+        """Whether an error cannot be the doing of configs that the same worker had before.
 
         It is not if there were none, or if a config that had a worker to itself has raised an exception at that place.
         """
-        if not worker.is_compiling or (outcome, worker.phase) != (Outcome.ERROR, Phase.COMPILE):
+        if outcome is not Outcome.ERROR or worker.is_compiling is not (worker.phase is Phase.COMPILE):
             return False
         return not worker.used or (bool(job.raised_at) and job.raised_at in self._places)
 
@@ -215,7 +215,7 @@ class Jobs:
             **times,
         )
         job.close_executable()
-        if (outcome, phase) == (Outcome.ERROR, Phase.COMPILE):
+        if outcome is Outcome.ERROR:
             self._places.add(job.raised_at)
         # One that has figures was refused once it had compiled.
         lost_compiler = phase is Phase.COMPILE and outcome.is_failure and outcome is not Outcome.ERROR

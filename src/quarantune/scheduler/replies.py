@@ -191,11 +191,15 @@ class Replies:
         worker.traceback, worker.raised_at, job, verdict = reply.traceback, reply.place, worker.job, raised(reply)
         if job is not None:
             job.raised_at = reply.place
-            if (
-                reply.goes_on
-                and run.plan.compiles_per_worker > 1
-                and run.jobs.fails_by_itself(job, worker, verdict.outcome)
-            ):
-                self._end_compiling(worker, job, verdict)
-                return
+            if reply.goes_on and run.jobs.fails_by_itself(job, worker, verdict.outcome):
+                device = worker.device
+                if worker.state is WorkerState.MEASURING and device is not None:
+                    worker.keep_peak()
+                    run.jobs.finish(job, worker, verdict, worker.phase)
+                    device.measuring = None
+                    self._route.after_measuring(worker, device)
+                    return
+                if worker.is_compiling and run.plan.compiles_per_worker > 1:
+                    self._end_compiling(worker, job, verdict)
+                    return
         run.workers.kill_with_verdict(worker, verdict)

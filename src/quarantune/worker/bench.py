@@ -146,6 +146,12 @@ class Bench:
             self._attaching = threading.Thread(target=self._attach, daemon=True)
             self._attaching.start()
 
+    def still_works(self) -> bool:
+        """Returns whether the device still computes, after an exception: some leave it unusable for this process."""
+        with contextlib.suppress(Exception):
+            return int(jnp.negative(jax.device_put(1, jax.local_devices()[0]))) == -1
+        return False
+
     def expect(self, outputs: Sequence[OutputArray], fd: int | None = None) -> None:
         """Compiles what comparing such outputs needs, ahead of the first, as `Judge.expect` does."""
         filling = threading.Thread(target=self._stale.expect, args=(outputs,), daemon=True)

@@ -49,18 +49,20 @@ def outcome_of(error: BaseException, phase: str) -> str:
     return Outcome.ERROR.value
 
 
-def place_of(error: BaseException, message: str) -> str:
+def place_of(error: BaseException, message: str, phase: str) -> str:
     """Returns an exception's type, and the file and line where it was raised; of an error of XLA its status instead.
 
-    JAX raises all errors of XLA at the line that called it, which another route to the same program does not pass.
+    JAX raises all errors of XLA at the line that called it, which another route to the same program does not pass. Of
+    those of a program that runs, which may be of any kind, it is the message without its numbers.
 
     Args:
         error: the exception.
         message: its text.
+        phase: the phase that it ended.
     """
     status = _STATUS.match(message) if isinstance(error, jax.errors.JaxRuntimeError) else None
     if status:
-        return f"{type(error).__qualname__} {status[0]}"
+        return f"{type(error).__qualname__} {status[0] if phase == 'compile' else re.sub('[0-9]+', 'N', message)}"
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next

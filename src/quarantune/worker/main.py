@@ -96,8 +96,8 @@ class Worker:
     def run(self, frame: Frame, fds: list[int]) -> None:
         """Runs tasks until one is the last, one fails, or the scheduler closes the connection.
 
-        A worker that compiles for others goes on after an exception, if the scheduler lets it: the next config may
-        well raise the same one.
+        A worker that only compiles, or only measures, goes on after an exception, if the scheduler lets it: the next
+        config may well raise the same one.
         """
         pending = [(frame, fds)]
         while True:
@@ -113,14 +113,22 @@ class Worker:
                 self.send(reply)
         except BaseException as raised:  # a config may raise anything, SystemExit and KeyboardInterrupt too
             error = readable(raised)
-            is_ordinary = isinstance(error, Exception) and self.phase is Phase.COMPILE
-            goes_on = is_ordinary and isinstance(task, messages.Compile) and not task.last and self._is_as_it_was()
+            goes_on = isinstance(error, Exception) and not task.last and self._may_go_on_after(task)
             self.send(self.failure(error, goes_on=goes_on))
             return goes_on
         finally:
             wire.close_all(fds)
         # Whether there may be a further task, and a config would find this process as the last one did.
         return not task.last and (not _only_compiles(task) or self._is_as_it_was())
+
+    def _may_go_on_after(self, task: Task) -> bool:
+        """Returns whether an exception that a task has raised leaves this process fit for another config."""
+        match task, self.phase:
+            case messages.Compile(), Phase.COMPILE:
+                return self._is_as_it_was()
+            case messages.Measure(load=True), Phase.CHECK:
+                return bool(self._bench.still_works())
+        return False
 
     def _is_as_it_was(self) -> bool:
         """Returns whether JAX's settings are as they were before a config was compiled here, if one was."""
@@ -334,7 +342,7 @@ class Worker:
             text=about.text,
             traceback="" if is_wrong else about.traceback,  # the place where it is raised here tells nothing
             agreement=messages.Agreement(error.group) if isinstance(error, WrongResultError) else None,
-            place=shortened(place_of(error, about.text)),
+            place=shortened(place_of(error, about.text, self.phase)),
             goes_on=goes_on,
         )
 
