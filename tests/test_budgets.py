@@ -224,8 +224,8 @@ class Downhill:
         return [{"a": a} for a in new]
 
     def tell(self, config: Config, trial: Trial) -> None:
-        if trial.level_ms is not None and trial.outcome is Outcome.OK:
-            self.best = min(self.best, (trial.level_ms, config["a"]))
+        if trial.merit is not None and trial.outcome is Outcome.OK:
+            self.best = min(self.best, (trial.merit, config["a"]))
 
 
 def test_a_search_of_the_users_own_decides_what_is_tried() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
 from pathlib import Path
 
@@ -430,3 +431,38 @@ def test_a_program_that_xla_tunes_on_the_device_is_measured_here_too(held):
 def centred_product(x, chunks: int = 1):
     parts = jnp.split(x / jnp.max(x), chunks)
     return jnp.concatenate([part @ x for part in parts])
+
+
+def tuned_matmul(configs=None, **options):
+    kernels = pytest.importorskip("kernels", reason="needs examples/benchmarks")
+    problem = kernels.PROBLEMS["gpu"]
+    space = {"bm": [64, 128], "bn": [128, 256], "bk": [32, 64], "warps": [4, 8]}
+    return quarantune.autotune(configs or space, rep=5, **options)(problem.kernel), problem.arguments(4096)
+
+
+def test_sweeps_for_energy_choose_configs_that_take_as_much(held, monkeypatch):
+    pytest.importorskip("pynvml")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples" / "benchmarks")
+    fn, args = tuned_matmul(objective="energy", name="for_energy")
+    results = [fn.tune(*args) for _ in range(2)]
+    for result in results:
+        assert result.energy_mj is not None
+        watts = [trial.watts for trial in result.trials if trial.watts is not None]
+        assert len(watts) > 8, result.table()
+        assert all(50 < each < 1000 for each in watts), result.table()
+    first, second = (result.best_config for result in results)
+    if first != second:
+        matmul, _ = tuned_matmul(objective="energy", name="both_winners", configs=[first, second])
+        energy_mj = [trial.energy_mj for trial in matmul.tune(*args).trials]
+        assert max(energy_mj) <= 1.03 * min(energy_mj), (first, second, energy_mj)
+
+
+def test_energy_without_its_package_is_refused_by_the_name_of_the_extra(held, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples" / "benchmarks")
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "pynvml" else found(name, *more)
+    )
+    fn, args = tuned_matmul(objective="energy", name="without_package")
+    with pytest.raises(ValueError, match=r"objective needs the energy of a call.*pip install 'quarantune\[energy\]'"):
+        fn.tune(*args)

@@ -583,7 +583,7 @@ def test_a_finalist_that_fails_only_in_the_final_breaks_no_sweep(
     assert sweeps[0].final == finals.Final()
     assert "could not be compared" in caplog.text
     assert len({line for line in notes.lines() if line.startswith(mood)}) > 1
-    fastest = min(result.trials, key=lambda trial: trial.level_ms or 0)
+    fastest = min(result.trials, key=lambda trial: trial.merit or 0)
     assert result.best_config == fastest.config
     assert len(fastest.samples_ms) <= 3
 
@@ -851,7 +851,7 @@ def test_a_plain_function_never_sees_its_earlier_writes_to_an_argument() -> None
         programs = [bench.compile({"do": do}, target=None) for do in (5, 6)]
         bench.check(programs[0])
         assert len(bench.measure(programs[0], best_median_ms=None).samples_ms) >= 3
-        assert all(1 <= len(rounds_ms) <= 5 for rounds_ms in bench.compare(programs))
+        assert all(1 <= len(rounds_ms) <= 5 for rounds_ms in bench.compare(programs)[:2])
     finally:
         os.close(fd)
     assert len(seen) > 10

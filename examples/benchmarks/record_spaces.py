@@ -172,8 +172,8 @@ def described(result: quarantune.TuningResult) -> dict[str, Any]:
     rows = []
     for trial in result.trials:
         invalidity = _INVALIDITY.get(trial.outcome, "compile" if trial.phase == "compile" else "runtime")
-        valid = invalidity == "correct" and trial.level_ms is not None
-        value = float(f"{trial.level_ms:.5g}") if valid else math.inf
+        valid = invalidity == "correct" and trial.merit is not None
+        value = float(f"{trial.merit:.5g}") if valid else math.inf
         measured = [{"name": "time", "value": value, "unit": "milliseconds"}] if valid else []
         rows.append({"configuration": trial.config, "invalidity": invalidity, "measurements": measured})
     versions = ", ".join(f"{name} {version}" for name, version in result.versions.items())

@@ -76,7 +76,7 @@ def contextual_autotune(
         ...     return project(normalize(x))  # two autotuned kernels
     """
     of_kernels = ((name, f"{name} of its kernels") for name in ("prune_fn", "partial", "max_device_memory"))
-    for name, instead in (("warmup", "n_warmup"), ("rep", "n_repeat"), *of_kernels):
+    for name, instead in (("warmup", "n_warmup"), ("rep", "n_repeat"), ("objective", "time alone"), *of_kernels):
         if name in options:
             raise TypeError(f"contextual_autotune() has no option {name!r}: use {instead}")
     for name, count, least in (("n_warmup", n_warmup, 0), ("n_repeat", n_repeat, 1)):

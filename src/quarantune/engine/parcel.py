@@ -19,7 +19,7 @@ from quarantune.transport import payload
 from quarantune.transport.call import Call, PackedCall
 from quarantune.transport.problem import Problem
 from quarantune.values.config_values import encode
-from quarantune.values.options import Options
+from quarantune.values.options import TIME, Options
 from quarantune.values.trial import Config
 
 _THREADS = ("OMP", "MKL", "OPENBLAS", "BLIS", "NUMEXPR")
@@ -125,6 +125,7 @@ def _plain(options: Options) -> Options:
         options,
         key_fn=None,
         prune_fn=None,
+        objective=TIME,
         supply="auto" if callable(options.supply) else options.supply,
         ref_fn=stand_in if callable(options.ref_fn) else options.ref_fn,
         check_fn=None if options.check_fn is None else stand_in,

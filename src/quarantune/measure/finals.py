@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from quarantune.host.waits import RunTime, fastest
 from quarantune.measure.model import ALL_DISTURBED, CLOCKS, ENOUGH, FEW, LONG_RUN_MS, cautious_share, standard_error
+from quarantune.measure.objective import Objective, scored
+from quarantune.values.options import TIME
 from quarantune.values.trial import UNTUNED, Outcome, Trial, is_plausible_ms
 
 FINALISTS = 4
@@ -65,15 +68,15 @@ def finalists(trials: Mapping[int, Trial], *, count: int = FINALISTS) -> list[in
     """
     measured = [index for index, trial in trials.items() if trial.outcome is Outcome.OK and trial.time_ms is not None]
     first_of = {_program(index, trials): index for index in sorted(measured, reverse=True)}
-    ranked = sorted(first_of.values(), key=lambda index: (trials[index].level_ms or 0.0, index))
+    ranked = sorted(first_of.values(), key=lambda index: (trials[index].merit or 0.0, index))
     if not ranked:
         return []
-    fastest_ms = trials[ranked[0]].level_ms or 0.0
+    best, is_scored = trials[ranked[0]].merit or 0.0, trials[ranked[0]].score is not None
     contender = CLOCKS.get(trials[ranked[0]].clock or "wall", CLOCKS["wall"]).margin
-    close = [index for index in ranked if (trials[index].level_ms or 0.0) <= contender * fastest_ms]
-    if (noise := _noise(trials)) < CLOCKS["wall"].margin:
+    close = [index for index in ranked if _ratio(best, trials[index].merit or 0.0) <= contender]
+    if is_scored or (noise := _noise(trials)) < CLOCKS["wall"].margin:
         return close[:count]
-    again = sorted(_ruled_out_by_few(trials, noise * fastest_ms), key=lambda index: trials[index].level_ms or 0.0)
+    again = sorted(_ruled_out_by_few(trials, noise * best), key=lambda index: trials[index].merit or 0.0)
     # Ranks by many samples are more reliable than ranks by few.
     most = max(count, MOST_FINALISTS)
     seconds = again[: most - count]
@@ -86,9 +89,9 @@ def _noise(trials: Mapping[int, Trial]) -> float:
     Configs timed by a device's own clock, which is free of it, do not count.
     """
     shares = [
-        max(trial.samples_ms) / trial.level_ms
+        max(trial.samples_ms) / trial.merit
         for trial in trials.values()
-        if trial.outcome is Outcome.OK and trial.level_ms and trial.clock != "device" and trial.samples_ms
+        if trial.outcome is Outcome.OK and trial.merit and trial.clock != "device" and trial.samples_ms
     ]
     return statistics.median(shares) if shares else 1.0
 
@@ -99,9 +102,9 @@ def _ruled_out_by_few(trials: Mapping[int, Trial], limit_ms: float) -> list[int]
         index
         for index, trial in trials.items()
         if trial.outcome is Outcome.SLOW
-        and trial.level_ms is not None
+        and trial.merit is not None
         and len(trial.samples_ms) < _FEW_SAMPLES
-        and trial.level_ms <= limit_ms
+        and trial.merit <= limit_ms
     ]
 
 
@@ -134,10 +137,14 @@ class Final:
             was clearly behind may have fewer rounds.
         warm_ms: the same with warm device caches, of the configs that the other rounds cannot tell apart; empty where
             that was not needed, or without a device clock.
+        energy_mj: the energy of one run of each, round by round, in millijoules; empty where it was not measured.
+        objective: the author's objective, by which the rounds are decided.
     """
 
     rounds_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
     warm_ms: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
+    energy_mj: Mapping[int, Sequence[float]] = dataclasses.field(default_factory=dict)
+    objective: Objective = TIME
 
     @classmethod
     def of(
@@ -252,14 +259,14 @@ def conclude(
         if (trial.outcome is Outcome.OK or index in final.rounds_ms) and trial.time_ms is not None
     }
     may_win = usable.keys() if untuned_wins else usable.keys() - {UNTUNED}
-    fastest = min(may_win, key=lambda index: usable[index].level_ms or 0.0)
-    played, warm = (
-        {index: rounds[index] for index in rounds.keys() & usable.keys()} for rounds in (final.rounds_ms, final.warm_ms)
+    fastest = min(may_win, key=lambda index: usable[index].merit or 0.0)
+    played, warm, energy_mj = (
+        {index: rounds[index] for index in rounds.keys() & usable.keys()}
+        for rounds in (final.rounds_ms, final.warm_ms, final.energy_mj)
     )
     rounds = with_same_program(played or {fastest: usable[fastest].samples_ms}, usable)
-    racing = {index: rounds[index] for index in rounds if index in may_win} or {fastest: usable[fastest].samples_ms}
-    verdict = decide(racing, default=default, warm=with_same_program(warm, usable))
-    settled = dict(trials)
+    settled, figures = dict(trials), dict(rounds)
+    spent = with_same_program(energy_mj, usable)
     for index, samples_ms in rounds.items():
         settled[index] = dataclasses.replace(
             trials[index],
@@ -268,7 +275,23 @@ def conclude(
             outcome=Outcome.OK,
             message=_message(trials[index]),
         )
-    return settled, verdict
+        if usable[index].score is not None:
+            settled[index], figures[index] = _with_rounds(settled[index], spent.get(index, ()), final.objective)
+            warm = {}
+    racing = {index: each for index, each in figures.items() if index in may_win}
+    racing = racing or {fastest: [usable[fastest].merit or 0.0]}
+    return settled, decide(racing, default=default, warm=with_same_program(warm, usable))
+
+
+def _with_rounds(trial: Trial, rounds_mj: Sequence[float], by: Objective) -> tuple[Trial, Sequence[float]]:
+    """Returns a finalist with its energy and its score, and the score of each round in which it has one."""
+    energy_mj = statistics.median(rounds_mj) if rounds_mj else trial.energy_mj
+    each_mj: Sequence[float | None] = rounds_mj or [energy_mj] * len(trial.samples_ms)
+    times_ms = [trial.time_ms] * len(rounds_mj) or trial.samples_ms
+    pairs = zip(times_ms, each_mj, strict=True)
+    each = [scored(dataclasses.replace(trial, time_ms=ms, own_ms=ms, energy_mj=mj), by).score for ms, mj in pairs]
+    scores = [one for one in each if one is not None] or [trial.merit or 0.0]
+    return dataclasses.replace(trial, energy_mj=energy_mj, score=statistics.median(scores)), scores
 
 
 def _message(trial: Trial) -> str:
@@ -307,7 +330,14 @@ def _is_level(leader: Sequence[float], other: Sequence[float], floor: float) -> 
 
 
 def _ratios(leader: Sequence[float], other: Sequence[float]) -> list[float]:
-    return [theirs / ours for ours, theirs in zip(leader, other, strict=False)]
+    return [_ratio(ours, theirs) for ours, theirs in zip(leader, other, strict=False)]
+
+
+def _ratio(ours: float, theirs: float) -> float:
+    """Returns how many times as large as ours theirs is; a score that is not positive has 1 and their distance."""
+    if ours > 0:
+        return theirs / ours
+    return 1.0 if ours == theirs else 1.0 + (theirs - ours) / abs(ours) if ours else math.inf
 
 
 # --- playing the final ---

@@ -15,7 +15,7 @@ from quarantune.transport import binding
 from quarantune.transport.problem import as_structs
 from quarantune.values import versions
 from quarantune.values.config_values import as_given, encode
-from quarantune.values.findings import Findings, Searched
+from quarantune.values.findings import SCORES, Findings, Searched
 from quarantune.values.json_object import JsonObject
 from quarantune.values.trial import Config, Trial, count_outcomes
 
@@ -101,6 +101,7 @@ def entry_for(keyed: KeyedCall, config: Config, findings: Findings, search: Json
         "versions": versions.versions(),
         "created": findings.created,
         **({"commit": findings.commit} if findings.commit else {}),
+        **({} if findings.score is None else {name: found[name] for name in SCORES}),
         "trials": found["trials"],
         "search": search | found["search"],
     }

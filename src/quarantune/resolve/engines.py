@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from quarantune.host import locks
 from quarantune.sweep.isolation import AUTO, Isolation
+from quarantune.values.options import TIME
 from quarantune.values.settings import Settings
 from quarantune.values.trial import Config, EngineError, Trial
 
@@ -32,13 +33,15 @@ def run(request: SweepRequest, configs: Mapping[int, Config], *, known: Mapping[
     """Runs a sweep, as `sweep.run` does, on this machine or on those of an engine.
 
     Raises:
-        ValueError: there is an engine, and the settings want trials in this process.
+        ValueError: there is an engine, and the settings want trials in this process, or the objective is not time.
     """
     settings = request.settings
     if settings.executor is None:
         from quarantune.sweep import sweep  # cached calls do not need it
 
         return sweep.run(request, configs, known=known)
+    if request.options.objective != TIME and not (request.compile_only or request.target):
+        raise ValueError(f"{request.problem.name}: with executor=, time is the only objective: leave out one of them")
     if settings.isolation not in (AUTO, Isolation.PROCESS.value):
         raise ValueError(
             f"QUARANTUNE_ISOLATION={settings.isolation} runs configs in this process, and executor= on other machines: "

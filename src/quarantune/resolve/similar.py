@@ -182,6 +182,6 @@ def _fastest(journal: Journal, find: Callable[[Any], Config | None]) -> list[Con
     times: dict[str, tuple[float, Config]] = {}
     for trial in journal.trials():
         config = find(trial.config)
-        if config is not None and trial.outcome is Outcome.OK and trial.level_ms is not None:
-            times[text_of(config)] = trial.level_ms, config
+        if config is not None and trial.outcome is Outcome.OK and trial.merit is not None:
+            times[text_of(config)] = trial.merit, config
     return [config for _, config in sorted(times.values(), key=lambda timed: timed[0])]

@@ -22,6 +22,7 @@ from quarantune.values import settings as environment
 from quarantune.values.call_text import call_text
 from quarantune.values.config_values import text_of
 from quarantune.values.json_object import JsonObject
+from quarantune.values.options import TIME
 from quarantune.values.texts import shown
 from quarantune.values.trial import Config, Outcome, Trial, TuningFailedError
 
@@ -44,6 +45,8 @@ def tune_for(resolver: Resolver, calls: Sequence[Any], weights: Sequence[float] 
     """
     if by not in (TOTAL, WORST):
         raise ValueError(f"by={shown(by)} is not valid: give {TOTAL!r} or {WORST!r}")
+    if resolver.function.options.objective != TIME:
+        raise ValueError(f"{resolver.function.name}: tune_for compares times: leave out objective, or use tune")
     settings, many = environment.current(), _weights(calls, weights)
     described = [keyed_for_engine(resolver.bind(*_arguments(call)), settings) for call in calls]
     labels = [call_text(each.arguments) for each in described]
@@ -136,7 +139,7 @@ def _sweeps(resolver: Resolver, described: Sequence[KeyedCall]) -> tuple[list[Tu
         trials = dict[str, Trial]()
         for trial in result.trials:
             text = text_of(trial.config)
-            trials[text] = dataclasses.replace(trial, time_ms=measured.get(text, trial.level_ms))
+            trials[text] = dataclasses.replace(trial, time_ms=measured.get(text, trial.merit))
         if (default := result.default_config) is not None and options.judges_outputs and result.default_time_ms:
             timed = Trial(config=default, outcome=Outcome.OK, time_ms=result.default_time_ms)
             trials.setdefault(text_of(default), timed)

@@ -39,6 +39,7 @@ from quarantune.values import shown
 from quarantune.values.config_space import MOST_CONFIGS
 from quarantune.values.findings import Findings, Searched
 from quarantune.values.json_object import JsonObject
+from quarantune.values.options import TIME
 from quarantune.values.settings import Settings
 from quarantune.values.trial import (
     READY,
@@ -208,7 +209,7 @@ class TuningJob:
 
         Some always run, as the best may turn out to be wrong.
         """
-        far = [] if self._start_over else [*estimates.items()][_FIRST:]
+        far = [] if self._start_over or self._options.objective != TIME else [*estimates.items()][_FIRST:]
         return {
             index: dataclasses.replace(
                 pruned_trial(self._configs[index]), message=f"estimated at {ratio:.3g}x the best"
@@ -369,7 +370,7 @@ class TuningJob:
         defaults = settled.get(finals.default_among(settled, default))
         self._records.append_conclusion(finalists, best=best.config, tie=tie, default=self._call.own_defaults)
         assert best.time_ms is not None
-        findings = findings_now(self._call, best.time_ms, trials, self._searched())
+        findings = findings_now(self._call, best.time_ms, trials, self._searched()).with_score(best, defaults)
         if defaults is not None and defaults.outcome is Outcome.OK:  # and not ruled out by a sample or two
             interval = finals.speedup_interval(best.samples_ms, defaults.samples_ms) if len(finalists) > 1 else None
             findings = dataclasses.replace(findings, default_time_ms=defaults.time_ms, speedup_interval=interval)
@@ -427,7 +428,7 @@ class TuningJob:
             settled, verdict = finals.conclude(self._trials, finals.Final(), default=self._call.default_index)
             best = settled[verdict.winner]
             trials = tuple(settled.values())
-            findings = Findings(best.time_ms or 0.0, trials=count_outcomes(trials))
+            findings = Findings(best.time_ms or 0.0, trials=count_outcomes(trials), score=best.score)
             result = call_result(self._keyed, best.config, findings, trials)
             self._tuning.known.remember(self._key, result, self._settings)
 

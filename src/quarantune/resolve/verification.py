@@ -58,7 +58,7 @@ class Verified:
         config: its config, as the cache holds it.
         time_ms: the time of its config now, in milliseconds; None where it was not measured or failed.
         default_time_ms: the time of the function's own defaults now; None where that is not known.
-        saved_time_ms: its time when it was saved; None where that is not known.
+        saved_time_ms: its time when it was saved; None where that is not known, or was not its objective.
         changed: the versions that have changed since, as text; empty where none has.
     """
 
@@ -226,8 +226,10 @@ def _judged(record: CacheRecord, config: Config, default: Config | None, result:
             return _verified(record, Verdict.CURRENT, "it is the defaults, and works", **times)
         gain = result.findings.compared or "and there are no defaults to compare it with"
         return _verified(record, Verdict.CURRENT, f"it works, {gain}", **times)
-    slower = f"{winner.time_ms:.4g} ms against {result.time_ms:.4g}" if winner.time_ms else "ruled out at once"
-    return _verified(record, Verdict.STALE, f"the defaults are faster: {slower}", **times)
+    better, unit = ("faster", " ms") if result.score is None else ("better", "")
+    best = result.score or result.time_ms
+    told = f"{winner.figure:.4g}{unit} against {best:.4g}" if winner.figure else "ruled out at once"
+    return _verified(record, Verdict.STALE, f"the defaults are {better}: {told}", **times)
 
 
 def _swept(call: BoundCall, configs: list[Config]) -> TuningResult:
@@ -249,7 +251,8 @@ def _code_of(key: CacheKey) -> Any:
 
 def _verified(record: CacheRecord, verdict: Verdict, reason: str, **times: float | None) -> Verified:
     entry: Entry = record.entry
-    saved = Findings.from_json(entry).time_ms
+    found = Findings.from_json(entry)
+    saved = found.time_ms if found.score is None else math.nan  # more time is no loss to another objective
     return Verified(
         key=record.key,
         verdict=verdict,

@@ -199,8 +199,8 @@ def _problem(data: ResultData, texts: _Texts, budget: _Budget, *, names_device: 
         "default": None if own is None else places.get(own),
         "defaultMs": _rounded(result.default_time_ms),
         "defaultsWin": own == text_of(result.best_config),
-        "compared": result.findings.compared,
-        "interval": interval_text(result.speedup_interval),
+        "compared": result.findings.compared if result.score is None else result.findings.text(),
+        "interval": interval_text(result.speedup_interval if result.score is None else None),
         "tie": _places(result.tie, places),
         "finalists": [
             [places.get(text), _label(format_config(trial.config)), text == own, _samples(trial)]
@@ -307,7 +307,7 @@ def _encoded(
         "samples": _kept_samples(trials, budget, finalists),
         "ended": ended_s,
         "paused": paused_s,
-    }
+    } | {name: [_rounded(getattr(trial, name)) for trial in trials] for name in report.scored_by(trials)}
 
 
 def _kept_samples(trials: Sequence[Trial], budget: _Budget, finalists: set[int]) -> list[list[float | None]]:

@@ -63,6 +63,7 @@ class Progress:
         self._running: dict[int, tuple[str, float]] = {}
         self._best: Trial | None = None
         self._default_ms: float | None = None
+        self._default: Trial | None = None
         self._budget_s: float | None = None
         self._is_bound = False
         self._notice = ""
@@ -245,7 +246,8 @@ class Progress:
         best, default_ms = self._best, self._default_ms
         if best is None or not best.time_ms:
             return ""
-        told = Findings(best.time_ms, default_ms).text(is_default=best.config == self.default)
+        found = Findings(best.time_ms, default_ms).with_score(best, self._default)
+        told = found.text(is_default=best.config == self.default)
         return f"best {shown.format_config(best.config)}, {told}"
 
     def _tried(self) -> str:
@@ -265,10 +267,10 @@ class Progress:
             self._trials.append(trial)
             if trial.outcome is not Outcome.OK or trial.time_ms is None:
                 return
-            if self._best is None or trial.time_ms < (self._best.time_ms or 0.0):
+            if self._best is None or (trial.figure or 0.0) < (self._best.figure or 0.0):
                 self._best = trial
             if self.default is not None and trial.config == self.default:
-                self._default_ms = trial.time_ms
+                self._default_ms, self._default = trial.time_ms, trial
 
 
 def _duration(seconds: float) -> str:

@@ -144,7 +144,7 @@ def replay(
     trials = read(recorded)
     space = Space([trial.config for trial in trials], fn_name="replay")
     by_config = {text_of(trial.config): trial for trial in trials}
-    works = [trial.level_ms for trial in trials if trial.outcome is Outcome.OK and trial.level_ms]
+    works = [trial.merit for trial in trials if trial.outcome is Outcome.OK and trial.merit]
     enough_ms = min(works) * (1 + within) * (1 + _ROUNDING)
     runs = {
         name: tuple(_run(strategy, space, seed, by_config, max_trials, batch, enough_ms) for seed in seeds)
@@ -209,7 +209,7 @@ def _run(
             trial = by_config[text_of(config)]
             made.tell(config, trial)
             failures += trial.outcome.is_failure
-            time_ms = trial.level_ms if trial.outcome is Outcome.OK and trial.level_ms else math.inf
+            time_ms = trial.merit if trial.outcome is Outcome.OK and trial.merit else math.inf
             best.append(min(best[-1], time_ms) if best else time_ms)
             if found is None and time_ms <= enough_ms:
                 found = len(best)
@@ -267,7 +267,7 @@ def read(recorded: Any) -> list[Trial]:
     else:
         raise TypeError(f"recorded is {shown(recorded)}: give a path, a TuningResult or a list of trials")
     last = {text_of(trial.config): trial for trial in trials if trial.outcome not in _NOT_TRIED}
-    if not any(trial.outcome is Outcome.OK and trial.level_ms for trial in last.values()):
+    if not any(trial.outcome is Outcome.OK and trial.merit for trial in last.values()):
         raise ValueError(f"{source} holds no trial that was measured, so there is nothing to search for")
     return [dataclasses.replace(trial, config=_plain(trial.config)) for trial in last.values()]
 

@@ -8,6 +8,7 @@ import functools
 import io
 import itertools
 import json
+import operator
 import os
 import re
 import shutil
@@ -36,6 +37,8 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d[\d.,]*")
 _GAP = "  "
 Figures = Mapping[str, Callable[[Trial], str]]
 _MOST_NAMED = 4
+_SCORED = {"energy_mj": "mJ", "watts": "W", "score": "objective"}
+"""The headings of columns that there are only where the objective is not time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,20 +129,20 @@ def terminal_width() -> int:
 
 
 def by_time(trials: Iterable[Trial], standing: Standing) -> list[Trial]:
-    """Returns the winner, the other finalists by their times, the rest by theirs, and those without one, by outcome."""
+    """Returns the winner, the other finalists by their figures, the rest by theirs, and those without, by outcome."""
     outcomes = list(Outcome)
 
     def rank(trial: Trial) -> tuple[bool, bool, bool, float, int]:
-        time_ms = shown_ms(trial)
-        is_other, place = not standing.is_finalist(trial), outcomes.index(trial.outcome) if time_ms is None else 0
-        return (not standing.is_best(trial), time_ms is None, is_other, time_ms or 0.0, place)
+        figure = shown_ms(trial) if trial.score is None else trial.score
+        is_other, place = not standing.is_finalist(trial), outcomes.index(trial.outcome) if figure is None else 0
+        return (not standing.is_best(trial), figure is None, is_other, figure or 0.0, place)
 
     return sorted(trials, key=rank)
 
 
 def shown_ms(trial: Trial) -> float | None:
     """Returns the time of a trial in milliseconds; for one that was stopped early, the time of its fastest run."""
-    return trial.level_ms if trial.outcome is Outcome.SLOW else trial.time_ms
+    return trial.merit if trial.outcome is Outcome.SLOW else trial.time_ms
 
 
 def time_text(trial: Trial) -> str:
@@ -163,6 +166,8 @@ def _figures(trials: Sequence[Trial], standing: Standing, flops: float | None, m
         )
 
     figures: dict[str, Callable[[Trial], str]] = {"ms": time_text}
+    for name in scored_by(trials):
+        figures[_SCORED[name]] = functools.partial(_in_form, operator.attrgetter(name), ".4g")
     if standing.default_ms is not None or standing.default is not None:
         figures["speed-up"] = lambda trial: speedup_text(trial, standing)
     if any(trial.compile_s is not None for trial in trials):
@@ -175,6 +180,12 @@ def _figures(trials: Sequence[Trial], standing: Standing, flops: float | None, m
     if moved_bytes is not None:
         figures["GB/s"] = rate(moved_bytes, 1e9)
     return figures
+
+
+def scored_by(trials: Sequence[Trial]) -> list[str]:
+    """Returns the names of the figures beside time that some trial has; a score that is an energy counts once."""
+    found = {name: {getattr(trial, name) for trial in trials} - {None} for name in _SCORED}
+    return [name for name in found if found[name] and (name != "score" or found[name] != found["energy_mj"])]
 
 
 class _Reasons:
@@ -344,7 +355,7 @@ def explain(trials: Sequence[Trial], standing: Standing) -> list[str]:
             notes.append(f"{standing.default_label} are far behind, so that they took part in {rounds}")
         if interval := finals.speedup_interval(best.samples_ms, timed.samples_ms):
             notes.append(f"speed-up of *: {interval_text(interval)}, as far as the noise of the final tells")
-    if any(trial.outcome is Outcome.SLOW and trial.level_ms is not None for trial in trials):
+    if any(trial.outcome is Outcome.SLOW and trial.merit is not None for trial in trials):
         notes.append("> stopped early: even its fastest run took this long")
     return notes
 
@@ -361,23 +372,27 @@ def _why(best: Trial, trials: Sequence[Trial], standing: Standing) -> str:
     if standing.why:
         return standing.why
     timed = sorted(
-        (trial.time_ms, index)
+        (trial.figure, index)
         for index, trial in enumerate(trials)
-        if trial.outcome is Outcome.OK and trial.time_ms is not None and not standing.is_best(trial)
+        if trial.outcome is Outcome.OK and trial.figure is not None and not standing.is_best(trial)
         if standing.is_finalist(trial) or not standing.final
     )
     if not timed:
         return "is the only config that was measured to the end"
-    next_ms, index = timed[0]
+    following, index = timed[0]
     other = format_config(trials[index].config)
-    is_fastest = best.time_ms <= next_ms
+    if best.score is not None:
+        what = "energy" if best.score == best.energy_mj else "objective"
+        alike = f"ties with {_named(standing.tie)} (=) in its {what}" if standing.tie else f"has the lowest {what}"
+        return f"{alike}: {best.score:.4g}, where {other} has {following:.4g}"
+    is_fastest = best.time_ms <= following
     if standing.tie:
         level = f"is as fast as {_named(standing.tie)} (=) as far as the noise tells"
         if standing.is_default(best):
             return f"{level}; among equals the function's own defaults win"
         return f"{level}, and has the lowest time" if is_fastest else f"{level}; among equals the first config wins"
     if is_fastest:
-        return f"is the fastest; the next, {other}, takes {_percent(next_ms / best.time_ms - 1)} longer"
+        return f"is the fastest; the next, {other}, takes {_percent(following / best.time_ms - 1)} longer"
     before = "before it, or with cold caches" if best.clock == "device" else "before it"
     return f"won the final, in which the fastest are timed in turn; the lower time of {other} was taken {before}"
 
@@ -397,13 +412,15 @@ Row: TypeAlias = dict[str, Any]
 
 
 def to_dicts(trials: Sequence[Trial], standing: Standing) -> list[Row]:
-    """Returns a flat dict for each trial; all have the same keys.
+    """Returns a flat dict for each trial; all have the same keys, those of energy and scores only where some has them.
 
     Args:
         trials: the trials.
         standing: their standing.
     """
     parts = [_fields(trial, standing) for trial in trials]
+    for name in scored_by(trials):
+        parts = [part | {name: getattr(trial, name)} for part, trial in zip(parts, trials, strict=True)]
     own = parts[0].keys() if parts else frozenset()
     names = list(dict.fromkeys(name for trial in trials for name in trial.config))
     columns = {name: f"config.{name}" if name in own else name for name in names}
@@ -415,28 +432,22 @@ def to_dicts(trials: Sequence[Trial], standing: Standing) -> list[Row]:
 
 
 def _fields(trial: Trial, standing: Standing) -> Row:
+    def own(*names: str) -> Row:
+        return {name: getattr(trial, name) for name in names}
+
+    roles = ("speedup", "is_finalist", "is_best", "is_tie", "is_default")
     return {
         "outcome": trial.outcome.value,
         "phase": None if trial.phase is None else trial.phase.value,
         "time_ms": trial.time_ms,
-        "speedup": standing.speedup(trial),
-        "is_finalist": standing.is_finalist(trial),
-        "is_best": standing.is_best(trial),
-        "is_tie": standing.is_tie(trial),
-        "is_default": standing.is_default(trial),
+        **{name: getattr(standing, name)(trial) for name in roles},
         "samples_ms": list(trial.samples_ms),
-        "own_ms": trial.own_ms,
-        "compile_s": trial.compile_s,
-        "peak_memory_bytes": trial.peak_memory_bytes,
-        "device_memory_bytes": trial.device_memory_bytes,
+        **own("own_ms", "compile_s", "peak_memory_bytes", "device_memory_bytes"),
         "flops": (trial.figures or NO_FIGURES).flops,
         "moved_bytes": (trial.figures or NO_FIGURES).moved_bytes,
-        "device": trial.device,
-        "clock": trial.clock,
+        **own("device", "clock"),
         "route": None if trial.route is None else trial.route.value,
-        "ended_s": trial.ended_s,
-        "message": trial.message,
-        "log_tail": trial.log_tail,
+        **own("ended_s", "message", "log_tail"),
     }
 
 

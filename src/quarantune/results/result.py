@@ -21,10 +21,10 @@ from quarantune.transport.call import Arguments
 from quarantune.values import shown
 from quarantune.values.codec import IN_MEMORY, DamageError, Record
 from quarantune.values.config_values import encode, originals, restore
-from quarantune.values.findings import Counts, Findings, Interval, Searched, ratio_text
+from quarantune.values.findings import SCORES, Counts, Findings, Interval, Searched, ratio_text
 from quarantune.values.json_object import JsonObject
 from quarantune.values.shown import format_config
-from quarantune.values.trial import Config, Milliseconds, Outcome, Trial, count_outcomes, frozen
+from quarantune.values.trial import Config, Millijoules, Milliseconds, Outcome, Score, Trial, count_outcomes, frozen
 
 if TYPE_CHECKING:
     from quarantune.metrics import KernelMetrics
@@ -33,6 +33,8 @@ _WHY = {
     "total": "has the least total time over the calls below",
     "worst": "is the one that is never far behind the best for each of the calls below",
 }
+_SHARED = ("time_ms", "default_time_ms", "speedup_interval", "created", "commit", *SCORES)
+"""What a result has of the findings under the same name."""
 FromCache: TypeAlias = bool | Literal["nearest", "default"]
 _Config: TypeAlias = Annotated[Config, frozen]
 
@@ -96,6 +98,9 @@ class TuningResult(Record):
         seen: how many configs were tried, or dropped by `prune_fn`; None where that is not known.
         space_size: how many configs there are; None where that is not known.
         versions: the versions of JAX and others under which it was tuned.
+        score: what the author's objective makes of the best config, less being better; None where that is its time.
+        default_score: the same of the defaults; None where it is not known.
+        energy_mj: the energy of one call, in millijoules; None where it was not measured.
         calls: for a result of `tune_for`, the calls that share the config, whose weighted means all times are.
         by: what that result has least of: `total` or `worst`; empty for others.
         fn: the tuned function with the best config bound.
@@ -125,6 +130,9 @@ class TuningResult(Record):
     key: str
     from_cache: FromCache = False
     trials: tuple[Trial, ...]
+    score: Score | None = None
+    default_score: Score | None = None
+    energy_mj: Millijoules | None = None
     calls: tuple[CallShare, ...] = ()
     by: str = ""
     fn: Callable[..., Any] = dataclasses.field(default=_refuse, compare=False, metadata=IN_MEMORY)
@@ -135,26 +143,15 @@ class TuningResult(Record):
     @classmethod
     def of(cls, findings: Findings, **fields: Any) -> Self:
         """Returns a result with the findings of a sweep, and with further fields."""
-        search = findings.search
-        return cls(
-            time_ms=findings.time_ms,
-            default_time_ms=findings.default_time_ms,
-            speedup_interval=findings.speedup_interval,
-            counts=dict(findings.trials),
-            created=findings.created,
-            commit=findings.commit,
-            stopped=search.stopped,
-            seen=search.seen,
-            space_size=search.space_size,
-            **fields,
-        )
+        searched = {name: getattr(findings.search, name) for name in ("stopped", "seen", "space_size")}
+        shared = {name: getattr(findings, name) for name in _SHARED}
+        return cls(counts=dict(findings.trials), **searched, **shared, **fields)
 
     @property
     def findings(self) -> Findings:
         """The findings of the sweep."""
         searched = Searched(self.stopped, self.seen, self.space_size)
-        times = self.time_ms, self.default_time_ms, self.speedup_interval
-        return Findings(*times, self.created, self.commit, self.counts, searched)
+        return Findings(trials=self.counts, search=searched, **{name: getattr(self, name) for name in _SHARED})
 
     @property
     def speedup(self) -> float | None:
@@ -348,7 +345,8 @@ class TuningResult(Record):
         """Returns the content of the JSON file of a saved result."""
         configs = {name: encode(getattr(self, name)) for name in ("best_config", "default_config", "tie")}
         data = super().to_json() | configs | {"time_ms": None if math.isnan(self.time_ms) else self.time_ms}
-        return data if self.calls else {name: value for name, value in data.items() if name not in ("calls", "by")}
+        unused = (() if self.calls else ("calls", "by")) + (SCORES if self.score is None else ())
+        return {name: value for name, value in data.items() if name not in unused}
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str], *, trusted: bool = False) -> TuningResult:
@@ -498,7 +496,8 @@ def cached_text(result: TuningResult, *, width: int | None) -> str:
 def winner(result: TuningResult) -> Trial:
     """Returns the winner of a result as a trial."""
     known = None if math.isnan(result.time_ms) else result.time_ms
-    return Trial(config=result.best_config, outcome=Outcome.OK, time_ms=known, device=result.device)
+    trial = Trial(config=result.best_config, outcome=Outcome.OK, time_ms=known, device=result.device)
+    return dataclasses.replace(trial, score=result.score, energy_mj=result.energy_mj)
 
 
 def _style(title: str) -> str:

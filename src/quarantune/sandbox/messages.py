@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from quarantune.values.compiling import CompilerFigures, CompileTarget, OutputArray, ProbedDevice
 from quarantune.values.tolerance import Tolerance
-from quarantune.values.trial import Phase
+from quarantune.values.trial import Millijoules, Phase
 
 EncodedConfig: TypeAlias = Mapping[str, Any]
 """A config as `values.config_values.encode` returns it, and `restore` takes it."""
@@ -35,6 +35,7 @@ class BenchOptions:
         check_grad: whether gradients are compared, too.
         time_grad: whether a config is compiled and timed together with its gradient.
         compilation_cache: the directory of the caller's JAX compilation cache; None where workers use none.
+        measures_energy: whether the energy of a call is measured.
     """
 
     platform: str | None
@@ -45,6 +46,7 @@ class BenchOptions:
     check_grad: bool = False
     time_grad: bool = False
     compilation_cache: str | None = None
+    measures_energy: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -365,6 +367,7 @@ class Measured(Judged):
         own_ms: the samples without waits for a CPU; empty where the clock is free of the effects of other processes.
         is_slow: whether sampling stopped because another config is faster beyond doubt.
         clock: `device`, `queued` or `wall`.
+        energy_mj: millijoules of one run; None where they were not measured.
     """
 
     samples_ms: tuple[float, ...]
@@ -372,6 +375,7 @@ class Measured(Judged):
     own_ms: tuple[float, ...]
     is_slow: bool
     clock: str
+    energy_mj: Millijoules | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -397,10 +401,12 @@ class Compared(Reply):
     Attributes:
         rounds_ms: the samples of each, in milliseconds.
         warm_ms: the same with warm caches; empty for those that are far behind.
+        energy_mj: for each round, the energy of one run of each, in millijoules; empty where it was not measured.
     """
 
     rounds_ms: tuple[tuple[float, ...], ...]
     warm_ms: tuple[tuple[float, ...], ...]
+    energy_mj: tuple[tuple[Millijoules, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
+from quarantune.measure.objective import scored
 from quarantune.scheduler.plan import ConfigSource, Leftovers, Plan, Unconfirmed
 from quarantune.scheduler.reference import Reference
 from quarantune.scheduler.verdicts import with_diagnostic
@@ -196,14 +197,23 @@ class Jobs:
         worker: Worker | None,
         verdict: Verdict,
         phase: Phase | None,
+        keep: Callable[[float], None] | None = None,
         **times: Any,
     ) -> None:
-        """Ends a job, and with it all that wait for its outcome; `times` are fields of its trial."""
-        outcome = verdict.outcome
+        """Ends a job, and with it all that wait for its outcome.
+
+        Args:
+            job: the job.
+            worker: its worker; None where it has none.
+            verdict: its outcome.
+            phase: the phase in which it ended.
+            keep: keeps its executable, with the figure that its trial is ranked by.
+            **times: fields of its trial.
+        """
         log = "" if worker is None else self._log_of(worker)
         trial = Trial(
             config=job.config,
-            outcome=outcome,
+            outcome=verdict.outcome,
             phase=phase,
             message=with_diagnostic(verdict.message, log),
             compile_s=job.compile_s,
@@ -214,6 +224,10 @@ class Jobs:
             device="" if worker is None or worker.device is None else worker.device.device.name,
             **times,
         )
+        trial = scored(trial, self._plan.objective)
+        outcome = trial.outcome
+        if keep is not None and trial.merit is not None:
+            keep(trial.merit)
         job.close_executable()
         if outcome is Outcome.ERROR:
             self._places.add(job.raised_at)
@@ -275,6 +289,7 @@ class Jobs:
 
     def _finish_as(self, job: Job, first: Job) -> None:
         trial, log = self.programs.copy_end(job, first)
+        trial = scored(trial, self._plan.objective)
         self._reference.join(job.index, first.index)
         job.raised_at = first.raised_at
         self._settle_as(job, trial, log)

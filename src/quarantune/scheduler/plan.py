@@ -9,8 +9,10 @@ from typing import Protocol
 
 from quarantune.devices.device import Device
 from quarantune.host import machine
+from quarantune.measure.objective import Objective
 from quarantune.sandbox.messages import BenchOptions
 from quarantune.values.compiling import CompileTarget
+from quarantune.values.options import TIME
 from quarantune.values.trial import Config, Route, Trial
 
 Compare = Callable[[Config, Mapping[str, int]], None]
@@ -145,6 +147,7 @@ class Plan:
         measures_here: whether the caller's own process measures what workers compile.
         errors_stand: whether a config that cannot be compiled without the device cannot be compiled on it either.
         proof: compares the program of one config with the caller's.
+        objective: the author's objective, by which trials are ranked.
     """
 
     route: Route
@@ -167,6 +170,7 @@ class Plan:
     measures_here: bool = False
     errors_stand: bool = False
     proof: Proof = dataclasses.field(default_factory=Proof)
+    objective: Objective = TIME
 
     @property
     def compiler_environ(self) -> dict[str, str]:

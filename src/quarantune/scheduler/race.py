@@ -21,7 +21,13 @@ class Race:
         noise: how much runs are disturbed here.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_time: bool = True) -> None:
+        """Begins a race.
+
+        Args:
+            by_time: whether the fastest config wins; else none is ruled out by its time.
+        """
+        self._by_time = by_time
         self.best_median_ms: float | None = None
         self.noise = sampling.Noise()
         self._fastest_first_ms: float | None = None
@@ -31,7 +37,7 @@ class Race:
     def note_first_run(self, index: int, run_ms: float, cpu_ms: float) -> None:
         """Records the informative first run of a config, in all and without the time that it waited for a CPU."""
         self.noise.add([run_ms], cpu_ms)
-        if index != UNTUNED:
+        if index != UNTUNED and self._by_time:
             self._fastest_first_ms = min(self._fastest_first_ms or run_ms, run_ms)
 
     def hopeless_beside_ms(self, run_ms: float, cpu_ms: float) -> float | None:
@@ -62,7 +68,7 @@ class Race:
 
         The time of the defaults does not count where they cannot win: all others may be slower.
         """
-        if index != UNTUNED and (self.best_median_ms is None or cpu_ms < self.best_median_ms):
+        if index != UNTUNED and self._by_time and (self.best_median_ms is None or cpu_ms < self.best_median_ms):
             self.best_median_ms = cpu_ms
 
     def keep_compiled(self, job: Job) -> None:
@@ -71,20 +77,21 @@ class Race:
             with contextlib.suppress(ValueError, IndexError, MemoryError):  # a config may have written anything there
                 self._executables[job.index] = spool.read_parts(job.executable_fd)[0]
 
-    def keep_executable(self, job: Job, cpu_ms: float) -> None:
-        """Keeps the executables of the fastest configs for the comparison, where there are any.
+    def keep_executable(self, job: Job, merit: float) -> None:
+        """Keeps the executables of the best configs for the comparison, where there are any.
 
         Args:
             job: the config's job.
-            cpu_ms: its time in milliseconds; 0 for the defaults, which are in every comparison.
+            merit: the figure by which finalists are chosen; less than any other for the defaults, which are in every
+                comparison.
         """
         if os.fstat(job.executable_fd).st_size:
             job.protect_executable()
-            self._kept[job.index] = (cpu_ms, job.executable_fd)
+            self._kept[job.index] = (merit, job.executable_fd)
             job.executable_fd = -1
         if len(self._kept) > finals.MOST_FINALISTS + 1:
-            slowest = max(self._kept, key=lambda index: self._kept[index])
-            os.close(self._kept.pop(slowest)[1])
+            worst = max(self._kept, key=lambda index: self._kept[index])
+            os.close(self._kept.pop(worst)[1])
 
     def kept_fd(self, index: int) -> int | None:
         """Returns the file of a config's executable; None where it was not kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from quarantune.measure.sampling import is_doubtful
@@ -168,17 +169,18 @@ class Replies:
             race.note_time(job.index, cpu_ms)
         is_default = run.reference.is_default(job.index)
         # Other slow configs may be in the final, if they were disturbed.
-        if is_default or not (reply.is_slow and reply.clock == "device"):
-            race.keep_executable(job, 0.0 if is_default else cpu_ms)
+        is_kept = is_default or not (reply.is_slow and reply.clock == "device")
         run.jobs.finish(
             job,
             worker,
             verdict,
             Phase.MEASURE,
+            (lambda merit: race.keep_executable(job, -math.inf if is_default else merit)) if is_kept else None,
             time_ms=statistics.median(samples_ms),
             samples_ms=tuple(samples_ms),
             own_ms=cpu_ms,
             clock=reply.clock,
+            energy_mj=reply.energy_mj,
         )
         device.measuring = None
         self._route.after_measuring(worker, device)

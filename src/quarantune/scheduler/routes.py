@@ -6,6 +6,7 @@ import collections
 import contextlib
 import os
 from collections.abc import Callable
+from typing import Any
 
 from quarantune.sandbox import spool
 from quarantune.sandbox.messages import (
@@ -282,7 +283,7 @@ class RouteSteps:
     def _end_as_slow(self, worker: Worker, message: str, run_ms: float, cpu_ms: float, phase: Phase) -> None:
         if (job := worker.job) is not None:
             worker.keep_peak()
-            times = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": cpu_ms, "clock": "wall"}
+            times: Any = {"time_ms": run_ms, "samples_ms": (run_ms,), "own_ms": cpu_ms, "clock": "wall"}
             self._run.jobs.finish(job, worker, Verdict(Outcome.SLOW, message), phase, **times)
             worker.job = None
 

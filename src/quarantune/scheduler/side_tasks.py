@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -73,7 +74,9 @@ class SideTasks:
             reply = self._do(task, [fd for fd in kept if fd is not None], configs=len(configs))
             rounds_ms = [checked_samples(samples_ms) for samples_ms in reply.rounds_ms]
             warm_ms = [checked_samples(samples_ms) if samples_ms else [] for samples_ms in reply.warm_ms]
-            return finals.Final.of(configs, rounds_ms, warm_ms)
+            energy_mj = dict(zip(configs, zip(*reply.energy_mj, strict=True), strict=False))
+            of = finals.Final.of(configs, rounds_ms, warm_ms)
+            return dataclasses.replace(of, energy_mj=energy_mj, objective=self._run.plan.objective)
         except (SideTaskError, TypeError, ValueError, ArithmeticError) as error:
             _logger.warning("the finalists could not be compared, so their first measurements count: %s", error)
             return finals.Final()

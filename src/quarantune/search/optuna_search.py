@@ -112,10 +112,8 @@ class OptunaSearch(Strategy):
         log = None if trial is None else log_time(trial)
         if log is None or not math.isnan(log):
             return log
-        logs = [
-            math.log(known.level_ms) for known in self.trials.values() if known.outcome is Outcome.OK and known.level_ms
-        ]
-        return max(logs, default=None)
+        logs = [log_time(known) for known in self.trials.values() if known.outcome is Outcome.OK and known.merit]
+        return max((log for log in logs if log is not None), default=None)
 
     def _finish(self, proposal: Any, value: float | None) -> None:
         if value is None:

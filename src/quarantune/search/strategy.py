@@ -21,9 +21,11 @@ _READ_FIRST_S = 0.2
 
 
 def log_time(trial: Trial) -> float | None:
-    """Returns the logarithm of a trial's time, NaN for a failure; None for one that says nothing, as a lost one."""
-    if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.level_ms:
-        return math.log(trial.level_ms)
+    """Returns the logarithm of a trial's figure, NaN for a failure; None for one that says nothing, as a lost one."""
+    if trial.outcome is Outcome.OK and trial.score is not None:
+        return math.asinh(trial.score)  # near a logarithm, and defined for all numbers
+    if trial.outcome in (Outcome.OK, Outcome.SLOW) and trial.merit:
+        return math.log(trial.merit)
     return math.nan if trial.outcome.is_failure and trial.outcome is not Outcome.LOST else None
 
 

@@ -41,6 +41,7 @@ class SweepRequest:
         source: gives configs in addition to these while the sweep runs.
         has_final: whether the fastest configs are compared once more at the end.
         proof: compares the program of one config with the caller's.
+        measures_energy: whether the energy of calls is measured.
     """
 
     problem: Problem
@@ -55,18 +56,20 @@ class SweepRequest:
     source: ConfigSource = NOTHING_MORE
     has_final: bool = True
     proof: Proof = dataclasses.field(default_factory=Proof)
+    measures_energy: bool = False
 
     def possible(self, configs: Mapping[int, Config]) -> list[Config]:
         """Returns configs with all values that the configs of the sweep have."""
         return list(configs.values()) if self.space is None else self.space.examples()
 
 
-def worker_options(platform: str | None, options: Options) -> BenchOptions:
+def worker_options(platform: str | None, options: Options, *, energy: bool = False) -> BenchOptions:
     """Returns the author's options that a worker needs.
 
     Args:
         platform: the platform that configs run on; None for the one of this process.
         options: the author's options.
+        energy: whether the energy of calls is measured.
     """
     return BenchOptions(
         platform=platform,
@@ -78,4 +81,5 @@ def worker_options(platform: str | None, options: Options) -> BenchOptions:
         time_grad=options.time_grad,
         # On a GPU, XLA itself would write to the directory, and a killed worker would leave torn files.
         compilation_cache=jax.config.values["jax_compilation_cache_dir"] if platform == "cpu" else None,
+        measures_energy=energy,
     )

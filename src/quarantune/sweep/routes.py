@@ -32,6 +32,7 @@ from quarantune.sweep.isolation import Isolation
 from quarantune.sweep.request import Finish, SweepRequest, worker_options
 from quarantune.sweep.swept import Swept
 from quarantune.values.compiling import CompileTarget
+from quarantune.values.options import TIME
 from quarantune.values.trial import READY, UNTUNED, Config, Outcome, Phase, ReferenceFailedError, Route, Trial
 
 _logger = logging.getLogger("quarantune")
@@ -109,7 +110,7 @@ class Routes:
         self._compile_only = request.compile_only and not self._is_alone
         self._finish = finish
         self._ran_as: dict[int, int] = {}
-        self._race = Race()
+        self._race = Race(by_time=request.options.objective == TIME)
         self._made: list[Scheduler] = []
         self._reference = Reference()
         self._schedulers = contextlib.ExitStack()
@@ -293,7 +294,7 @@ class Routes:
         memory_bytes = limits.memory_limit_bytes
         return Plan(
             route=route,
-            options=worker_options(self._problem.platform, self._request.options),
+            options=worker_options(self._problem.platform, self._request.options, energy=self._request.measures_energy),
             target=None if with_device else self._target,
             slots=slots,
             devices=tuple(self._devices),
@@ -314,6 +315,7 @@ class Routes:
             measures_here=measures_here,
             errors_stand=self._on_tpu,
             proof=self._request.proof,
+            objective=self._request.options.objective,
         )
 
     def _compiles_per_worker(self, route: Route) -> int:

@@ -58,7 +58,7 @@ class Searching:
         self._pending: set[int] = set()
         self._ended: set[int] = set()
         self._tried = 0
-        self._best_ms: float | None = None
+        self._best: float | None = None
         self._is_usable = False
         self._without_gain = 0
         self._stopped = ""
@@ -140,11 +140,11 @@ class Searching:
                 self._stopped = TIME_BUDGET  # which has cut off the last of these trials
             return
         self._tried += 1
-        self._without_gain += self._best_ms is not None
-        if trial.outcome is Outcome.OK and trial.level_ms is not None:
+        self._without_gain += self._best is not None
+        if trial.outcome is Outcome.OK and (figure := trial.merit) is not None:
             self._is_usable = True
-            if self._best_ms is None or trial.level_ms < (1 - LEAST_GAIN) * self._best_ms:
-                self._best_ms, self._without_gain = trial.level_ms, 0
+            if self._best is None or figure < self._best - LEAST_GAIN * abs(self._best):
+                self._best, self._without_gain = figure, 0
 
     def reason_to_stop(self) -> str:
         """Returns why configs that are not being measured should not go on; empty while they should."""

@@ -35,7 +35,7 @@ from quarantune.transport.call import PackedCall
 from quarantune.transport.problem import Problem
 from quarantune.values import codec, config_values, shown
 from quarantune.values.compiling import CompileTarget
-from quarantune.values.options import Options
+from quarantune.values.options import TIME, Options
 from quarantune.values.settings import Settings
 from quarantune.values.trial import END, UNTUNED, Config, Trial
 from quarantune.worker import program_values
@@ -101,6 +101,8 @@ def _run(
 ) -> Swept:
     """Runs configs where the isolation wants it, and adds their trials to `measured`."""
     finish, problem = _finisher(request, measured), request.problem
+    if request.options.objective != TIME and not request.compile_only:
+        request = dataclasses.replace(request, measures_energy=_needs_energy(request, packed, possible))
     is_check = request.target is not None
     isolation = Isolation.PROCESS if is_check else isolation_of(request.settings, problem)
     if isolation is Isolation.COMPILE and request.compile_only:
@@ -125,6 +127,26 @@ def _run(
                 return Swept()
             swept = routes.compile(configs) if request.compile_only else routes.run(configs, measured)
     return dataclasses.replace(swept, is_traced=not proof.is_due)
+
+
+def _needs_energy(request: SweepRequest, packed: PackedCall, possible: Sequence[Config]) -> bool:
+    """Returns whether the objective takes the energy of calls.
+
+    Raises:
+        ValueError: it does, and that cannot be measured.
+    """
+    from quarantune.measure import energy, objective  # few sweeps need them
+
+    problem, devices = request.problem, max(packed.devices_needed, request.options.devices_per_trial)
+    if not objective.needs_energy(request.options.objective, dict(possible[0]) if possible else {}):
+        return False
+    jit = jax_internals.jit_options(problem.fn) if jax_internals.is_jitted(problem.fn) else None
+    reason = energy.why_not(problem.platform, problem.device_kind)
+    if jit is None or jit.donate_argnums or jit.donate_argnames or devices > 1:
+        reason = "that takes one device, and a jitted function that donates no arguments"
+    if reason:
+        raise ValueError(f"{problem.name}: objective needs the energy of a call, which cannot be measured: {reason}")
+    return True
 
 
 def _check(request: SweepRequest, packed: PackedCall, possible: Sequence[Config], isolation: Isolation) -> None:

@@ -159,9 +159,8 @@ class ThisProcess(Sandbox):
         self._stops = stops
         # A bench for "cpu" would keep this process from its other devices.
         platform = None if device is None or device.platform == "cpu" else device.platform
-        self._make_bench = functools.partial(
-            Bench, call, arrays_fd=arrays_fd, options=worker_options(platform, request.options)
-        )
+        options = worker_options(platform, request.options, energy=request.measures_energy)
+        self._make_bench = functools.partial(Bench, call, arrays_fd=arrays_fd, options=options)
         self._bench: Bench | None = None
         self._here: dict[int, _Here] = {}
         self._numbers = itertools.count(-1, -1)

@@ -9,11 +9,13 @@ from typing import Annotated, TypeAlias
 
 from quarantune.values.codec import Record, within
 from quarantune.values.texts import printable
-from quarantune.values.trial import Milliseconds, Outcome
+from quarantune.values.trial import Millijoules, Milliseconds, Outcome, Score, Trial
 
 ESTIMATED = "estimated"
 """Instead of why a search ended: nothing was measured, and a compiler has estimated the configs."""
 _LONGEST_TEXT = 40
+SCORES = ("score", "default_score", "energy_mj")
+"""Fields of results and entries that there are only where the objective is not time."""
 _Count: TypeAlias = Annotated[int, within(0, 1 << 53)]
 """A huge integer does not fit a float."""
 
@@ -79,6 +81,9 @@ class Findings(Record):
         trials: how many configs ended in each outcome.
         search: how thorough the search was.
         baseline_ms: the time with every kernel's first config, where kernels were tuned in their context.
+        score: what the author's objective makes of the winner, less being better; None where that is time.
+        default_score: the same of the defaults; None where it is unknown.
+        energy_mj: the energy of one call with the winner, in millijoules; None where it was not measured.
     """
 
     IS_LENIENT = True
@@ -91,6 +96,14 @@ class Findings(Record):
     trials: Counts = dataclasses.field(default_factory=dict)
     search: Searched = dataclasses.field(default_factory=Searched)
     baseline_ms: Milliseconds | None = None
+    score: Score | None = None
+    default_score: Score | None = None
+    energy_mj: Millijoules | None = None
+
+    def with_score(self, best: Trial, default: Trial | None) -> Findings:
+        """Returns the same with the scores of the winner's trial and of that of the defaults."""
+        default_score = None if default is None else default.score
+        return dataclasses.replace(self, score=best.score, default_score=default_score, energy_mj=best.energy_mj)
 
     @property
     def is_estimate(self) -> bool:
@@ -110,20 +123,31 @@ class Findings(Record):
         """
         if not self.time_ms > 0:
             return "estimated, never measured" if self.is_estimate else "time not known"
-        best = f"{self.time_ms:.4g} ms"
+        best, against, more = f"{self.time_ms:.4g} ms", f"{self.default_time_ms or 0.0:.4g} ms", ""
+        if self.score is not None:
+            form = "{:.4g} mJ" if self.score == self.energy_mj else "objective {:.4g}"
+            best, against, more = form.format(self.score), form.format(self.default_score or 0.0), f"; {best}"
         if is_default:
-            return f"the defaults are best ({best})"
-        return f"{self.compared} ({best} against {self.default_time_ms:.4g} ms)" if self.compared else best
+            return f"the defaults are best ({best}{more})"
+        return f"{self.compared} ({best} against {against}{more})" if self.compared else f"{best}{more}"
 
     @property
     def compared(self) -> str:
-        """The speed-up in words, as `2.02x faster than the defaults`; empty where it is unknown."""
+        """The gain in words, as `2.02x faster than the defaults`; empty where it is unknown."""
+        if self.score is not None:
+            what = "energy" if self.score == self.energy_mj else "of the objective"
+            return "" if self.default_score is None else _compared(self.score, self.default_score, what)
         if (speedup := self.speedup) is None:
             return ""
         low, high = self.speedup_interval or (speedup, speedup)
         if low <= 1.0 <= high:
             return "as fast as the defaults"
         return f"{ratio_text(max(speedup, 1 / speedup))} {'faster' if speedup > 1 else 'slower'} than the defaults"
+
+
+def _compared(score: float, default: float, what: str) -> str:
+    ratio = f"{ratio_text(max(default / score, score / default))} " if min(score, default) > 0 else ""
+    return f"{ratio}{'less' if score < default else 'more'} {what} than the defaults"
 
 
 def ratio_text(ratio: float) -> str:

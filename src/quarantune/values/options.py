@@ -11,9 +11,12 @@ from quarantune.values.search_choice import AUTO, Search, check_search
 from quarantune.values.settings import LONGEST_S, parse_memory
 from quarantune.values.texts import check_options, shown
 from quarantune.values.tolerance import Tolerance
+from quarantune.values.trial import Trial
 
 DEFAULTS = "defaults"
 """The `ref_fn` that stands for the function with its own defaults."""
+TIME, ENERGY = "time", "energy"
+"""The objectives that have names."""
 _BUDGETS = {"max_trials": 1, "patience": 1}
 _TOLERANCES = ("rtol", "atol", "max_mismatched_ratio")
 """Options that may be left out, and the least value of each."""
@@ -39,6 +42,11 @@ class Options:
         max_device_memory: the most device memory that the program of a config may take for its arguments, output and
             intermediate arrays, by the compiler's figures, in bytes or as "2GB". A config over it does not run
             (`device_oom`), and neither do the defaults.
+        objective: what the winner has least of: `time`; `energy`, that an NVIDIA GPU takes for a call, which needs the
+            extra `quarantune[energy]`; or a function that takes a `Trial` and returns a number, such as
+            `lambda t: t.time_ms * t.energy_mj`. Its units are those of the trial's fields, as milliseconds and
+            millijoules. A config for which it raises, or returns no finite number, ends as an `error`. Energy is
+            measured if it makes no number of a trial without: it is tried with a made-up one before the sweep.
         supply: how arguments are made where there are no concrete ones: `auto`, `integer`, `uniform`, `normal`,
             `randn`, `zeros`, `ones`, or a callable that takes the call's positional arguments, arrays as
             `jax.ShapeDtypeStruct`, and returns them with arrays.
@@ -77,6 +85,7 @@ class Options:
     timeout: float = 30.0
     memory_limit: int | str | None = None
     max_device_memory: int | str | None = None
+    objective: str | Callable[[Trial], float] = TIME
     supply: str | Callable[..., Any] = "auto"
     ref_fn: Callable[..., Any] | str | None = DEFAULTS
     check_fn: Callable[..., bool | None] | None = None
@@ -101,10 +110,12 @@ class Options:
             raise ValueError(f"ref_fn={self.ref_fn!r} is not valid: give a function, {DEFAULTS!r} or None")
         if self.ref_fn is not None and self.ref_fn != DEFAULTS and not callable(self.ref_fn):
             raise TypeError(f"ref_fn={self.ref_fn!r} is not callable: give a function, {DEFAULTS!r} or None")
-        for field in ("key_fn", "prune_fn", "check_fn"):
+        named: dict[str, tuple[str, ...]] = {"key_fn": (), "prune_fn": (), "check_fn": (), "objective": (TIME, ENERGY)}
+        for field, names in named.items():
             value = getattr(self, field)
-            if value is not None and not callable(value):
-                raise TypeError(f"{field}={value!r} is not callable: give a function, or leave it out")
+            if not callable(value) and value not in (names or (None,)):
+                others = "".join(f"{name!r}, " for name in names)
+                raise TypeError(f"{field}={value!r} is not callable: give {others}a function, or leave it out")
         check_search(self.search)
         for field, least in (("warmup", 0), ("rep", 1), ("devices_per_trial", 1), *_BUDGETS.items(), ("seed", 0)):
             value = getattr(self, field)
@@ -158,7 +169,7 @@ class Options:
     def deciding(self) -> Mapping[str, Any]:
         """Returns the options that affect which config wins; they are part of the fingerprint."""
         judging = ("ref_fn", "check_fn", *_TOLERANCES, "check_grad", "time_grad")
-        names = ("prune_fn", "supply", *judging, "devices_per_trial", "device_memory_bytes")
+        names = ("prune_fn", "objective", "supply", *judging, "devices_per_trial", "device_memory_bytes")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) != defaults.get(name)}
 
@@ -193,6 +204,7 @@ class OptionKeywords(ContextualKeywords, total=False):
 
     prune_fn: Callable[..., bool] | None
     max_device_memory: int | str | None
+    objective: str | Callable[[Trial], float]
     warmup: int
     rep: int
     partial: bool

@@ -86,6 +86,10 @@ def frozen(config: Config) -> Config:
 
 Milliseconds: TypeAlias = Annotated[float, within(_SHORTEST_MS, _LONGEST_MS)]
 _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
+Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+_LATER_FIELDS = ("figures", "energy_mj", "score")
+"""Fields that JSON holds only where they have a value, so that other trials are as earlier versions wrote them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +113,9 @@ class Trial(Record):
         clock: the clock that timed it: `device`, `queued` or `wall`; empty where it was not timed.
         ended_s: when it ended, in seconds of Unix time; None where that was not noted.
         figures: the compiler's figures about its program; None where it has none, or did not compile.
+        energy_mj: the energy that the GPU took for one call, in millijoules, by NVML's counter of its total energy;
+            None where that was not measured.
+        score: what the author's objective made of it, less being better; None where that is time.
     """
 
     config: Annotated[Config, frozen]
@@ -126,11 +133,18 @@ class Trial(Record):
     clock: Annotated[str, one_of("", "device", "queued", "wall")] = ""
     ended_s: _Seconds | None = dataclasses.field(default=None, compare=False)
     figures: CompilerFigures | None = None
+    energy_mj: Millijoules | None = None
+    score: Score | None = None
 
     def to_json(self) -> JsonObject:
-        """Returns the trial as JSON-able data; without figures, it is as earlier versions wrote it."""
+        """Returns the trial as JSON-able data."""
         data = super().to_json() | {"config": encode(self.config)}
-        return data if self.figures else {name: value for name, value in data.items() if name != "figures"}
+        return {name: value for name, value in data.items() if value is not None or name not in _LATER_FIELDS}
+
+    @property
+    def watts(self) -> float | None:
+        """The mean power of the GPU during a call: its energy divided by its time; None where that is not known."""
+        return None if self.energy_mj is None or not self.time_ms else self.energy_mj / self.time_ms
 
     @property
     def device_memory_bytes(self) -> int | None:
@@ -138,9 +152,19 @@ class Trial(Record):
         return (self.figures or NO_FIGURES).device_bytes
 
     @property
-    def level_ms(self) -> float | None:
-        """The time by which finalists are chosen; the median for a trial from an older version's journal."""
+    def merit(self) -> float | None:
+        """The figure by which finalists are chosen, less being better: the score, or a time in milliseconds.
+
+        Of a trial from an older version's journal, that is the median.
+        """
+        if self.score is not None:
+            return self.score
         return self.own_ms if self.own_ms is not None else self.time_ms
+
+    @property
+    def figure(self) -> float | None:
+        """The figure by which the winner is chosen, less being better: the score, or the median time."""
+        return self.time_ms if self.score is None else self.score
 
     @classmethod
     def from_json(cls, data: Any) -> Self:

@@ -74,6 +74,7 @@ class Measurement:
         own_ms: the samples without waits for a CPU; empty where the clock is free of the effects of other processes.
         clock: the name of the clock.
         is_slow: whether sampling stopped because the config cannot win any more.
+        energy_mj: the energy of one run in millijoules; None where it was not measured.
     """
 
     samples_ms: tuple[float, ...]
@@ -81,6 +82,7 @@ class Measurement:
     own_ms: tuple[float, ...]
     clock: str
     is_slow: bool
+    energy_mj: float | None
 
 
 class Bench:
@@ -400,13 +402,29 @@ class Bench:
             is_exact=clock.is_exact,
             noise=noise,
         )
+        cpu_ms = samples.level_ms(is_exact=clock.is_exact)
         return Measurement(
             samples_ms=samples.samples_ms,
-            cpu_ms=samples.level_ms(is_exact=clock.is_exact),
+            cpu_ms=cpu_ms,
             own_ms=() if clock.is_exact else samples.cpu_ms,
             clock=clock.name,
             is_slow=samples.is_ruled_out,
+            energy_mj=self._energy_mj(program, cpu_ms) if self._options.measures_energy else None,
         )
+
+    def _energy_mj(self, program: Program, time_ms: float) -> float:
+        """Returns the energy of one run in millijoules, where a run takes about so long.
+
+        Raises:
+            RuntimeError: the energy counter of the device cannot be read, or stands still.
+        """
+        from quarantune.measure import energy  # few sweeps need it
+
+        args, kwargs = self._arguments.dynamic(self._arguments.shared())
+        arrays = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
+        device: Any = next((device for array in arrays for device in array.devices()), jax.local_devices()[0])
+        read = energy.counter(device.local_hardware_id)
+        return energy.per_call(lambda: program.call(*args, **kwargs), read, time_ms / 1e3)
 
     def informative_first_run(self, program: Program) -> RunTime | None:
         """Returns the time of the first run where that was long enough to be informative; else None."""
@@ -423,12 +441,13 @@ class Bench:
             and self._options.warmup <= 1  # or its author knows that it takes several
         )
 
-    def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], list[list[float]]]:
+    def compare(self, programs: Sequence[Program]) -> tuple[list[list[float]], ...]:
         """Times programs in turn, round by round, until the fastest is clear or the rounds run out.
 
         Returns:
             The samples of each program in milliseconds, one per round; and those with warm device caches of the
-            programs near the fastest, empty for the others: a kernel's input is often the last kernel's output.
+            programs near the fastest, empty for the others: a kernel's input is often the last kernel's output. Then
+            the energy of a run of each program in each of a few rounds, in millijoules, if it is measured.
         """
         each = [self.clock(program) for program in programs]
         is_exact = all(clock.is_exact for clock in each)
@@ -441,7 +460,9 @@ class Bench:
             played = finals.play(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
             for position, samples_ms in zip(near, played, strict=True):
                 warm_ms[position] = samples_ms
-        return rounds_ms, warm_ms
+        meters = [functools.partial(self._energy_mj, *each) for each in zip(programs, map(min, rounds_ms), strict=True)]
+        rounds = model.FEW if self._options.measures_energy else 0
+        return rounds_ms, warm_ms, [[meter() for meter in meters] for _ in range(rounds)]
 
     def _announce(self, lowered: Any, config: Config, announce: Announce) -> tuple[bool, str | None]:
         """Announces a lowered program by its hash, unless gradients are checked, which the program says nothing about.

@@ -44,6 +44,10 @@ function columnsOf(p) {
     { key: "outcome", name: "outcome", get: null, by: (t) => OUTCOMES.indexOf(t.outcome) },
     { key: "ms", name: p.unit[1], number: true, get: (t) => (t.ms === null ? "" : `${t.outcome.name === "slow" ? "> " : ""}${digits(t.ms * p.unit[0])}`), by: places, title: "median time of one call" },
     ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => ((p.finals.length ? t.final : t.timed && t.outcome.name === "ok") ? times2(reference / t.ms) : ""), by: places, title: "time of the defaults divided by this time, where they were timed in turn" }]),
+    ...(p.trials.some((t) => t.energy !== null) ? [
+      { key: "energy", name: "mJ", number: true, get: (t) => (t.energy === null ? "" : digits(t.energy)), by: (t) => t.energy ?? Infinity, title: "energy of one call, by the GPU's own counter" },
+      { key: "power", name: "W", number: true, get: (t) => (t.energy === null || t.ms === null ? "" : digits(t.energy / t.ms)), by: (t) => (t.energy === null || t.ms === null ? Infinity : t.energy / t.ms), title: "energy divided by time" }] : []),
+    ...(p.trials.some((t) => t.score !== null && t.score !== t.energy) ? [{ key: "score", name: "objective", number: true, get: (t) => (t.score === null ? "" : digits(t.score)), by: (t) => t.score ?? Infinity, title: "the value of the author's objective" }] : []),
     { key: "compile", name: "compile s", number: true, get: (t) => (t.compile === null ? "" : digits(t.compile)), by: (t) => t.compile ?? Infinity },
     { key: "memory", name: "memory", number: true, get: (t) => (t.memory === null ? "" : bytes(t.memory)), by: (t) => t.memory ?? Infinity, title: "most host memory that the worker held" },
     ...(new Set(p.trials.map((t) => t.deviceMemory)).size > 1 ? [{ key: "device", name: "on device", number: true, get: (t) => (t.deviceMemory === null ? "" : bytes(t.deviceMemory)), by: (t) => t.deviceMemory ?? Infinity, title: "device memory of its program: arguments, output and intermediate arrays" }] : []),
@@ -171,7 +175,7 @@ function copyButton(text, get) {
   return button;
 }
 function exported(kind) {
-  const p = problem, rows = view.rows.map((trial) => ({ ...JSON.parse(jsonOf(p, trial)), outcome: trial.outcome.name, phase: trial.phase, time_ms: trial.ms, compile_s: trial.compile, peak_memory_bytes: trial.memory, device_memory_bytes: trial.deviceMemory, flops: trial.flops, moved_bytes: trial.moved, message: trial.message }));
+  const p = problem, rows = view.rows.map((trial) => ({ ...JSON.parse(jsonOf(p, trial)), outcome: trial.outcome.name, phase: trial.phase, time_ms: trial.ms, compile_s: trial.compile, peak_memory_bytes: trial.memory, device_memory_bytes: trial.deviceMemory, flops: trial.flops, moved_bytes: trial.moved, ...(trial.energy === null ? {} : { energy_mj: trial.energy }), ...(trial.score === null ? {} : { score: trial.score }), message: trial.message }));
   if (kind === "json") return JSON.stringify(rows, null, 1);
   const names = [...new Set(rows.flatMap((row) => Object.keys(row)))];
   const cell = (v) => { const text = v === null || v === undefined ? "" : typeof v === "object" ? JSON.stringify(v) : String(v); return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text; };
