@@ -94,8 +94,8 @@ def per_call(dispatch: Callable[[], Any], read: Callable[[], int], run_s: float)
     """
     count = max(1, min(_MOST_QUEUED, round(_QUEUED_S / run_s)))
     steps: list[tuple[float, float, int]] = []  # when each was seen, how uncertain that is, and the counter after it
-    began_s = looked_s = time.perf_counter()
     last, total, queued = read(), 0, list[Any]()
+    began_s = looked_s = time.perf_counter()
     while time.perf_counter() - began_s < _LONGEST_S:
         for _ in range(count):
             outputs = dispatch()
