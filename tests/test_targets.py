@@ -153,7 +153,7 @@ def fails_in_xla(status: str) -> None:
 def test_exceptions_have_a_place_each_line_and_each_status_of_xla() -> None:
     def place(act: Callable[..., None], *args: str) -> str:
         error = caught(functools.partial(act, *args))
-        return place_of(error, str(error))
+        return place_of(error, str(error), "compile")
 
     one, other = place(refuses, "8 warps"), place(refuses, "16 warps")
     assert one == other
@@ -164,7 +164,9 @@ def test_exceptions_have_a_place_each_line_and_each_status_of_xla() -> None:
     assert memory == place(fails_in_xla, "RESOURCE_EXHAUSTED: Shared memory size limit exceeded: requested 409600")
     assert place(fails_in_xla, "INTERNAL: 274432") == memory.replace("RESOURCE_EXHAUSTED", "INTERNAL")
     assert re.fullmatch(r"JaxRuntimeError at .*test_targets\.py:\d+", place(fails_in_xla, "no status here"))
-    assert place_of(ValueError("never raised"), "never raised") == "ValueError"
+    assert place_of(ValueError("never raised"), "never raised", "compile") == "ValueError"
+    exhausted = jax.errors.JaxRuntimeError("INTERNAL: it wants 4096 bytes of 227")
+    assert place_of(exhausted, str(exhausted), "check") == "JaxRuntimeError INTERNAL: it wants N bytes of N"
 
 
 def test_no_description_brings_escapes_to_the_terminal(cache_dir: Path) -> None:

@@ -29,8 +29,6 @@ def backends_initialized() -> bool:
     return bool(xla_bridge.backends_are_initialized())
 
 
-_LOGS_PTXAS = {"TF_CPP_VMODULE": "subprocess_compilation=2", "TF_CPP_MIN_LOG_LEVEL": "0"}
-"""With these when it is loaded, XLA logs what ptxas says of each kernel; JAX's default level has no such lines."""
 _has_plugins = False
 """Whether `load_plugins` has done its work, in this process or in the one that it was forked from."""
 
@@ -47,7 +45,7 @@ def load_plugins() -> None:
         return
     _has_plugins = True
     missing = contextlib.suppress(AttributeError)  # another version of JAX: every fork loads the plugins
-    with variables.given({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", **_LOGS_PTXAS}), missing:
+    with variables.given({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}), missing:
         xla_bridge._discover_and_register_pjrt_plugins()
 
 

@@ -79,10 +79,11 @@ def counter(ordinal: int) -> Callable[[], int]:
     return lambda: int(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
 
 
-def per_call(dispatch: Callable[[], Any], read: Callable[[], int], run_s: float) -> float:
-    """Returns the energy of one run in millijoules: the power between two steps of the counter, times a run's time.
+def per_call(dispatch: Callable[[], Any], read: Callable[[], int], run_s: float) -> tuple[float, float]:
+    """Returns the energy of one run in millijoules, and the power between two steps of the counter in watts.
 
-    Both are means over the same many runs, which are queued, as those that are timed.
+    The energy is the power times the mean time of these runs. A GPU at its limit of power lowers its clocks meanwhile,
+    so that they take longer than those that are timed.
 
     Args:
         dispatch: queues one run and returns its outputs without waiting.
@@ -119,4 +120,5 @@ def per_call(dispatch: Callable[[], Any], read: Callable[[], int], run_s: float)
     run_s = (time.perf_counter() - began_s) / total
     if len(steps) <= _SKIPPED + 1:
         raise RuntimeError(f"the energy counter of the GPU advanced {len(steps)} times in {_LONGEST_S:g} s")
-    return (end[2] - first[2]) / (end[0] - first[0]) * run_s
+    watts = (end[2] - first[2]) / (end[0] - first[0]) / 1e3
+    return watts * run_s * 1e3, watts

@@ -35,8 +35,8 @@ def needs_energy(objective: Objective, config: Config) -> bool:
         objective: the objective.
         config: the config of that trial.
     """
-    times = {"time_ms": 1.0, "own_ms": 1.0, "samples_ms": [1.0], "compile_s": 1.0, "energy_mj": 1.0}
+    times = {"time_ms": 1.0, "own_ms": 1.0, "samples_ms": [1.0], "compile_s": 1.0, "energy_mj": 1.0, "watts": 1.0}
     figures = {"peak_memory_bytes": 1024, "figures": {"argument_bytes": 8, "output_bytes": 8, "temporary_bytes": 8}}
     trial = dataclasses.replace(Trial.from_json({"config": {}, "outcome": "ok", **times, **figures}), config=config)
-    both = [scored(each, objective) for each in (trial, dataclasses.replace(trial, energy_mj=None))]
+    both = [scored(each, objective) for each in (trial, dataclasses.replace(trial, energy_mj=None, watts=None))]
     return [each.outcome is Outcome.OK for each in both] == [True, False]

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from quarantune.values.compiling import CompilerFigures, CompileTarget, OutputArray, ProbedDevice
 from quarantune.values.tolerance import Tolerance
-from quarantune.values.trial import Millijoules, Phase
+from quarantune.values.trial import Millijoules, Phase, Watts
 
 EncodedConfig: TypeAlias = Mapping[str, Any]
 """A config as `values.config_values.encode` returns it, and `restore` takes it."""
@@ -368,6 +368,7 @@ class Measured(Judged):
         is_slow: whether sampling stopped because another config is faster beyond doubt.
         clock: `device`, `queued` or `wall`.
         energy_mj: millijoules of one run; None where they were not measured.
+        watts: the power meanwhile.
     """
 
     samples_ms: tuple[float, ...]
@@ -376,6 +377,7 @@ class Measured(Judged):
     is_slow: bool
     clock: str
     energy_mj: Millijoules | None = None
+    watts: Watts | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -184,8 +184,9 @@ class Sandbox(contextlib.AbstractContextManager["Sandbox"]):
             self._workers[number].connection.send(message, fds)
 
     def finish(self, number: int) -> None:
-        """Closes the connection to a worker, so that it ends."""
-        self._disconnect(self._workers[number])
+        """Closes the connection to a worker, so that it ends, unless it has ended and was forgotten."""
+        if number in self._workers:
+            self._disconnect(self._workers[number])
 
     def kill(self, number: int, *, shows_stack: bool = False) -> None:
         """Kills a worker and everything it started; `Ended` follows.

@@ -181,6 +181,7 @@ class Replies:
             own_ms=cpu_ms,
             clock=reply.clock,
             energy_mj=reply.energy_mj,
+            watts=reply.watts,
         )
         device.measuring = None
         self._route.after_measuring(worker, device)

@@ -214,6 +214,8 @@ def _routes(request: SweepRequest, packed: PackedCall, finish: Finish, isolation
     environ = discovery.sandbox_environ(problem.platform, problem.device_kind)
     if not on_many_devices:
         environ |= device.cheap_context(problem.platform, os.environ)
+    if request.target is not None and problem.platform == "cuda":
+        environ |= device.LOGS_PTXAS
     with spawning.standard_descriptors(), _spooled(packed) as (payload_fd, arrays_fd):
         make: Callable[..., pool.Sandbox] = pool.Sandbox
         stops = None if isolation is Isolation.PROCESS else Stops(time.monotonic)

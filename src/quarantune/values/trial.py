@@ -88,7 +88,8 @@ Milliseconds: TypeAlias = Annotated[float, within(_SHORTEST_MS, _LONGEST_MS)]
 _Seconds: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
 Score: TypeAlias = Annotated[float, within(-1e308, 1e308)]
 Millijoules: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
-_LATER_FIELDS = ("figures", "energy_mj", "score")
+Watts: TypeAlias = Annotated[float, within(0, _LARGEST_NUMBER)]
+_LATER_FIELDS = ("figures", "energy_mj", "watts", "score")
 """Fields that JSON holds only where they have a value, so that other trials are as earlier versions wrote them."""
 
 
@@ -115,6 +116,7 @@ class Trial(Record):
         figures: the compiler's figures about its program; None where it has none, or did not compile.
         energy_mj: the energy that the GPU took for one call, in millijoules, by NVML's counter of its total energy;
             None where that was not measured.
+        watts: the mean power of the GPU while that was measured; it may run slower then than when it is timed.
         score: what the author's objective made of it, less being better; None where that is time.
     """
 
@@ -134,17 +136,13 @@ class Trial(Record):
     ended_s: _Seconds | None = dataclasses.field(default=None, compare=False)
     figures: CompilerFigures | None = None
     energy_mj: Millijoules | None = None
+    watts: Watts | None = None
     score: Score | None = None
 
     def to_json(self) -> JsonObject:
         """Returns the trial as JSON-able data."""
         data = super().to_json() | {"config": encode(self.config)}
         return {name: value for name, value in data.items() if value is not None or name not in _LATER_FIELDS}
-
-    @property
-    def watts(self) -> float | None:
-        """The mean power of the GPU during a call: its energy divided by its time; None where that is not known."""
-        return None if self.energy_mj is None or not self.time_ms else self.energy_mj / self.time_ms
 
     @property
     def device_memory_bytes(self) -> int | None:

@@ -75,6 +75,7 @@ class Measurement:
         clock: the name of the clock.
         is_slow: whether sampling stopped because the config cannot win any more.
         energy_mj: the energy of one run in millijoules; None where it was not measured.
+        watts: the power meanwhile.
     """
 
     samples_ms: tuple[float, ...]
@@ -83,6 +84,7 @@ class Measurement:
     clock: str
     is_slow: bool
     energy_mj: float | None
+    watts: float | None
 
 
 class Bench:
@@ -403,17 +405,19 @@ class Bench:
             noise=noise,
         )
         cpu_ms = samples.level_ms(is_exact=clock.is_exact)
+        energy_mj, watts = self._energy(program, cpu_ms) if self._options.measures_energy else (None, None)
         return Measurement(
             samples_ms=samples.samples_ms,
             cpu_ms=cpu_ms,
             own_ms=() if clock.is_exact else samples.cpu_ms,
             clock=clock.name,
             is_slow=samples.is_ruled_out,
-            energy_mj=self._energy_mj(program, cpu_ms) if self._options.measures_energy else None,
+            energy_mj=energy_mj,
+            watts=watts,
         )
 
-    def _energy_mj(self, program: Program, time_ms: float) -> float:
-        """Returns the energy of one run in millijoules, where a run takes about so long.
+    def _energy(self, program: Program, time_ms: float) -> tuple[float, float]:
+        """Returns the energy of one run in millijoules, and the power in watts, where a run takes about so long.
 
         Raises:
             RuntimeError: the energy counter of the device cannot be read, or stands still.
@@ -460,9 +464,9 @@ class Bench:
             played = finals.play(contenders, floor=finals.WARM_FLOOR, budget_s=finals.WARM_BUDGET_S, rep=rep)
             for position, samples_ms in zip(near, played, strict=True):
                 warm_ms[position] = samples_ms
-        meters = [functools.partial(self._energy_mj, *each) for each in zip(programs, map(min, rounds_ms), strict=True)]
+        meters = [functools.partial(self._energy, *each) for each in zip(programs, map(min, rounds_ms), strict=True)]
         rounds = model.FEW if self._options.measures_energy else 0
-        return rounds_ms, warm_ms, [[meter() for meter in meters] for _ in range(rounds)]
+        return rounds_ms, warm_ms, [[meter()[0] for meter in meters] for _ in range(rounds)]
 
     def _announce(self, lowered: Any, config: Config, announce: Announce) -> tuple[bool, str | None]:
         """Announces a lowered program by its hash, unless gradients are checked, which the program says nothing about.

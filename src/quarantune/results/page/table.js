@@ -46,7 +46,7 @@ function columnsOf(p) {
     ...(reference === null ? [] : [{ key: "gain", name: "vs defaults", number: true, get: (t) => ((p.finals.length ? t.final : t.timed && t.outcome.name === "ok") ? times2(reference / t.ms) : ""), by: places, title: "time of the defaults divided by this time, where they were timed in turn" }]),
     ...(p.trials.some((t) => t.energy !== null) ? [
       { key: "energy", name: "mJ", number: true, get: (t) => (t.energy === null ? "" : digits(t.energy)), by: (t) => t.energy ?? Infinity, title: "energy of one call, by the GPU's own counter" },
-      { key: "power", name: "W", number: true, get: (t) => (t.energy === null || t.ms === null ? "" : digits(t.energy / t.ms)), by: (t) => (t.energy === null || t.ms === null ? Infinity : t.energy / t.ms), title: "energy divided by time" }] : []),
+      { key: "power", name: "W", number: true, get: (t) => (t.watts === null ? "" : digits(t.watts)), by: (t) => t.watts ?? Infinity, title: "mean power of the GPU while the config runs over and over" }] : []),
     ...(p.trials.some((t) => t.score !== null && t.score !== t.energy) ? [{ key: "score", name: "objective", number: true, get: (t) => (t.score === null ? "" : digits(t.score)), by: (t) => t.score ?? Infinity, title: "the value of the author's objective" }] : []),
     { key: "compile", name: "compile s", number: true, get: (t) => (t.compile === null ? "" : digits(t.compile)), by: (t) => t.compile ?? Infinity },
     { key: "memory", name: "memory", number: true, get: (t) => (t.memory === null ? "" : bytes(t.memory)), by: (t) => t.memory ?? Infinity, title: "most host memory that the worker held" },
