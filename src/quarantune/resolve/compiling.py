@@ -43,20 +43,12 @@ def compile_all(call: BoundCall, *, num_workers: int | None) -> list[tuple[Trial
         For each config its trial, and its executable where there is one that can leave its worker.
     """
     check_outside(call)
-    described, settings, options = keyed_to_tune(call), environment.current(), call.function.options
-    limits = SweepLimits.of(options, settings, num_workers=num_workers)
+    described, settings = keyed_to_tune(call), environment.current()
+    limits = SweepLimits.of(call.function.options, settings, num_workers=num_workers)
     configs = {index: call.configs[index] for index in call.configs.listed()}
     trials: dict[int, Trial] = {}
-    with _compiling(described, settings, limits, "", configs, trials) as events:
-        request = SweepRequest(
-            problem=described.problem(),
-            options=options,
-            settings=settings,
-            limits=limits,
-            events=events,
-            compile_only=True,
-        )
-        swept = sweep.run(request, configs)
+    with _compiling(described, settings, limits, "", configs, trials) as request:
+        swept = sweep.run(dataclasses.replace(request, compile_only=True), configs)
     return [(trials[index], swept.executables.get(index)) for index in range(len(call.configs))]
 
 
@@ -70,9 +62,9 @@ def check_all(call: BoundCall, target: Target, *, num_workers: int | None, again
         again: whether configs are compiled although an earlier job has the verdict on them.
     """
     check_outside(call)
-    described, settings, options = keyed_to_tune(call, target), environment.current(), call.function.options
+    described, settings = keyed_to_tune(call, target), environment.current()
     trials = {index: pruned_trial(call.configs[index]) for index in call.pruned}
-    limits = SweepLimits.of(options, settings, num_workers=num_workers)
+    limits = SweepLimits.of(call.function.options, settings, num_workers=num_workers)
     known = {} if again or settings.disable_cache else _verdicts(described, settings, limits).known(with_compiled=True)
     left = {index: call.configs[index] for index in call.configs.listed() if index not in trials}
     found = {
@@ -81,17 +73,9 @@ def check_all(call: BoundCall, target: Target, *, num_workers: int | None, again
         if (trial := known.get(text_of(config))) is not None and _is_answer(trial, target)
     }
     trials |= {index: dataclasses.replace(trial, config=left.pop(index)) for index, trial in found.items()}
-    with _compiling(described, settings, limits, f" for {target.name}", left, trials) as events:
+    with _compiling(described, settings, limits, f" for {target.name}", left, trials) as request:
         if left:
-            request = SweepRequest(
-                problem=described.problem(),
-                options=options,
-                settings=settings,
-                limits=limits,
-                events=events,
-                target=target,
-            )
-            engines.run(request, left)
+            engines.run(dataclasses.replace(request, target=target), left)
     ordered = tuple(trials[index] for index in range(len(call.configs)))
     return CompileReport(name=call.name, target=target, trials=ordered, key=described.key.text, known=len(found))
 
@@ -136,8 +120,8 @@ def _compiling(
     where: str,
     configs: Mapping[int, Config],
     trials: dict[int, Trial],
-) -> Iterator[SweepEvents]:
-    """Shows the progress of configs that are only compiled, keeps their trials, and remembers those that fail."""
+) -> Iterator[SweepRequest]:
+    """Yields the request for configs that are only compiled; shows their progress, and remembers those that fail."""
     note: Callable[[Trial], None] = lambda trial: None  # noqa: E731
     if not settings.disable_cache:
         note = functools.partial(note_check, _verdicts(described, settings, limits))
@@ -149,5 +133,7 @@ def _compiling(
             note(trial)
             progress.step(trial)
 
-        yield SweepEvents(on_trial=on_trial, on_phase=progress.enter)
+        events = SweepEvents(on_trial=on_trial, on_phase=progress.enter)
+        problem, options = described.problem(), described.call.function.options
+        yield SweepRequest(problem=problem, options=options, settings=settings, limits=limits, events=events)
         progress.conclude_compiling()

@@ -155,9 +155,7 @@ class Trial(Record):
 
         Of a trial from an older version's journal, that is the median.
         """
-        if self.score is not None:
-            return self.score
-        return self.own_ms if self.own_ms is not None else self.time_ms
+        return next((each for each in (self.score, self.own_ms, self.time_ms) if each is not None), None)
 
     @property
     def figure(self) -> float | None:
