@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from aftermath import nothing_is_left, quiet_place, shared_memory  # noqa: F401
+from aftermath import eventually, nothing_is_left, quiet_place, shared_memory  # noqa: F401
 from jax.experimental import pallas as pl
 from jax.extend import backend
 from misdeeds import kernel as zoo
@@ -414,7 +414,8 @@ def test_jaxs_own_gpu_kernels_compile_or_not_per_config(
     before = shared_memory()
     report = quarantune.compile_check(fn, configs, *[x] * operands, target="NVIDIA H200")
     assert ends(report) == expected, report.table()
-    assert set(shared_memory()) <= set(before)
+    new = set(shared_memory()) - set(before)
+    assert eventually(lambda: not new & set(shared_memory())), "those of other programs go, too"
     figures = report.trials[0].figures
     assert figures is not None
     assert 32 <= (figures.registers or 0) <= 255

@@ -127,3 +127,9 @@ def test_what_figures_lack_does_not_cost_the_verdict(writes: str | None, monkeyp
     assert compiled(SimpleNamespace(compile=compile_one), target) == (program, NO_FIGURES)
     assert not any(directory.exists() for directory in directories)
     assert "MOSAIC_GPU_DUMP_HOST_LLVM" not in os.environ
+
+
+@pytest.mark.parametrize("occupancy", [0.0, 1.0])
+def test_figures_travel_with_the_least_and_the_largest_occupancy(occupancy: float) -> None:
+    figures = CompilerFigures(registers=24, spilled_bytes=0, shared_bytes=0, occupancy=occupancy)
+    assert CompilerFigures.from_json(figures.to_json()) == figures

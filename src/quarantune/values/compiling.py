@@ -113,7 +113,7 @@ class CompilerFigures(Record):
     registers: _Bytes | None = None
     spilled_bytes: _Bytes | None = None
     shared_bytes: _Bytes | None = None
-    occupancy: Annotated[float, within(0, 1)] | None = None
+    occupancy: Annotated[float, within(0, math.nextafter(1, 2))] | None = None
     flops: _Estimate | None = None
     moved_bytes: _Estimate | None = None
     estimate: CycleEstimate | None = None
