@@ -113,7 +113,8 @@ class Worker:
                 self.send(reply)
         except BaseException as raised:  # a config may raise anything, SystemExit and KeyboardInterrupt too
             error = readable(raised)
-            goes_on = isinstance(error, Exception) and not task.last and self._may_go_on_after(task)
+            is_error = isinstance(error, Exception) and not isinstance(error, WrongResultError)
+            goes_on = is_error and not task.last and self._may_go_on_after(task)
             self.send(self.failure(error, goes_on=goes_on))
             return goes_on
         finally:
